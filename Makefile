@@ -1,0 +1,45 @@
+# make setup    virtual environment with torch, DeepSpeed and this package
+# make train    small GPT on real text, AdamW against OPTIMIZER (see below), two ranks
+# make test     the test suite          make lint    ruff and mypy
+#
+# Variables: OPTIMIZER=mkor (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
+# separated by commas, or all), ARGS="--steps 1000 --stage 3" (rankwise train --help), PYTHON, VENV, TORCH, PIP_ARGS.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+OPTIMIZER ?= mkor
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.setup-done
+# DeepSpeed looks for ninja on PATH; it is installed in the environment.
+export PATH := $(BIN):$(PATH)
+
+.PHONY: setup train test lint clean
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+# torch comes first, so that its build (CPU or CUDA) is chosen here and not by what depends on it.
+$(STAMP): setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[deepspeed,dev]" "$(TORCH)"
+	touch $@
+
+train: setup
+	$(BIN)/rankwise train --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,61 @@
+"""Ready DeepSpeed JSON files, one per optimizer and ZeRO stage, installed as ``rankwise.configs``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path"]
+
+OPTIMIZERS: dict[str, str] = {
+    "adamw": "AdamW",
+    "mars": "MARS",
+    "mars-adamw": "MARS-AdamW",
+    "mars-lion": "MARS-Lion",
+    "mars-shampoo": "MARS-Shampoo",
+    "mars-m": "MARS-M",
+    "sonew": "SONew",
+    "ldadam": "LDAdam",
+    "mkor": "MKOR",
+    "mkor-h": "MKOR-H",
+}
+"""File stem -> DeepSpeed ``"type"``. ``adamw`` is DeepSpeed's own baseline, the rest are ours."""
+
+STAGES: tuple[int, ...] = (0, 1, 2, 3)
+"""The ZeRO stages there is a folder for."""
+
+
+def deepspeed_config_path(optimizer: str, stage: int = 2) -> Path:
+    """Path of the packaged DeepSpeed JSON of an optimizer at a ZeRO stage.
+
+    Args:
+        optimizer: name as in :data:`OPTIMIZERS`, in any case (``"mkor"``, ``"MARS-M"``).
+        stage: ZeRO stage, 0 to 3.
+
+    Returns:
+        The file's path; the package is always installed as plain files.
+
+    Raises:
+        ValueError: if there is no such optimizer or stage.
+    """
+    name = optimizer.lower()
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer is {optimizer!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    if stage not in STAGES:
+        raise ValueError(f"stage is {stage!r}: ZeRO has the stages 0, 1, 2 and 3; pass one of these")
+    return Path(__file__).resolve().parent / "deepspeed" / f"zero{stage}" / f"{name}.json"
+
+
+def deepspeed_config(optimizer: str, stage: int = 2) -> dict[str, Any]:
+    """The packaged DeepSpeed configuration of an optimizer at a ZeRO stage, as a dict.
+
+    Args:
+        optimizer: name as in :data:`OPTIMIZERS`, in any case.
+        stage: ZeRO stage, 0 to 3.
+
+    Raises:
+        ValueError: if there is no such optimizer or stage.
+    """
+    config: dict[str, Any] = json.loads(deepspeed_config_path(optimizer, stage).read_text(encoding="utf-8"))
+    return config

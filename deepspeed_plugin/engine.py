@@ -1,0 +1,56 @@
+"""What happens when a DeepSpeed engine takes one of our optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist
+from torch import nn
+
+from deepspeed_plugin.layouts import layout_of, logical_shape
+from rankwise import MKOR
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.routing import annotate
+
+__all__ = ["attach", "prepare"]
+
+
+def prepare(engine: DeepSpeedEngine) -> None:
+    """Attach names, roles and logical shapes to the model's parameters before the optimizer is built."""
+    annotate(engine.module, logical_shape)
+
+
+def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+    """Tell the optimizer how this engine stores its parameters, and MKOR what to capture.
+
+    Args:
+        engine: The engine, its wrapper built.
+        optimizer: ``engine.basic_optimizer``.
+
+    Raises:
+        LayoutError: The engine uses a wrapper this version does not know.
+        OptionError: The optimizer has nothing to update.
+    """
+    optimizer.attach(layout_of(engine, optimizer))
+    optimizer.announce = lambda text: log_dist(text, ranks=[0])
+    if isinstance(optimizer, MKOR):
+        optimizer.capture(engine.module, window=lambda: engine.global_steps)
+        if optimizer.options.hybrid:
+            engine.module.register_forward_hook(_LossRecorder(optimizer))
+
+
+class _LossRecorder:
+    """Forward hook that reports the model's loss: a scalar output, its ``.loss``, or the first of a tuple."""
+
+    def __init__(self, optimizer: MKOR) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        loss = getattr(output, "loss", first)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+            self._optimizer.record_loss(loss)

@@ -1,0 +1,218 @@
+"""Where each engine wrapper keeps each parameter. DeepSpeed's internals are read here and nowhere else.
+
+ZeRO hands the inner optimizer flat fp32 partitions. Nothing of DeepSpeed is replaced: the position of every parameter is
+read off the wrapper once, at the first step on each flat tensor, and compared there with the model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.unit import Slice, TensorContents
+from rankwise.sharding import LayoutError
+
+__all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
+
+
+def logical_shape(parameter: Tensor) -> Sequence[int]:
+    """Shape before ZeRO-3 replaced the parameter by a placeholder."""
+    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeedLayout:
+    """The layout of the wrapper the engine chose.
+
+    Raises:
+        LayoutError: The wrapper is unknown.
+    """
+    wrapper = engine.optimizer
+    if wrapper is optimizer:
+        return _Unwrapped(engine, optimizer)
+    for kind, layout in _LAYOUTS.items():
+        if isinstance(wrapper, kind):
+            return layout(engine, optimizer)
+    raise LayoutError(
+        f"DeepSpeed wrapped {type(optimizer).__name__} in {type(wrapper).__name__}, whose memory layout is unknown; "
+        "use ZeRO stage 0, 1, 2 or 3 without compression, ZenFlow or other optimizer wrappers."
+    )
+
+
+class DeepSpeedLayout:
+    """Names the contents of the tensors in the param groups of an engine's basic optimizer.
+
+    Args:
+        engine: The engine.
+        optimizer: Its basic optimizer, whose constructor saw the model's own parameters.
+    """
+
+    replicated = False
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+        self._engine = engine
+        self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
+        self.group: dist.ProcessGroup | None = engine.seq_data_parallel_group
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """See :class:`rankwise.optimizers.unit.LayoutSource`."""
+        raise NotImplementedError
+
+    def loss_scale(self) -> float:
+        """What the present gradients were multiplied by during backward."""
+        return float(getattr(self._engine.optimizer, "cur_scale", getattr(self._engine.optimizer, "loss_scale", 1.0)))
+
+    def _name(self, parameter: Tensor) -> str:
+        try:
+            return self._names[id(parameter)]
+        except KeyError:
+            raise LayoutError(
+                f"DeepSpeed optimizes a parameter of shape {tuple(logical_shape(parameter))} that the optimizer's "
+                "constructor did not see; pass the model's own parameters to deepspeed.initialize."
+            ) from None
+
+    @staticmethod
+    def _position(tensor: Tensor, candidates: Iterable[Tensor]) -> int:
+        for index, candidate in enumerate(candidates):
+            if candidate is tensor:
+                return index
+        raise LayoutError(
+            f"step() met a tensor of {tensor.numel()} elements that the ZeRO wrapper does not list; this DeepSpeed "
+            f"version ({_version()}) stores partitions differently from the tested ones (0.19)."
+        )
+
+    @staticmethod
+    def _verify(name: str, full_precision: Tensor, model_weight: Tensor) -> None:
+        """The optimizer's copy and the model's weight must be the same numbers, or the layout was misread."""
+        expected = full_precision.detach().to(device=model_weight.device, dtype=model_weight.dtype)
+        if not torch.equal(expected, model_weight):
+            raise LayoutError(
+                f"the optimizer's copy of '{name}' differs from the model's weight: the partition layout of DeepSpeed "
+                f"{_version()} was misread, or the weights were changed behind its back. Training would corrupt the "
+                "model; change weights before deepspeed.initialize, or report the version."
+            )
+
+
+class _Unwrapped(DeepSpeedLayout):
+    """Stage 0 in fp32: the module's own parameters, alike on every rank."""
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+        super().__init__(engine, optimizer)
+        self.replicated = dist.get_world_size(self.group) > 1
+        self._group_of = {
+            id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        name = self._name(tensor)
+        return TensorContents(self._group_of[id(tensor)], (Slice(name, 0, tensor.numel(), 0),))
+
+
+class _Unfused(DeepSpeedLayout):
+    """Stage 0 in fp16 or bf16: whole fp32 clones, alike on every rank."""
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+        super().__init__(engine, optimizer)
+        self.replicated = dist.get_world_size(self.group) > 1
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        wrapper = self._engine.optimizer
+        for index, clones in enumerate(wrapper.fp32_groups):
+            for clone, parameter in zip(clones, wrapper.fp16_groups[index], strict=True):
+                if clone is tensor:
+                    name = self._name(parameter)
+                    self._verify(name, clone, parameter.data)
+                    return TensorContents(index, (Slice(name, 0, tensor.numel(), 0),))
+        return TensorContents(self._position(tensor, ()), ())
+
+
+class _FlatPartition(DeepSpeedLayout):
+    """One flat partition per param group: equal cuts of a buffer whose views the model's weights are."""
+
+    def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
+        raise NotImplementedError
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        index, parameters = self._group(tensor)
+        size = tensor.numel()
+        first = size * dist.get_rank(self._engine.optimizer.real_dp_process_group[index])
+        slices = []
+        for parameter in parameters:
+            # The weight is a view of the flat buffer, so its storage offset is its position, whatever reordering
+            # (round_robin_gradients) or alignment padding the wrapper applied.
+            position = int(parameter.data.storage_offset())
+            start, end = max(position, first), min(position + parameter.numel(), first + size)
+            if start >= end:
+                continue
+            name = self._name(parameter)
+            offset = start - first
+            weight = parameter.data.reshape(-1)[start - position : end - position]
+            self._verify(name, tensor.detach()[offset : offset + end - start], weight)
+            slices.append(Slice(name, start - position, end - position, offset))
+        return TensorContents(index, tuple(slices))
+
+
+class _ZeroOneTwo(_FlatPartition):
+    def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
+        wrapper = self._engine.optimizer
+        index = self._position(tensor, wrapper.single_partition_of_fp32_groups)
+        return index, wrapper.bit16_groups[index]
+
+
+class _Bf16(_FlatPartition):
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
+        wrapper = self._engine.optimizer
+        index = self._position(tensor, wrapper.fp32_groups_flat_partition)
+        return index, wrapper.bf16_groups[index]
+
+
+class _ZeroThree(DeepSpeedLayout):
+    """Flat sub-groups; every parameter is cut over all ranks into equal pieces, the last ones padded."""
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        wrapper = self._engine.optimizer
+        sub_group = self._position(tensor, wrapper.fp32_partitioned_groups_flat)
+        slices = []
+        for parameter in wrapper.fp16_groups[sub_group]:
+            _, offset, numel = wrapper.grad_position[wrapper.get_param_id(parameter)]
+            start = numel * dist.get_rank(parameter.ds_process_group)
+            end = min(start + numel, parameter.ds_numel)
+            if start >= end:
+                continue
+            name = self._name(parameter)
+            piece = parameter.ds_tensor
+            if getattr(piece, "status", None) is None or piece.status.name == ZeroParamStatus.AVAILABLE.name:
+                weight = piece.data.reshape(-1)[: end - start]
+                self._verify(name, tensor.detach()[offset : offset + end - start], weight)
+            slices.append(Slice(name, start, end, offset))
+        return TensorContents(wrapper.sub_group_to_group_id[sub_group], tuple(slices))
+
+
+_LAYOUTS: dict[type, type[DeepSpeedLayout]] = {
+    DeepSpeedZeroOptimizer: _ZeroOneTwo,
+    DeepSpeedZeroOptimizer_Stage3: _ZeroThree,
+    BF16_Optimizer: _Bf16,
+    FP16_UnfusedOptimizer: _Unfused,
+}
+
+
+def _version() -> str:
+    import deepspeed
+
+    return str(deepspeed.__version__)

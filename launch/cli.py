@@ -1,0 +1,188 @@
+"""The ``rankwise`` command."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rankwise.launch.models import ModelFamily
+
+__all__ = ["app", "console"]
+
+app = typer.Typer(
+    help="MKOR, MARS, SONew and LDAdam for DeepSpeed and Megatron.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+_Ranks = Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or two on a CPU.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+_Model = Annotated[ModelFamily, typer.Option(help="Shape of the language model.")]
+_Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
+_Hidden = Annotated[int, typer.Option(min=1, help="Width; a multiple of --heads.")]
+_Heads = Annotated[int, typer.Option(min=1, help="Attention heads.")]
+_SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sample.")]
+_Config = Annotated[Path | None, typer.Option(help="DeepSpeed JSON file.", exists=True, dir_okay=False)]
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps ``rankwise train`` a subcommand whatever commands there are."""
+
+
+@app.command()
+def train(
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(help="Optimizer to train with; repeat it, separate with commas, or say 'all'. [adamw, mkor]"),
+    ] = None,
+    config: _Config = None,
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; by default the config's, or 2.")] = None,
+    ranks: _Ranks = None,
+    device: _Device = "auto",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
+    warmup: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps the learning rate rises in.")] = 0.1,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate instead of the config's.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text file or folder; by default Python's own standard library.")
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or name or path of a Hugging Face tokenizer.")] = "bytes",
+    model: _Model = "gpt2",
+    layers: _Layers = 4,
+    hidden: _Hidden = 192,
+    heads: _Heads = 6,
+    seq_len: _SeqLen = 128,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass and rank.")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step.")] = None,
+    validation_interval: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 50,
+    validation_samples: Annotated[int, typer.Option(min=1, help="Windows per validation.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Initialisation and order of the samples.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder of the results; by default runs/<time>.")] = None,
+    cache: Annotated[Path, typer.Option(help="Folder of the tokenized text.")] = Path("runs/.cache"),
+) -> None:
+    """Pretrain a small language model with one or more optimizers and compare them.
+
+    The runs share model, data, schedule and DeepSpeed configuration; only its "optimizer" block differs.
+    """
+    from rankwise.launch.data import load_corpus, load_tokenizer
+    from rankwise.launch.plan import Overrides, planned_configs, read_config, split_names
+    from rankwise.launch.report import plot_curves, read_summary, results_table
+    from rankwise.launch.sampler import WindowSampler
+    from rankwise.launch.settings import Settings
+    from rankwise.launch.spawn import choose_device, run_ranks
+
+    try:
+        names = split_names(optimizer or [])
+        if not names and config is None:
+            names = ["adamw", "mkor"]
+        cpu, processes = choose_device(device, ranks)
+        overrides = Overrides(stage, micro_batch, accumulation, lr)
+        configs = planned_configs(None if config is None else read_config(config), names, overrides)
+        folder = output or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+        runs = [
+            Settings(
+                label=label,
+                output=str(folder / label),
+                deepspeed=deepspeed,
+                model=model,
+                layers=layers,
+                hidden=hidden,
+                heads=heads,
+                seq_len=seq_len,
+                steps=steps,
+                warmup=warmup,
+                data=None if data is None else str(data),
+                tokenizer=tokenizer,
+                cache=str(cache),
+                seed=seed,
+                validation_interval=validation_interval,
+                validation_samples=validation_samples,
+            )
+            for label, deepspeed in configs.items()
+        ]
+        with console.status("reading the text"):
+            corpus = load_corpus(data, load_tokenizer(tokenizer), cache)
+        for tokens in (corpus.train, corpus.validation):
+            WindowSampler(tokens, seq_len, 1, 1, 1)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+    console.print(f"text: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out")
+    console.print(f"runs: {', '.join(configs)} on {processes} {'CPU' if cpu else 'GPU'} rank(s), results in {folder}")
+    done: list[Path] = []
+    failed: list[str] = []
+    for settings in runs:
+        status = run_ranks("pretrain", [str(settings.write())], processes, cpu)
+        if status == 0:
+            done.append(Path(settings.output))
+        else:
+            failed.append(settings.label)
+            console.print(f"[red]{settings.label}: the launcher ended with status {status}; its message is above")
+    if done:
+        console.print(results_table([read_summary(run) for run in done]))
+        plot_curves(done, folder / "loss.png")
+        console.print(f"loss curves: {folder / 'loss.png'}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def deepspeed(
+    script: Annotated[Path, typer.Argument(help="Your training script.", exists=True, dir_okay=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    ranks: _Ranks = None,
+    device: _Device = "auto",
+) -> None:
+    """Run an unedited DeepSpeed script with our optimizer types known to its JSON.
+
+    Options of this command come before the script's name. Under a launcher (RANK is set) it runs the script in this
+    process, otherwise it starts the ranks itself.
+    """
+    from rankwise.launch.shim import run_script
+    from rankwise.launch.spawn import choose_device, exec_ranks
+
+    if "RANK" in os.environ:
+        run_script(script, arguments or [])
+        return
+    try:
+        cpu, processes = choose_device(device, ranks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    exec_ranks("shim", [str(script), *(arguments or [])], processes, cpu)
+
+
+@app.command()
+def explain(
+    config: _Config = None,
+    optimizer: Annotated[str, typer.Option(help="Packaged config to explain when there is no --config.")] = "mkor",
+    model: _Model = "gpt2",
+    layers: _Layers = 4,
+    hidden: _Hidden = 192,
+    heads: _Heads = 6,
+    seq_len: _SeqLen = 128,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Token ids.")] = 257,
+) -> None:
+    """Show which rule every parameter of a model takes and what its state costs."""
+    from rankwise.launch.explain import explain_table
+    from rankwise.launch.models import build_model
+    from rankwise.launch.plan import Overrides, planned_configs, read_config, split_names
+
+    try:
+        names = split_names([optimizer]) if config is None else []
+        configs = planned_configs(None if config is None else read_config(config), names, Overrides())
+        network = build_model(model, vocab_size=vocab_size, layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
+        for deepspeed_config in configs.values():
+            console.print(explain_table(network, deepspeed_config["optimizer"]))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,67 @@
+"""What DeepSpeed expects of the machine: variables of the ranks' processes, and a way round a missing compiler."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["available_cores", "missing_build_tools", "rank_environment", "skip_shm_build_without_compiler"]
+
+
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def rank_environment(ranks: int, cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of the processes that run the ranks. What the caller has already set stays.
+
+    Args:
+        ranks: processes on this machine; they share its cores.
+        cpu: train on the CPU even where there are GPUs.
+        base: environment to start from; this process's own by default.
+    """
+    environment = dict(os.environ if base is None else base)
+    # ninja, which DeepSpeed calls to build its CPU collectives, sits beside the interpreter in a virtual environment.
+    scripts = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([scripts, environment.get("PATH", os.defpath)])
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if cpu:
+        environment["DS_ACCELERATOR"] = "cpu"
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    package = importlib.import_module("rankwise.launch")
+    if package.__name__ == "launch":  # a checkout that is not installed: the ranks must find it too
+        checkout = str(Path(package.__path__[0]).resolve().parent)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), checkout]))
+    return environment
+
+
+def missing_build_tools() -> list[str]:
+    """What a just-in-time build of a C++ extension needs and this machine lacks."""
+    missing = [tool for tool in (os.environ.get("CXX", "c++"), "g++", "ninja") if shutil.which(tool) is None]
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return missing if header.exists() else [*missing, str(header)]
+
+
+def skip_shm_build_without_compiler() -> list[str]:
+    """Keeps DeepSpeed from compiling its shared-memory collectives where that would fail.
+
+    DeepSpeed builds them on every CPU machine at start-up. They only serve inference; training runs over gloo alone.
+
+    Returns:
+        What is missing; empty if the build can go ahead or is not needed.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    missing = missing_build_tools() if get_accelerator().device_name() == "cpu" else []
+    if False:
+        importlib.import_module("deepspeed.comm")
+        # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return missing

@@ -1,0 +1,46 @@
+"""The outcome of an optimizer's routing as a table."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from rankwise.configs import OPTIMIZERS
+
+__all__ = ["explain_table"]
+
+
+def explain_table(model: nn.Module, block: dict[str, Any]) -> Table:
+    """One row per parameter: shape, rule, owner and state.
+
+    Args:
+        model: the model whose parameters are routed.
+        block: ``"optimizer"`` block of a DeepSpeed configuration.
+
+    Raises:
+        ValueError: if the type is not one of ours, or the optimizer refuses its params.
+    """
+    name = str(block["type"])
+    if name.lower() not in OPTIMIZERS or name.lower() == "adamw":
+        ours = ", ".join(value for key, value in OPTIMIZERS.items() if key != "adamw")
+        raise ValueError(f"optimizer.type is {name!r}, which is not one of ours ({ours}): there is nothing to explain")
+    importlib.import_module("deepspeed_plugin")
+    optimizer = getattr(torch.optim, name)(list(model.named_parameters()), **block.get("params", {}))
+    table = Table(title=name)
+    for heading in ("parameter", "shape", "rule", "why"):
+        table.add_column(heading)
+    for heading in ("owner", "state, bytes"):
+        table.add_column(heading, justify="right")
+    total = 0
+    for row in optimizer.explain():
+        shape = " x ".join(map(str, row.shape))
+        owner = "-" if row.owner is None else str(row.owner)
+        table.add_row(row.name, shape, row.rule, row.reason, owner, f"{row.state_bytes:,}")
+        total += row.state_bytes
+    table.add_section()
+    table.add_row("all", "", "", "", "", f"{total:,}")
+    return table

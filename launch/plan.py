@@ -1,0 +1,112 @@
+"""From the options of ``rankwise train`` to the DeepSpeed configuration of every run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankwise.configs import OPTIMIZERS, deepspeed_config
+
+__all__ = ["Overrides", "planned_configs", "read_config", "split_names"]
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Options that replace a value of the DeepSpeed configuration; None leaves it.
+
+    Attributes:
+        stage: ZeRO stage.
+        micro_batch: samples per forward pass and rank.
+        accumulation: micro-batches per step.
+        lr: peak learning rate, for every optimizer of the command.
+    """
+
+    stage: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    lr: float | None = None
+
+
+def split_names(values: list[str]) -> list[str]:
+    """Optimizer names from options that may hold several, each separated by commas or spaces.
+
+    Args:
+        values: the options' values; ``all`` stands for every optimizer.
+
+    Returns:
+        Names in the order given, in lower case, each once.
+
+    Raises:
+        ValueError: if a name is unknown.
+    """
+    names: list[str] = []
+    for name in " ".join(values).replace(",", " ").lower().split():
+        if name != "all" and name not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {name!r}: it must be one of {', '.join(OPTIMIZERS)}, all")
+        names += list(OPTIMIZERS) if name == "all" else [name]
+    return list(dict.fromkeys(names))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A DeepSpeed JSON file.
+
+    Raises:
+        ValueError: if it is not a JSON object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"config is {str(path)!r}, which is no readable JSON file: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"config is {str(path)!r}, which holds no JSON object")
+    return config
+
+
+def planned_configs(
+    config: dict[str, Any] | None, optimizers: list[str], overrides: Overrides
+) -> dict[str, dict[str, Any]]:
+    """DeepSpeed configurations that differ in their ``optimizer`` block alone.
+
+    Args:
+        config: the user's configuration, or None for the packaged one.
+        optimizers: names whose packaged block replaces the configuration's own; empty keeps its own.
+        overrides: values from the command line.
+
+    Returns:
+        Label of the run -> configuration, in the order asked for.
+
+    Raises:
+        ValueError: if there is no ``optimizer`` block to train with, or a value is out of range.
+    """
+    stage = 2 if overrides.stage is None else overrides.stage
+    base = deepspeed_config("adamw", stage) if config is None else config
+    if optimizers:
+        blocks = {name: deepspeed_config(name)["optimizer"] for name in optimizers}
+    else:
+        block = base.get("optimizer")
+        if not isinstance(block, dict) or "type" not in block:
+            raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
+        blocks = {str(block["type"]).lower(): block}
+    return {label: _with_values(base, block, overrides) for label, block in blocks.items()}
+
+
+def _with_values(base: dict[str, Any], block: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    config = copy.deepcopy(base)
+    config["optimizer"] = copy.deepcopy(block)
+    if overrides.lr is not None:
+        config["optimizer"].setdefault("params", {})["lr"] = overrides.lr
+    if overrides.stage is not None:
+        config.setdefault("zero_optimization", {})["stage"] = overrides.stage
+    for key, value in (
+        ("train_micro_batch_size_per_gpu", overrides.micro_batch),
+        ("gradient_accumulation_steps", overrides.accumulation),
+    ):
+        if value is not None:
+            config[key] = value
+            config.pop("train_batch_size", None)  # DeepSpeed derives it from the other two and the ranks
+    config.pop("scheduler", None)  # the reference script brings its own, the same for every optimizer
+    config.setdefault("steps_per_print", 10**9)  # the progress bar says it
+    return config

@@ -1,0 +1,79 @@
+"""Tables and curves from the files the reference script leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["plot_curves", "read_metrics", "read_summary", "results_table"]
+
+_MEBIBYTE = 1 << 20
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """The summary of a finished run's folder."""
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def read_metrics(run: Path, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one recorded quantity, e.g. ``"loss"`` or ``"validation_loss"``."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if key in record]
+    return [record["step"] for record in records], [record[key] for record in records]
+
+
+def results_table(summaries: list[dict[str, Any]]) -> Table:
+    """One row per run, and the loss of a model that knows only token frequencies as a yardstick.
+
+    Args:
+        summaries: contents of ``summary.json`` of one or more runs on the same text.
+    """
+    first = summaries[0]
+    table = Table(
+        title=f"{first['parameters'] / 1e6:.2f} M parameters, {first['world_size']} rank(s), "
+        f"ZeRO-{first['zero_stage']}, {first['steps']} steps, {first['tokens'] / 1e6:.2f} M tokens"
+    )
+    table.add_column("optimizer")
+    for heading in ("validation loss", "tokens/s", "step share of time", "optimizer state per rank, MiB"):
+        table.add_column(heading, justify="right")
+    for summary in summaries:
+        table.add_row(
+            summary["label"],
+            f"{summary['validation_loss']:.4f}",
+            f"{summary['tokens_per_second']:,.0f}",
+            f"{summary['step_share']:.1%}",
+            f"{summary['state_bytes_per_rank'] / _MEBIBYTE:.2f}",
+        )
+    table.add_section()
+    table.add_row("unigram entropy of the text", f"{first['unigram_entropy']:.4f}", style="dim")
+    return table
+
+
+def plot_curves(runs: list[Path], path: Path) -> None:
+    """Draws training loss (thin) and validation loss (marked) of several runs into a PNG.
+
+    Args:
+        runs: folders of finished runs.
+        path: the PNG to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for run in runs:
+        summary = read_summary(run)
+        (line,) = axes.plot(*read_metrics(run, "loss"), linewidth=1, alpha=0.5)
+        label = f"{summary['label']} ({summary['validation_loss']:.3f})"
+        axes.plot(*read_metrics(run, "validation_loss"), marker="o", markersize=4, color=line.get_color(), label=label)
+    entropy = read_summary(runs[0])["unigram_entropy"]
+    axes.axhline(entropy, color="grey", linestyle=":", label=f"unigram entropy ({entropy:.3f})")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title="thin: training, marked: validation")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

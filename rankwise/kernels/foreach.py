@@ -1,0 +1,240 @@
+r"""In-place list forms of the element-wise updates, on ``torch._foreach_*``: a few launches for many fragments.
+
+Each function does to every tensor of its lists what the pure function of the same rule in ``rankwise.updates`` does to
+one. The lists of a call have one entry per fragment, all of one length, and the fragments of a position the same shape
+and dtype; any list may be empty. No function synchronises with the host. Temporaries are as large as one list, or two
+where ``lr`` is a tensor: split very long lists over several calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rankwise.updates.adamw import Scalar, bias_corrections
+
+__all__ = [
+    "adamw_",
+    "copy_",
+    "decay_",
+    "decoupled_step_",
+    "lion_",
+    "mars_adamw_",
+    "mars_corrected",
+    "mars_lion_",
+    "momentum_",
+    "scale_by_",
+]
+
+Tensors = list[Tensor]
+Coefficients = Sequence[Tensor] | Tensor
+"""One factor per fragment: 0-d tensors, or one 1-D tensor of that many entries."""
+
+
+def decay_(params: Tensors, lr: Scalar, weight_decay: float) -> None:
+    """Decoupled weight decay: multiplies the weights by ``1 - lr * weight_decay``. Call it before the step."""
+    if params and weight_decay != 0.0:
+        torch._foreach_mul_(params, 1.0 - lr * weight_decay)
+
+
+def _descend_(params: Tensors, directions: Tensors, lr: Scalar) -> None:
+    """``params -= lr * directions``; overwrites ``directions`` if ``lr`` is a tensor."""
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(directions, lr)
+        torch._foreach_sub_(params, directions)
+    else:
+        torch._foreach_add_(params, directions, alpha=-lr)
+
+
+def decoupled_step_(params: Tensors, directions: Tensors, lr: Scalar, weight_decay: float) -> None:
+    """:func:`rankwise.updates.adamw.decoupled_step`; overwrites ``directions`` if ``lr`` is a tensor."""
+    decay_(params, lr, weight_decay)
+    if params:
+        _descend_(params, directions, lr)
+
+
+def copy_(destinations: Tensors, sources: Tensors) -> None:
+    """Copies values, never references: a framework reuses its gradient buffers for the next step."""
+    if destinations:
+        torch._foreach_copy_(destinations, sources)
+
+
+def scale_by_(tensors: Tensors, coefficients: Coefficients) -> None:
+    """Multiplies every tensor by its own coefficient, which stays on the device."""
+    factors = list(coefficients.unbind()) if isinstance(coefficients, Tensor) else list(coefficients)
+    if len(factors) != len(tensors):
+        raise ValueError(f"coefficients has {len(factors)} entries for {len(tensors)} tensors; pass one for each")
+    if tensors:
+        torch._foreach_mul_(tensors, factors)
+
+
+def momentum_(exp_avgs: Tensors, grads: Tensors, beta1: float) -> None:
+    """:func:`rankwise.updates.mars.momentum_update`, into ``exp_avgs``."""
+    if exp_avgs:
+        torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+
+
+def adamw_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    correct_eps: bool = True,
+) -> None:
+    """AdamW: :func:`rankwise.updates.adamw.adamw_update` and a decoupled step.
+
+    Args:
+        params: Weights, updated in place.
+        grads: Gradients, read only.
+        exp_avgs: First moments, updated in place.
+        exp_avg_sqs: Second moments, updated in place.
+        lr: Learning rate, a float or a 0-d tensor.
+        betas: Decay rates of the two moments.
+        eps: Added to the root.
+        weight_decay: Decoupled decay rate.
+        step: Number of this step, from 1, the same for the whole list.
+        correct_eps: Where ``eps`` is added, see the pure function.
+
+    Raises:
+        ValueError: If ``step`` is below 1.
+    """
+    correction1, correction2 = bias_corrections(betas, step)
+    if not params:
+        return
+    momentum_(exp_avgs, grads, betas[0])
+    torch._foreach_mul_(exp_avg_sqs, betas[1])
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - betas[1])
+
+    root = math.sqrt(correction2)
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
+    if correct_eps:
+        torch._foreach_div_(denominators, root)
+    torch._foreach_add_(denominators, eps)
+    step_scale = (1.0 if correct_eps else root) / correction1
+
+    decay_(params, lr, weight_decay)
+    if isinstance(lr, Tensor):
+        directions = list(torch._foreach_div(exp_avgs, denominators))
+        _descend_(params, directions, lr * step_scale)
+    else:
+        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr * step_scale)
+
+
+def lion_(params: Tensors, grads: Tensors, exp_avgs: Tensors, *, lr: Scalar, beta1: float, weight_decay: float) -> None:
+    """Sign of the momentum: :func:`rankwise.updates.mars.lion_update` and a decoupled step.
+
+    Args:
+        params: Weights, updated in place.
+        grads: Gradients, in MARS-Lion the clipped corrected ones; read only.
+        exp_avgs: Momenta, updated in place.
+        lr: Learning rate, a float or a 0-d tensor.
+        beta1: Decay rate of the momentum.
+        weight_decay: Decoupled decay rate.
+    """
+    if not params:
+        return
+    momentum_(exp_avgs, grads, beta1)
+    decoupled_step_(params, list(torch._foreach_sign(exp_avgs)), lr, weight_decay)
+
+
+def mars_corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
+    """Corrected gradients ``g + k (g - h)``, before the clip, as new tensors.
+
+    Args:
+        grads: Gradients ``g``, read only.
+        references: Comparison gradients ``h``, read only.
+        k: From :func:`rankwise.updates.mars.correction_factor`.
+    """
+    if not grads:
+        return []
+    corrected = list(torch._foreach_sub(grads, references))
+    torch._foreach_mul_(corrected, k)
+    torch._foreach_add_(corrected, grads)
+    return corrected
+
+
+def _clipped(grads: Tensors, references: Tensors, k: float, coefficients: Coefficients | None) -> Tensors:
+    corrected = mars_corrected(grads, references, k)
+    if coefficients is not None:
+        scale_by_(corrected, coefficients)
+    return corrected
+
+
+def mars_adamw_(
+    params: Tensors,
+    grads: Tensors,
+    references: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    k: float,
+    coefficients: Coefficients | None,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """MARS-AdamW from raw gradients, with clip coefficients that are known already.
+
+    Args:
+        params: Weights, updated in place.
+        grads: Gradients, read only.
+        references: Comparison gradients, read only: what they become is the caller's choice of mode (:func:`copy_`).
+        exp_avgs: First moments, updated in place.
+        exp_avg_sqs: Second moments, updated in place.
+        k: Correction factor.
+        coefficients: From :func:`rankwise.updates.mars.clip_coefficient`, that of the whole parameter for each of its
+            fragments; ``None`` does not clip.
+        lr: Learning rate, a float or a 0-d tensor.
+        betas: Decay rates of the two moments.
+        eps: Added to the bias-corrected root.
+        weight_decay: Decoupled decay rate.
+        step: Number of this step, from 1.
+
+    Raises:
+        ValueError: If ``step`` is below 1, or there is not one coefficient per fragment.
+    """
+    clipped = _clipped(grads, references, k, coefficients)
+    adamw_(params, clipped, exp_avgs, exp_avg_sqs, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step)
+
+
+def mars_lion_(
+    params: Tensors,
+    grads: Tensors,
+    references: Tensors,
+    exp_avgs: Tensors,
+    *,
+    k: float,
+    coefficients: Coefficients | None,
+    lr: Scalar,
+    beta1: float,
+    weight_decay: float,
+) -> None:
+    """MARS-Lion from raw gradients; arguments as for :func:`mars_adamw_` and :func:`lion_`.
+
+    Args:
+        params: Weights, updated in place.
+        grads: Gradients, read only.
+        references: Comparison gradients, read only.
+        exp_avgs: Momenta, updated in place.
+        k: Correction factor.
+        coefficients: Clip coefficient of each fragment, or ``None``.
+        lr: Learning rate, a float or a 0-d tensor.
+        beta1: Decay rate of the momentum.
+        weight_decay: Decoupled decay rate.
+
+    Raises:
+        ValueError: If there is not one coefficient per fragment.
+    """
+    clipped = _clipped(grads, references, k, coefficients)
+    lion_(params, clipped, exp_avgs, lr=lr, beta1=beta1, weight_decay=weight_decay)

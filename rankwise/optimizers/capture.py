@@ -1,0 +1,292 @@
+r"""MKOR's statistics of linear layers, taken from module hooks: mean input and gradient of a virtual bias.
+
+The forward hook sums a layer's input over its tokens and leaves a hook on the output; when the output's gradient
+arrives, both sums are committed together. That happens once per micro-batch, never for a forward without a backward,
+so it holds under evaluation, several micro-batches in flight, and both kinds of activation checkpointing, whose extra
+forward either records no graph or leaves one that is thrown away. No activation is kept.
+
+The scale rule: with all sums taken over every micro-batch and data-parallel rank of one optimizer step,
+
+.. math::
+    a = \frac{\sum x}{\text{count}}, \qquad g = \frac{1}{P S} \sum dY
+
+where :math:`P` and :math:`S` are the divisors the framework applies to gradients (data-parallel size, loss scale), so
+that :math:`g` is the gradient the layer's bias has, or would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Capture", "LinearShape", "Record", "describe_linear", "exclude_embeddings"]
+
+
+class LinearShape(NamedTuple):
+    """What a module multiplies its input by: the features it takes and gives, and whether the weight is (in, out)."""
+
+    in_features: int
+    out_features: int
+    transposed: bool = False
+
+
+@dataclass(eq=False)
+class Record:
+    """Sums of one weight over the current accumulation window.
+
+    Attributes:
+        name: of the first module that uses the weight, in the model given to `Capture`.
+        parameter: the weight.
+        bias: the bias all modules of the weight add, or None if they add none or different ones.
+        shape: features and orientation, taken from the module: a weight may be sharded to nothing.
+        sum_input: sum of the input over tokens, ``(in_features,)``.
+        sum_output_grad: sum of the output gradient over tokens, ``(out_features,)``, with the loss scale in it.
+        count: number of tokens in the sums; 0 if no backward pass came by.
+    """
+
+    name: str
+    parameter: Parameter
+    bias: Parameter | None
+    shape: LinearShape
+    sum_input: Tensor = field(repr=False)
+    sum_output_grad: Tensor = field(repr=False)
+    count: int = 0
+    epoch: int = field(default=0, repr=False)
+
+    @property
+    def module_has_bias(self) -> bool:
+        """Whether the bias gradient can ride along as one more column of the weight gradient."""
+        return self.bias is not None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is ``(in_features, out_features)``."""
+        return self.shape.transposed
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        if self.count:
+            self.sum_input.zero_()
+            self.sum_output_grad.zero_()
+        self.count = 0
+        self.epoch += 1
+
+    def move_to(self, device: torch.device) -> None:
+        """Follow a model that was moved, or materialized, after the record was made."""
+        if self.sum_input.device != device:
+            if self.count:
+                self.sum_input, self.sum_output_grad = self.sum_input.to(device), self.sum_output_grad.to(device)
+            else:
+                self.sum_input = torch.zeros_like(self.sum_input, device=device)
+                self.sum_output_grad = torch.zeros_like(self.sum_output_grad, device=device)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward call that waits for its output gradient."""
+
+    record: Record
+    sum_input: Tensor
+    count: int
+    epoch: int = -1
+
+
+def describe_linear(module: nn.Module) -> LinearShape | None:
+    """Recognise ``torch.nn.Linear`` and the ``Conv1D`` of Hugging Face's GPT-2, with their subclasses.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Its shape, or None if it is neither.
+    """
+    if isinstance(module, nn.Linear):
+        return LinearShape(module.in_features, module.out_features)
+    is_conv1d = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+    if is_conv1d and isinstance(getattr(module, "nx", None), int) and isinstance(getattr(module, "nf", None), int):
+        return LinearShape(int(module.nx), int(module.nf), transposed=True)  # type: ignore[arg-type]
+    return None
+
+
+def exclude_embeddings(model: nn.Module) -> Callable[[nn.Module, Parameter], bool]:
+    """Predicate for `Capture` that turns down weights which an embedding of the model shares.
+
+    Args:
+        model: the model whose ``torch.nn.Embedding`` weights are meant.
+
+    Returns:
+        A function of a module and its weight.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return lambda module, parameter: id(parameter) not in embeddings
+
+
+class Capture:
+    """Collects the statistics of the linear layers of a model, by weight.
+
+    A weight used by several modules, or several times, has one record: tokens and gradients of all its uses add up.
+    The sums live on the weight's device in float32 (float64 for a float64 weight); their size is linear in the layer's
+    width.
+
+    Weights that are frozen or recomputed at each use (parametrizations) are left out. ``torch.autograd.grad`` through
+    a captured layer counts as a backward pass: switch ``enabled`` off around it.
+
+    Args:
+        model: a module to search, or an iterable of modules to hook.
+        select: whether to capture the weight (second argument) of a module (first); all of them by default.
+        window: called at each commit, gives the identifier of the current accumulation window, for example an
+            engine's count of optimizer steps. Without it a window ends with `take` or `begin_window`.
+        describe: recognises a module as linear; replace it to hook a framework's own layers.
+
+    Raises:
+        ValueError: if modules that share a weight disagree on its shape, or a layer has no shape yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        select: Callable[[nn.Module, Parameter], bool] | None = None,
+        window: Callable[[], Hashable] | None = None,
+        describe: Callable[[nn.Module], LinearShape | None] = describe_linear,
+    ) -> None:
+        self.enabled = True
+        self.records: dict[Parameter, Record] = {}
+        self._window = window
+        self._window_id: Hashable = None
+        self._by_module: dict[nn.Module, Record] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in _named_modules(model):
+            shape = describe(module)
+            weight = getattr(module, "weight", None)
+            if shape is not None and isinstance(weight, Parameter) and weight.requires_grad:
+                if select is None or select(module, weight):
+                    self._by_module[module] = self._add(name, module, weight, shape)
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks in place, unless they are."""
+        if not self._handles:
+            self._handles = [
+                module.register_forward_hook(self._on_forward, with_kwargs=True) for module in self._by_module
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.clear()
+
+    def begin_window(self, window_id: Hashable) -> None:
+        """Name the accumulation window; sums of another one that nobody has taken are dropped.
+
+        They are left over from a step that was skipped, after an overflow for instance.
+
+        Args:
+            window_id: anything that differs from one optimizer step to the next.
+        """
+        if window_id != self._window_id:
+            self._window_id = window_id
+            self.clear()
+
+    def take(self, parameter: Parameter) -> tuple[Tensor, int, Tensor]:
+        """Hand over the sums of a weight and start it afresh.
+
+        Args:
+            parameter: a key of `records`.
+
+        Returns:
+            Sum of the inputs ``(in_features,)``, number of tokens, and sum of the output gradients
+            ``(out_features,)``. A number of 0 means that no backward pass came by in this window.
+
+        Raises:
+            KeyError: if the weight is not captured.
+        """
+        record = self.records[parameter]
+        sums = record.sum_input.clone(), record.count, record.sum_output_grad.clone()
+        record.clear()
+        return sums
+
+    def clear(self) -> None:
+        """Forget the sums of all weights."""
+        for record in self.records.values():
+            record.clear()
+
+    def _add(self, name: str, module: nn.Module, weight: Parameter, shape: LinearShape) -> Record:
+        if isinstance(weight, nn.parameter.UninitializedParameter):
+            raise ValueError(f"module {name!r} is lazy and has no shape yet; run one forward pass before capturing it")
+        bias = getattr(module, "bias", None)
+        bias = bias if isinstance(bias, Parameter) else None
+        record = self.records.get(weight)
+        if record is None:
+            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            sum_input = torch.zeros(shape.in_features, dtype=dtype, device=weight.device)
+            sum_output_grad = torch.zeros(shape.out_features, dtype=dtype, device=weight.device)
+            self.records[weight] = record = Record(name, weight, bias, shape, sum_input, sum_output_grad)
+        elif record.shape != shape:
+            raise ValueError(
+                f"modules {record.name!r} and {name!r} share a weight but use it as {record.shape} and {shape}; "
+                "exclude it with select"
+            )
+        elif record.bias is not bias:
+            record.bias = None
+        return record
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.enabled:
+            return
+        record = self._by_module.get(module)
+        result = output[0] if isinstance(output, tuple) else output
+        if record is None or not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if inputs.shape[-1] != record.shape.in_features:
+            raise ValueError(
+                f"module {record.name!r} got an input with {inputs.shape[-1]} features, its in_features is "
+                f"{record.shape.in_features}; exclude it from capture with select"
+            )
+        call = _Call(record, _sum_over_tokens(inputs, record.sum_input.dtype), inputs.shape[:-1].numel())
+        result.register_hook(partial(self._on_output_grad, call))
+
+    def _on_output_grad(self, call: _Call, grad: Tensor | None) -> None:
+        if grad is None or not self.enabled or not self._handles:
+            return
+        if self._window is not None:
+            self.begin_window(self._window())
+        record = call.record
+        record.move_to(grad.device)
+        record.sum_output_grad += _sum_over_tokens(grad, record.sum_output_grad.dtype)
+        # A retained graph sends several gradients for one input, which counts once.
+        if call.epoch != record.epoch:
+            call.epoch = record.epoch
+            record.sum_input += call.sum_input
+            record.count += call.count
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        # Hooks travel with a copied model; its modules are unknown here and commit nothing.
+        return self
+
+    def __reduce__(self) -> tuple[type[Capture], tuple[list[nn.Module]]]:
+        return Capture, ([],)
+
+    def __repr__(self) -> str:
+        state = "enabled" if self.enabled else "disabled"
+        return f"Capture({len(self.records)} weights of {len(self._by_module)} modules, {state})"
+
+
+def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield from model.named_modules()
+    else:
+        yield from ((str(index), module) for index, module in enumerate(model))
+
+
+def _sum_over_tokens(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.detach().reshape(-1, rows.shape[-1]).sum(0, dtype=dtype)

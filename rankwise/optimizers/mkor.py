@@ -1,0 +1,449 @@
+"""MKOR: Kronecker-factored preconditioning by rank-1 inverse updates, in front of a first-order optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankwise.optimizers.base import MatrixState, ShardedOptimizer, StateTypes
+from rankwise.optimizers.capture import Capture, Record
+from rankwise.optimizers.first_order import FirstOrder
+from rankwise.optimizers.hybrid import KneeDetector
+from rankwise.optimizers.options import MKOROptions, OptionError, Options
+from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.optimizers.unit import Bucket, StepUnit
+from rankwise.sharding import Batch, MatrixTask
+from rankwise.updates import mkor as updates
+
+__all__ = ["MKOR"]
+
+logger = logging.getLogger(__name__)
+# Consecutive factor steps a matrix may fail before the run stops with an explanation.
+TOLERATED_FAILURES = 3
+
+
+class MKOR(ShardedOptimizer):
+    r"""Momentum-enabled Kronecker-factor-based optimizer with rank-1 updates, and MKOR-H (arXiv 2306.01685).
+
+    Every ``update_interval`` steps the inverses of a layer's two factors move by one rank-1 update each, from the mean
+    input ``a`` and the gradient ``g`` of a (virtual) bias; every step the gradient becomes
+    :math:`G^{-1} D A^{-1}`, rescaled to the norm of ``D``, and goes to the backend. A layer's bias gradient rides along
+    as one more column if weight and bias are in one param group. The owner of a matrix alone keeps its factors.
+
+    The statistics come from module hooks: call :meth:`capture` once with the model. The DeepSpeed plugin does it.
+
+    Args:
+        params: Parameters, ``(name, parameter)`` pairs or param groups.
+        lr: Learning rate.
+        backend: First-order rule after preconditioning: "adamw", "lamb" or "sgd". It also serves everything else.
+        factor_decay: Factor momentum.
+        update_interval: Steps between factor updates; the preconditioner is applied at every step.
+        rule: "official" (the published code), "ema" (the paper's derivation) or "paper_literal" (the printed
+            formula, which is the inverse of nothing).
+        stabilizer: (threshold, retention) of the norm-based stabilizer; None switches it off.
+        stabilizer_norm: "row_sum" or "max_entry", the latter as in the published code.
+        rescale: "joint" keeps the gradient's Frobenius norm; None does not rescale.
+        max_factor_dim: Sides above it get no factor; a matrix with both sides above takes the backend alone.
+        factor_dtype: Storage type of the factor inverses; the arithmetic is float32.
+        tp_mode: How factors are cut under tensor parallelism: "exact" or "block".
+        hybrid: MKOR-H: drop the factors for good once the loss has passed its knee.
+        hybrid_beta: See :class:`rankwise.optimizers.hybrid.KneeDetector`, like the following three.
+        hybrid_patience: Consecutive slow steps it takes.
+        hybrid_min_steps: Steps before the first check.
+        hybrid_ema: Decay of the loss averages.
+        output_gain: Factor on ``g``, whose natural scale is often far below 1.
+        betas: Moment decay rates of "adamw" and "lamb".
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled with "adamw"; inside the trust ratio with "lamb"; added to the gradient with "sgd".
+        momentum: Of "sgd".
+        nesterov: Of "sgd".
+        exclude: Name patterns that are not preconditioned.
+
+    Raises:
+        OptionError: A value is outside its range, or there is no matrix to precondition.
+    """
+
+    options_type: ClassVar[type[Options]] = MKOROptions
+    options: MKOROptions
+    group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
+    sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        backend: str = "adamw",
+        factor_decay: float = 0.95,
+        update_interval: int = 10,
+        rule: str = "official",
+        stabilizer: tuple[float, float] | None = (2.0, 0.9),
+        stabilizer_norm: str = "row_sum",
+        rescale: str | None = "joint",
+        max_factor_dim: int = 16384,
+        factor_dtype: str = "bfloat16",
+        tp_mode: str = "exact",
+        hybrid: bool = False,
+        hybrid_beta: float = 0.1,
+        hybrid_patience: int = 20,
+        hybrid_min_steps: int = 100,
+        hybrid_ema: float = 0.95,
+        output_gain: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        options = MKOROptions(
+            lr=lr,
+            backend=backend,
+            factor_decay=factor_decay,
+            update_interval=update_interval,
+            rule=rule,
+            stabilizer=None if stabilizer is None else tuple(stabilizer),  # type: ignore[arg-type]
+            stabilizer_norm=stabilizer_norm,
+            rescale=rescale,
+            max_factor_dim=max_factor_dim,
+            factor_dtype=factor_dtype,
+            tp_mode=tp_mode,
+            hybrid=hybrid,
+            hybrid_beta=hybrid_beta,
+            hybrid_patience=hybrid_patience,
+            hybrid_min_steps=hybrid_min_steps,
+            hybrid_ema=hybrid_ema,
+            output_gain=output_gain,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            exclude=tuple(exclude),
+        )
+        if options.rule == "paper_literal":
+            logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
+        self._capture: Capture | None = None
+        self._records: dict[str, Record] = {}
+        self._first_order = FirstOrder(options.backend, options.nesterov)
+        self._detector = KneeDetector(
+            options.hybrid_beta, options.hybrid_patience, options.hybrid_min_steps, options.hybrid_ema
+        )
+        self._switched = False
+        self._losses: list[Tensor] = []
+        super().__init__(params, options)
+
+    # --- routing ------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Linear weights; embeddings and heads take the backend."""
+        return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
+
+    def _adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        if chosen.rule == "matrix" and len(info.shape) != 2:
+            return Route("fallback", "only 2-D weights of linear modules are captured")
+        if chosen.rule == "matrix" and min(info.shape) > self.options.max_factor_dim:
+            return Route("fallback", f"both sides above {self.options.max_factor_dim}")
+        return chosen
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Those of the backend."""
+        return dict.fromkeys(self._first_order.states)
+
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def capture(self, model: nn.Module, window: Any = None) -> None:
+        """Hook the model's linear layers. Call once, before the first step.
+
+        Args:
+            model: The model whose parameters this optimizer updates. A ``DistributedDataParallel`` model also tells
+                the optimizer its process group, over which statistics are then reduced and matrices distributed.
+            window: Callable that identifies the current accumulation window, so that statistics of a step the
+                framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
+
+        Raises:
+            OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self.attach(self._plain.replicated_over(model.process_group))
+            model = model.module
+        names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
+
+        def wanted(module: nn.Module, parameter: nn.Parameter) -> bool:
+            name = names.get(id(parameter))
+            return name is not None and self._routes[name].rule == "matrix"
+
+        if self._capture is not None:
+            self._capture.remove()
+        self._capture = Capture(model, wanted, window)
+        self._records = {names[id(parameter)]: record for parameter, record in self._capture.records.items()}
+        for name, chosen in self._routes.items():
+            if chosen.rule == "matrix" and name not in self._records:
+                self._routes[name] = Route("fallback", "no linear module uses it")
+        self._units.clear()
+        self._refuse_if_idle()
+        if self._switched:
+            self._drop_factors()
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
+
+        Args:
+            loss: Scalar, not multiplied by a loss scale.
+        """
+        if self.options.hybrid and not self._switched:
+            self._losses.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; statistics of a step that was skipped are forgotten."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._discard_window()
+
+    def _discard_window(self) -> None:
+        if self._capture is not None:
+            self._capture.clear()
+        self._losses.clear()
+
+    # --- plan ---------------------------------------------------------------------------------------------------
+
+    def _plan(self, unit: StepUnit) -> None:
+        if self._capture is None:
+            raise OptionError(
+                "MKOR has no statistics to precondition with: call optimizer.capture(model) before the first step, or "
+                "import deepspeed_plugin before deepspeed.initialize, which does it."
+            )
+        if self._switched:
+            return
+        tasks = []
+        for key in unit.keys("matrix"):
+            record, position = self._records[key], unit.group_position[key]
+            bias = self._bundled_bias(key, unit)
+            outputs, inputs = record.shape.out_features, record.shape.in_features
+            columns = inputs + (bias is not None)
+            cost = float(2 * outputs * columns * (outputs + columns))
+            signature = (outputs, inputs, bias is not None, record.transposed, position)
+            tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, cost))
+        if tasks:
+            self._loads = unit.plan_exchange(tasks, self._loads, unit.dtype)
+        unit.scratch["statistics"] = [task.key for task in sorted(tasks, key=lambda task: task.key)]
+
+    def _bundled_bias(self, key: str, unit: StepUnit) -> str | None:
+        record = self._records[key]
+        if record.bias is None:
+            return None
+        names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
+        name = names.get(id(record.bias))
+        return name if name in unit.layout.shapes and unit.group_position[name] == unit.group_position[key] else None
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
+        self._maybe_switch(unit)
+        if unit.exchange is not None and not self._switched:
+            self._precondition(unit, buckets)
+        self._first_order.apply(unit, buckets)
+
+    def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> None:
+        """Replace the gradients of preconditioned matrices, in the buckets, by their preconditioned forms."""
+        assert unit.exchange is not None
+        step = max((bucket.step for bucket in buckets), default=1)
+        due = (step - 1) % self.options.update_interval == 0
+        vectors = self._reduced_statistics(unit) if due else {}
+        places: dict[int, tuple[Bucket, int]] = {}
+        sources: list[Tensor | None] = [None] * len(unit.entries)
+        for bucket in buckets:
+            for position, entry in enumerate(bucket.entries):
+                places[entry.index] = (bucket, position)
+                sources[entry.index] = bucket.grads[position]
+
+        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+            states = [self._factors(task) for task in tasks]
+            if due:
+                self._move_factors(tasks, states, vectors)
+            return self._apply_factors(batch.signature, states, stack)
+
+        def deliver(task: MatrixTask, index: int, piece: Tensor) -> None:
+            bucket, position = places[index]
+            bucket.grads[position] = piece.clone()
+
+        unit.exchange.run(sources, compute, deliver)
+        self._prepare_capture(step)
+
+    def _prepare_capture(self, step: int) -> None:
+        assert self._capture is not None
+        self._capture.enabled = step % self.options.update_interval == 0
+
+    def _reduced_statistics(self, unit: StepUnit) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Mean input, virtual-bias gradient and token count of every matrix of the unit, in one collective."""
+        keys: list[str] = unit.scratch["statistics"]
+        dtype = unit.dtype
+        parts: list[Tensor] = []
+        for key in keys:
+            assert self._capture is not None
+            inputs, count, outputs = self._capture.take(self._records[key].parameter)
+            failures = self.matrix_states.get(key, {}).get("failures")
+            tail = torch.tensor([float(count)], dtype=dtype, device=unit.device)
+            failed = torch.zeros(1, dtype=dtype, device=unit.device) if failures is None else failures.to(dtype).view(1)
+            parts += [inputs.to(dtype), outputs.to(dtype), tail, failed]
+        packed = torch.cat(parts)
+        if unit.layout.world_size > 1:
+            dist.all_reduce(packed, group=unit.layout.group)
+        divisor = self._gradient_divisor(unit)
+        found, position = {}, 0
+        failed_matrices = []
+        for index, key in enumerate(keys):
+            sizes = [part.numel() for part in parts[4 * index : 4 * index + 4]]
+            inputs, outputs, tokens, failures = packed[position : position + sum(sizes)].split(sizes)
+            position += sum(sizes)
+            found[key] = (inputs / tokens.clamp(min=1), outputs / divisor, tokens)
+            failed_matrices.append(failures)
+        self._refuse_broken_factors(keys, torch.cat(failed_matrices))
+        return found
+
+    def _gradient_divisor(self, unit: StepUnit) -> float:
+        """What the framework divides summed gradients by: ranks, and the loss scale."""
+        loss_scale = getattr(self._source, "loss_scale", None)
+        return unit.layout.world_size * (float(loss_scale()) if callable(loss_scale) else 1.0)
+
+    def _refuse_broken_factors(self, keys: Sequence[str], failures: Tensor) -> None:
+        # The counts travelled with the statistics, so all ranks stop together. One host read per factor step.
+        broken = [key for key, count in zip(keys, failures.tolist(), strict=True) if count >= TOLERATED_FAILURES]
+        if broken:
+            raise RuntimeError(
+                f"MKOR: the factors of {', '.join(broken)} were not finite {TOLERATED_FAILURES} factor steps in a row. "
+                "Lower the learning rate, exclude the layer ('exclude'), or set factor_dtype to 'float32'."
+            )
+
+    # --- factors ------------------------------------------------------------------------------------------------
+
+    def _factors(self, task: MatrixTask) -> MatrixState:
+        outputs, inputs, has_bias, _, _ = task.signature
+        limit = self.options.max_factor_dim
+        parameter = self.parameters_by_name[task.key]
+
+        def fresh() -> MatrixState:
+            dtype = getattr(torch, self.options.factor_dtype)
+            device = self._factor_device(parameter)
+            sides = {"left": outputs, "right": inputs + has_bias}
+            state = {
+                name: torch.eye(size, dtype=dtype, device=device)
+                for name, size in sides.items()
+                if size - (has_bias and name == "right") <= limit
+            }
+            return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
+
+        return self._matrix_state(task.key, fresh)
+
+    def _factor_device(self, parameter: Tensor) -> torch.device:
+        unit = next(iter(self._units.values()), None)
+        return parameter.device if unit is None else unit.device
+
+    def _move_factors(
+        self,
+        tasks: Sequence[MatrixTask],
+        states: Sequence[MatrixState],
+        vectors: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    ) -> None:
+        """One guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors."""
+        has_bias = tasks[0].signature[2]
+        tokens = torch.cat([vectors[task.key][2] for task in tasks])
+        seen = tokens > 0
+        healthy = torch.ones_like(seen)
+        for side, place in (("right", 0), ("left", 1)):
+            if side not in states[0]:
+                continue
+            vector = torch.stack([vectors[task.key][place] for task in tasks])
+            if side == "right" and has_bias:
+                vector = torch.cat([vector, torch.ones_like(vector[:, :1])], dim=1)
+            if side == "left":
+                vector = vector * self.options.output_gain
+            old = torch.stack([state[side] for state in states])
+            new, ok = self._moved(old, vector)
+            committed = torch.where(seen[:, None, None], new, old)
+            for state, factor in zip(states, committed, strict=True):
+                state[side].copy_(factor)
+            healthy &= ok | ~seen
+        for state, ok in zip(states, healthy, strict=True):
+            state["failures"].copy_(torch.where(ok, 0, state["failures"] + 1))
+
+    def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        options = self.options
+        if options.stabilizer is None:
+            moved = updates.rank1_inverse_update(old, vector, options.factor_decay, options.rule)  # type: ignore[arg-type]
+            return updates.guarded(moved, old)
+        return updates.update_factor(
+            old,
+            vector,
+            options.factor_decay,
+            options.rule,  # type: ignore[arg-type]
+            *options.stabilizer,
+            norm=options.stabilizer_norm,  # type: ignore[arg-type]
+        )
+
+    def _apply_factors(self, signature: Any, states: Sequence[MatrixState], stack: Tensor) -> Tensor:
+        outputs, inputs, has_bias, transposed, _ = signature
+        weight, bias = stack[:, : outputs * inputs], stack[:, outputs * inputs :]
+        matrix = weight.view(-1, inputs, outputs).mT if transposed else weight.view(-1, outputs, inputs)
+        if has_bias:
+            matrix = torch.cat([matrix, bias.unsqueeze(-1)], dim=2)
+        left, right = (
+            torch.stack([state[side] for state in states]) if side in states[0] else None for side in ("left", "right")
+        )
+        result = updates.precondition(matrix, left, right, self.options.rescale, has_bias)  # type: ignore[arg-type]
+        weight = result[..., :inputs]
+        flat = (weight.mT if transposed else weight).reshape(len(states), -1)
+        return torch.cat([flat, result[..., inputs]], dim=1) if has_bias else flat
+
+    # --- MKOR-H -------------------------------------------------------------------------------------------------
+
+    def _maybe_switch(self, unit: StepUnit) -> None:
+        """Feed the detector this step's loss, once per step, the same on every rank."""
+        if not self.options.hybrid or self._switched or unit is not next(iter(self._units.values())):
+            return
+        total = torch.zeros(2, dtype=torch.float64, device=unit.device)
+        if self._losses:
+            total[0] = torch.stack([loss.to(unit.device) for loss in self._losses]).sum()
+            total[1] = len(self._losses)
+        self._losses.clear()
+        if unit.layout.world_size > 1:
+            dist.all_reduce(total, group=unit.layout.group)
+        loss_sum, count = total.tolist()
+        if count and self._detector.update(loss_sum / count):
+            self._switched = True
+            self._drop_factors()
+            logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self.options.backend)
+
+    def _drop_factors(self) -> None:
+        if self._capture is not None:
+            self._capture.remove()
+        self.matrix_states.clear()
+        self._loaded_matrix_states.clear()
+
+    @property
+    def switched(self) -> bool:
+        """MKOR-H: whether the first-order optimizer has taken over."""
+        return self._switched
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class, plus the state of the hybrid switch."""
+        return {**super().state_dict(), "hybrid": {"switched": self._switched, **self._detector.state_dict()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in the base class; statistics gathered since the last step are dropped."""
+        super().load_state_dict(state_dict)
+        self._discard_window()
+        if self._capture is not None:
+            self._capture.enabled = True
+        hybrid = dict(state_dict.get("hybrid", {}))
+        if hybrid:
+            self._switched = bool(hybrid["switched"])
+            self._detector.load_state_dict(hybrid)
+        if self._switched:
+            self._drop_factors()

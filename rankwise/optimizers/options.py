@@ -1,0 +1,272 @@
+"""Validated hyper-parameters. Every message has the key, the value, the rule and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["LDAdamOptions", "MARSOptions", "MKOROptions", "OptionError", "Options", "SONewOptions", "check_keys"]
+
+
+class OptionError(ValueError):
+    """A hyper-parameter outside its range, or a key nobody knows."""
+
+
+def check_keys(given: Collection[str], valid: Collection[str], owner: str) -> None:
+    """Refuse unknown keys, naming the nearest valid one.
+
+    Raises:
+        OptionError: ``given`` holds a key that is not in ``valid``.
+    """
+    for key in given:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
+            raise OptionError(f"{owner} has no option '{key}': {hint}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of the option sets: range checks by name."""
+
+    owner: ClassVar[str] = "optimizer"
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """All keys."""
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Options:
+        """Validate the values of a param group.
+
+        Raises:
+            OptionError: A value is outside its range.
+        """
+        return cls(**{name: group[name] for name in cls.names() if name in group})
+
+    def _fail(self, key: str, rule: str, fix: str) -> None:
+        raise OptionError(f"{self.owner}: {key}={getattr(self, key)!r} is invalid: {rule}; {fix}")
+
+    def _number(self, key: str) -> float:
+        value = getattr(self, key)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                self._fail(key, "a tensor value must have one element", "pass a float or a 0-d tensor")
+            # A tensor on an accelerator is trusted: reading it here would stall the device.
+            return math.nan if value.device.type != "cpu" else float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self._fail(key, "it must be a finite number", f"write e.g. {self._default(key)!r}")
+        return float(value)
+
+    def _default(self, key: str) -> Any:
+        return next(field.default for field in fields(self) if field.name == key)
+
+    def _at_least(self, key: str, low: float, strict: bool = False) -> None:
+        value = self._number(key)
+        if value < low or (strict and value == low):
+            self._fail(key, f"it must be {'>' if strict else '>='} {low:g}", f"the default is {self._default(key)!r}")
+
+    def _fraction(self, key: str, include_one: bool = False) -> None:
+        value = self._number(key)
+        if value < 0 or value > 1 or (value == 1 and not include_one):
+            self._fail(
+                key, f"it must lie in [0, 1{']' if include_one else ')'}", f"the default is {self._default(key)!r}"
+            )
+
+    def _integer(self, key: str, low: int) -> None:
+        value = getattr(self, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            self._fail(key, f"it must be an integer >= {low}", f"the default is {self._default(key)!r}")
+
+    def _flag(self, key: str) -> None:
+        if not isinstance(getattr(self, key), bool):
+            self._fail(key, "it must be true or false", f"the default is {self._default(key)!r}")
+
+    def _choice(self, key: str, choices: Collection[Any]) -> None:
+        value = getattr(self, key)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.3)
+            fix = f"did you mean '{near[0]}'?" if near else f"the default is {self._default(key)!r}"
+            self._fail(key, f"it must be one of {', '.join(map(repr, choices))}", fix)
+
+    def _betas(self, key: str) -> None:
+        value = getattr(self, key)
+        well_formed = isinstance(value, tuple | list) and len(value) == 2
+        if not well_formed or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in value):
+            self._fail(key, "it must be two numbers in [0, 1)", f"the default is {list(self._default(key))}")
+
+    def _dtype(self, key: str, optional: bool = False) -> None:
+        value = getattr(self, key)
+        if value is None and optional:
+            return
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")
+        if value not in ("float64", "float32", "bfloat16", "float16"):
+            self._fail(
+                key, "it must name a floating-point type: float32, bfloat16, float16 or float64", "write 'float32'"
+            )
+
+    def _patterns(self, key: str) -> None:
+        value = getattr(self, key)
+        if not isinstance(value, tuple | list) or not all(isinstance(pattern, str) for pattern in value):
+            self._fail(key, "it must be a list of name patterns", 'write e.g. ["*gate*"]')
+
+    def _common(self) -> None:
+        self._at_least("lr", 0.0)
+        self._at_least("eps", 0.0)
+        self._at_least("weight_decay", 0.0)
+        self._patterns("exclude")
+
+
+@dataclass(frozen=True)
+class MARSOptions(Options):
+    """Options of :class:`rankwise.MARS`."""
+
+    owner: ClassVar[str] = "MARS"
+    lr: float | Tensor = 3e-3
+    variant: str = "adamw"
+    betas: tuple[float, float] = (0.95, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    gamma: float = 0.025
+    exact: bool = False
+    clip: float | None = 1.0
+    optimize_1d: bool = False
+    lr_1d: float | None = None
+    betas_1d: tuple[float, float] = (0.9, 0.95)
+    weight_decay_1d: float = 0.1
+    ns_steps: int = 5
+    ns_dtype: str = "bfloat16"
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._common()
+        self._choice("variant", ("adamw", "lion", "shampoo", "muon"))
+        self._betas("betas")
+        self._betas("betas_1d")
+        self._at_least("gamma", 0.0)
+        self._flag("exact")
+        self._flag("optimize_1d")
+        if self.clip is not None:
+            self._at_least("clip", 0.0, strict=True)
+        if self.lr_1d is not None:
+            self._at_least("lr_1d", 0.0)
+        self._at_least("weight_decay_1d", 0.0)
+        self._integer("ns_steps", 1)
+        self._dtype("ns_dtype")
+
+
+@dataclass(frozen=True)
+class SONewOptions(Options):
+    """Options of :class:`rankwise.SONew`."""
+
+    owner: ClassVar[str] = "SONew"
+    lr: float | Tensor = 1e-3
+    band: int = 1
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    graft: str = "adam"
+    graft_eps: float = 1e-8
+    gamma: float = 1e-4
+    chain: str = "row"
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._common()
+        self._integer("band", 0)
+        self._betas("betas")
+        self._choice("graft", ("adam", "adam_official", "rmsprop", "sgd", "momentum", "none"))
+        self._at_least("graft_eps", 0.0)
+        self._fraction("gamma")
+        self._choice("chain", ("row", "tensor"))
+
+
+@dataclass(frozen=True)
+class LDAdamOptions(Options):
+    """Options of :class:`rankwise.LDAdam`."""
+
+    owner: ClassVar[str] = "LDAdam"
+    lr: float | Tensor = 1e-3
+    rank: int = 16
+    rho: float = 0.908
+    betas: tuple[float, float] = (0.908, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    error_feedback: bool = True
+    error_dtype: str | None = None
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._common()
+        self._integer("rank", 1)
+        self._fraction("rho", include_one=True)
+        self._betas("betas")
+        self._flag("error_feedback")
+        self._dtype("error_dtype", optional=True)
+
+
+@dataclass(frozen=True)
+class MKOROptions(Options):
+    """Options of :class:`rankwise.MKOR`, its first-order backend included."""
+
+    owner: ClassVar[str] = "MKOR"
+    lr: float | Tensor = 1e-3
+    backend: str = "adamw"
+    factor_decay: float = 0.95
+    update_interval: int = 10
+    rule: str = "official"
+    stabilizer: tuple[float, float] | None = (2.0, 0.9)
+    stabilizer_norm: str = "row_sum"
+    rescale: str | None = "joint"
+    max_factor_dim: int = 16384
+    factor_dtype: str = "bfloat16"
+    tp_mode: str = "exact"
+    hybrid: bool = False
+    hybrid_beta: float = 0.1
+    hybrid_patience: int = 20
+    hybrid_min_steps: int = 100
+    hybrid_ema: float = 0.95
+    output_gain: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = False
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._common()
+        self._choice("backend", ("adamw", "lamb", "sgd"))
+        self._fraction("factor_decay")
+        if self.factor_decay == 0:
+            self._fail("factor_decay", "it must lie in (0, 1)", "the default is 0.95")
+        self._integer("update_interval", 1)
+        self._choice("rule", ("official", "ema", "paper_literal"))
+        self._check_stabilizer()
+        self._choice("stabilizer_norm", ("row_sum", "max_entry"))
+        self._choice("rescale", ("joint", None))
+        self._integer("max_factor_dim", 1)
+        self._dtype("factor_dtype")
+        self._choice("tp_mode", ("exact", "block"))
+        self._flag("hybrid")
+        self._at_least("output_gain", 0.0, strict=True)
+        self._betas("betas")
+        self._fraction("momentum")
+        self._flag("nesterov")
+
+    def _check_stabilizer(self) -> None:
+        value = self.stabilizer
+        if value is None:
+            return
+        if not (isinstance(value, tuple | list) and len(value) == 2 and value[0] > 0 and 0 <= value[1] <= 1):
+            self._fail(
+                "stabilizer", "it must be [threshold > 0, retention in [0, 1]] or null", "the default is [2.0, 0.9]"
+            )

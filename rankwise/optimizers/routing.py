@@ -1,0 +1,196 @@
+"""Which parameter takes which rule: decided by logical shape and role, never by the shape of a flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from fnmatch import fnmatch
+from typing import Literal
+
+from torch import Tensor, nn
+
+__all__ = ["ParameterInfo", "Role", "Route", "Rule", "RoutingPolicy", "annotate", "describe", "info_of", "route"]
+
+Rule = Literal["matrix", "fallback"]
+_ATTRIBUTE = "_rankwise_info"
+_EMBEDDING_NAMES = ("embed", "wte", "wpe", "word_embeddings", "position_embeddings")
+_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "score")
+_NORM_NAMES = ("norm", "ln_")
+
+
+class Role(str, Enum):
+    """What a parameter does in its model."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    CONV = "conv"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What is known of a parameter before any framework flattens it.
+
+    Attributes:
+        name: Qualified name in the model.
+        shape: Logical shape on this tensor-parallel rank.
+        role: Its role; UNKNOWN is judged by shape.
+        transposed: Stored as (inputs, outputs), as in GPT-2's Conv1D, instead of (outputs, inputs).
+        bias: Name of the bias added to this linear weight's output, if any.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = Role.UNKNOWN
+    transposed: bool = False
+    bias: str | None = None
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns as stored, of one matrix of the stack."""
+        return self.shape[-2], self.shape[-1]
+
+    @property
+    def logical_matrix_shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        rows, columns = self.matrix_shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+@dataclass(frozen=True)
+class RoutingPolicy:
+    """What an optimizer sends to its matrix rule.
+
+    Attributes:
+        embeddings: Whether embeddings and output heads take the matrix rule, as published for that optimizer.
+        exclude: Name patterns (shell wildcards) that are sent to the fallback.
+        max_dim: Matrices with a longer side go to the fallback; None sets no limit.
+        vectors: Whether 0-D and 1-D parameters take the matrix rule too (MARS's ``optimize_1d``).
+    """
+
+    embeddings: bool
+    exclude: tuple[str, ...] = ()
+    max_dim: int | None = None
+    vectors: bool = False
+
+
+@dataclass(frozen=True)
+class Route:
+    """The rule a parameter takes, and why."""
+
+    rule: Rule
+    reason: str
+
+
+def route(info: ParameterInfo, policy: RoutingPolicy, fallback: bool | None = None) -> Route:
+    """Choose the rule for one parameter.
+
+    Args:
+        info: The parameter.
+        policy: The optimizer's policy.
+        fallback: A param group's ``"fallback"`` key: True forces the first-order rule, False the matrix rule.
+    """
+    if fallback is not None:
+        return Route("fallback" if fallback else "matrix", "param group")
+    for pattern in policy.exclude:
+        if fnmatch(info.name, pattern):
+            return Route("fallback", f"excluded by '{pattern}'")
+    role = info.role if info.role is not Role.UNKNOWN else _role_by_name(info.name)
+    dimensions = len(info.shape)
+    if dimensions < 2:
+        return Route("matrix" if policy.vectors else "fallback", "vector")
+    if role is Role.CONV or dimensions > 3:
+        return Route("fallback", "convolution" if role is Role.CONV else f"{dimensions}-D tensor")
+    if role is Role.NORM:
+        return Route("fallback", "norm")
+    if role in (Role.EMBEDDING, Role.HEAD) and not policy.embeddings:
+        return Route("fallback", role.value)
+    if policy.max_dim is not None and max(info.matrix_shape) > policy.max_dim:
+        return Route("fallback", f"side above {policy.max_dim}")
+    return Route("matrix", "stack of matrices" if dimensions == 3 else role.value)
+
+
+def describe(
+    model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]] = lambda parameter: parameter.shape
+) -> Mapping[nn.Parameter, ParameterInfo]:
+    """Find name, logical shape and role of every parameter of a model.
+
+    Args:
+        model: The model.
+        shape_of: Logical shape of a parameter; frameworks that replace parameters by placeholders pass their own.
+
+    Returns:
+        One entry per distinct parameter; a tied weight keeps its first name and its most special role.
+    """
+    found: dict[nn.Parameter, ParameterInfo] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    head = _output_head(model)
+    for module_name, module in model.named_modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            if parameter not in names:
+                continue
+            role = _role_by_module(module, module_name, module is head)
+            is_weight = local == "weight"
+            bias = getattr(module, "bias", None)
+            info = ParameterInfo(
+                name=names[parameter],
+                shape=tuple(int(size) for size in shape_of(parameter)),
+                role=role,
+                transposed=is_weight and type(module).__name__ == "Conv1D",
+                bias=names.get(bias) if is_weight and isinstance(bias, nn.Parameter) else None,
+            )
+            earlier = found.get(parameter)
+            if earlier is not None and role not in (Role.EMBEDDING, Role.HEAD):
+                info = replace(info, role=earlier.role)
+            found[parameter] = info
+    return found
+
+
+def annotate(
+    model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]] = lambda parameter: parameter.shape
+) -> None:
+    """Attach :func:`describe`'s findings to the parameters, where an optimizer built later finds them."""
+    for parameter, info in describe(model, shape_of).items():
+        setattr(parameter, _ATTRIBUTE, info)
+
+
+def info_of(parameter: Tensor, name: str | None, default_name: str) -> ParameterInfo:
+    """What is known of ``parameter``: its annotation, else its name, else its shape alone."""
+    info = getattr(parameter, _ATTRIBUTE, None)
+    if isinstance(info, ParameterInfo):
+        return info
+    return ParameterInfo(name=name or default_name, shape=tuple(parameter.shape))
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    return getter() if callable(getter) else None
+
+
+def _role_by_module(module: nn.Module, name: str, is_head: bool) -> Role:
+    kind = type(module).__name__
+    if is_head or name.rsplit(".", 1)[-1] in _HEAD_NAMES:
+        return Role.HEAD
+    if isinstance(module, nn.Embedding) or kind.endswith("Embedding"):
+        return Role.EMBEDDING
+    if isinstance(module, nn.Linear) or kind == "Conv1D":
+        return Role.LINEAR
+    if "Norm" in kind:
+        return Role.NORM
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return Role.CONV
+    return Role.UNKNOWN
+
+
+def _role_by_name(name: str) -> Role:
+    lowered = name.lower()
+    if any(hint in lowered for hint in _HEAD_NAMES):
+        return Role.HEAD
+    if any(hint in lowered for hint in _EMBEDDING_NAMES):
+        return Role.EMBEDDING
+    if any(hint in lowered for hint in _NORM_NAMES):
+        return Role.NORM
+    return Role.UNKNOWN

@@ -1,0 +1,265 @@
+"""SONew: sparsified online Newton, diagonal, tridiagonal or banded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels import foreach
+from rankwise.optimizers.base import ShardedOptimizer, StateTypes
+from rankwise.optimizers.options import Options, SONewOptions
+from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
+from rankwise.optimizers.unit import Bucket, Entry, StepUnit
+from rankwise.sharding import Fragment, HaloExchange
+from rankwise.updates import sonew as updates
+from rankwise.updates.adamw import bias_corrections
+
+__all__ = ["SONew"]
+
+
+class SONew(ShardedOptimizer):
+    r"""Sparsified online Newton (arXiv 2311.10085).
+
+    Keeps the covariance of neighbouring gradient entries on a band and steps along ``X m``, ``X`` the positive
+    definite matrix of largest determinant whose inverse agrees with the band. The step takes its length, per parameter,
+    from a graft direction. Vectors take AdamW with the same lr and betas.
+
+    Args:
+        params: Parameters, ``(name, parameter)`` pairs or param groups.
+        lr: Learning rate.
+        band: Neighbours on each side: 0 diagonal, 1 tridiagonal, 4 as in the paper's banded runs.
+        betas: Decay rates of the momentum and of the statistics.
+        eps: Absolute damping of the bias-corrected diagonal.
+        weight_decay: Decoupled decay, times lr.
+        graft: Whose norm the step takes: "adam", "adam_official" (second moment not bias-corrected, as the published
+            torch code), "rmsprop", "sgd", "momentum" or "none".
+        graft_eps: Added to the roots of the graft direction.
+        gamma: Edges whose relative conditional variance is not above this are dropped.
+        chain: "row": chains end with the rows of a matrix, which makes row cuts free of communication; "tensor": one
+            chain per parameter in row-major order, as in the paper. Either is exact under any cut.
+        exclude: Name patterns sent to the fallback.
+
+    Raises:
+        OptionError: A value is outside its range, or no parameter takes the SONew rule.
+    """
+
+    options_type: ClassVar[type[Options]] = SONewOptions
+    options: SONewOptions
+    group_options = ("lr", "betas", "eps", "weight_decay", "graft_eps", "gamma")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        band: int = 1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        graft: str = "adam",
+        graft_eps: float = 1e-8,
+        gamma: float = 1e-4,
+        chain: str = "row",
+        exclude: Sequence[str] = (),
+    ) -> None:
+        options = SONewOptions(
+            lr=lr,
+            band=band,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            graft=graft,
+            graft_eps=graft_eps,
+            gamma=gamma,
+            chain=chain,
+            exclude=tuple(exclude),
+        )
+        super().__init__(params, options)
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Every matrix, embeddings included, as published."""
+        return RoutingPolicy(embeddings=True, exclude=self.options.exclude)
+
+    @property
+    def _covariance_names(self) -> list[str]:
+        return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
+        names = ["exp_avg", "exp_avg_sq"]
+        if rule == "matrix":
+            names += self._covariance_names
+            names += ["graft_sq"] if self.options.graft == "rmsprop" else []
+        return dict.fromkeys(names)
+
+    def _plan(self, unit: StepUnit) -> None:
+        keys = unit.keys("matrix") if self.options.band else []
+        unit.scratch["halo"] = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype)
+
+    def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
+        matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
+        halos = self._halos(unit, matrices)
+        grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
+        directions: list[Tensor] = []
+        grafts: list[Tensor | None] = []
+        entries: list[Entry] = []
+        for bucket in matrices:
+            norms = None if grad_norms is None else grad_norms[len(entries) : len(entries) + len(bucket.entries)]
+            bucket_directions, bucket_grafts = self._directions(bucket, halos, norms)
+            directions += bucket_directions
+            grafts += bucket_grafts
+            entries += bucket.entries
+        ratios = self._graft_ratios(unit, entries, directions, grafts)
+        position = 0
+        for bucket in matrices:
+            span = slice(position, position + len(bucket.entries))
+            position = span.stop
+            if ratios is not None:
+                foreach.scale_by_(directions[span], ratios[span])
+            lr, decay = bucket.group["lr"], bucket.group["weight_decay"]
+            foreach.decoupled_step_(bucket.weights, directions[span], lr, decay)
+        for bucket in buckets:
+            if bucket.rule == "fallback":
+                self._fallback(bucket)
+
+    def _fallback(self, bucket: Bucket) -> None:
+        group = bucket.group
+        foreach.adamw_(
+            bucket.weights,
+            bucket.grads,
+            bucket.state("exp_avg"),
+            bucket.state("exp_avg_sq"),
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=bucket.step,
+        )
+
+    def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[tuple[Tensor, Tensor]]]:
+        """For each cut fragment, the (left, right) neighbours of gradient, momentum, diagonal and covariances."""
+        halo: HaloExchange = unit.scratch["halo"]
+        if not halo.active:
+            return {}
+        count = 3 + self.options.band
+        empty = torch.empty(0, dtype=unit.dtype, device=unit.device)
+        fields: list[list[Tensor]] = [[empty] * len(unit.entries) for _ in range(count)]
+        for bucket in buckets:
+            names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
+            columns = [bucket.grads, *(bucket.state(name) for name in names)]
+            for field, column in zip(fields, columns, strict=True):
+                for entry, value in zip(bucket.entries, column, strict=True):
+                    field[entry.index] = value
+        found = halo(fields)
+        return {
+            entry.index: [found[field][entry.index] for field in range(count)]
+            for bucket in buckets
+            for entry in bucket.entries
+            if not entry.fragment.is_whole
+        }
+
+    def _grad_norms(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor:
+        grads = [grad for bucket in buckets for grad in bucket.grads]
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float64) if grads else ()
+        return unit.sum_over_ranks(entries, [norm.square() for norm in norms])[0].sqrt().to(unit.dtype)
+
+    def _directions(
+        self, bucket: Bucket, halos: Mapping[int, list[tuple[Tensor, Tensor]]], grad_norms: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Advance the statistics of a bucket; return the directions and the graft directions of its fragments."""
+        group = bucket.group
+        correction1, correction2 = bias_corrections(group["betas"], bucket.step)
+        names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
+        states = list(zip(*(bucket.state(name) for name in names), strict=True))
+        rms = bucket.state("graft_sq") if self.options.graft == "rmsprop" else [None] * len(bucket.entries)
+        directions: list[Tensor] = []
+        grafts: list[Tensor | None] = []
+        for index, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
+            window = _Window(entry.fragment, self.options.chain, self.options.band)
+            fields = window.embed((grad, *states[index]), halos.get(entry.index))
+            momentum, diagonal, covariances = updates.statistics(
+                fields[0], fields[1], fields[2], fields[3:], group["betas"]
+            )
+            # Bias corrections folded into the damping and the result: no pass over memory for them.
+            direction = updates.direction(
+                momentum, diagonal, covariances, eps=group["eps"] * correction2, tolerance=group["gamma"]
+            )
+            directions.append(window.extract(direction) * (correction2 / correction1))
+            for stored, new in zip(states[index], (momentum, diagonal, *covariances), strict=True):
+                stored.copy_(window.extract(new))
+            graft, new_rms = updates.graft_direction(
+                self.options.graft,
+                grad,
+                states[index][0] / correction1,
+                states[index][1],
+                states[index][1] / correction2,
+                eps=group["graft_eps"],
+                rms=rms[index],
+                grad_norm=None if grad_norms is None else grad_norms[index],
+                beta2=group["betas"][1],
+            )
+            stored_rms = rms[index]
+            if stored_rms is not None and new_rms is not None:
+                stored_rms.copy_(new_rms)
+            grafts.append(graft)
+        return directions, grafts
+
+    def _graft_ratios(
+        self, unit: StepUnit, entries: list[Entry], directions: list[Tensor], grafts: list[Tensor | None]
+    ) -> Tensor | None:
+        """Per fragment, the factor that gives its whole parameter's step the norm of the graft: one collective."""
+        if self.options.graft == "none":
+            return None
+        present = [graft for graft in grafts if graft is not None]
+        graft_norms = torch._foreach_norm(present, 2, dtype=torch.float64) if present else ()
+        norms = torch._foreach_norm(directions, 2, dtype=torch.float64) if directions else ()
+        squares = unit.sum_over_ranks(
+            entries, [norm.square() for norm in graft_norms], [norm.square() for norm in norms]
+        )
+        return updates.graft_ratio(squares[0], squares[1]).to(unit.dtype)
+
+
+class _Window:
+    """Where a fragment sits in a block of whole chains: padded to full rows, or with a halo on either side."""
+
+    def __init__(self, fragment: Fragment, chain: str, width: int) -> None:
+        self._numel = fragment.numel
+        self._width = width
+        self._whole = fragment.is_whole
+        by_row = chain == "row" and len(fragment.shape) > 1
+        if by_row:
+            length = fragment.shape[-1]
+            first = fragment.start // length
+            rows = -(-fragment.end // length) - first
+            self._shape: tuple[int, ...] = (rows, length)
+            self._start = fragment.start - first * length
+            self._size = rows * length
+        else:
+            margin = 0 if self._whole else width
+            self._start = margin
+            self._size = self._numel + 2 * margin
+            self._shape = (self._size,)
+
+    def embed(self, fields: Sequence[Tensor], halos: Sequence[tuple[Tensor, Tensor]] | None) -> list[Tensor]:
+        """The fields as blocks of chains; neighbours outside the block belong to other chains and stay out."""
+        if self._size == self._numel:
+            return [field.view(self._shape) for field in fields]
+        blocks = []
+        end = self._start + self._numel
+        left, right = min(self._width, self._start), min(self._width, self._size - end)
+        for index, field in enumerate(fields):
+            block = field.new_zeros(self._size)
+            block[self._start : end] = field
+            if halos is not None:
+                block[self._start - left : self._start] = halos[index][0][self._width - left :]
+                block[end : end + right] = halos[index][1][:right]
+            blocks.append(block.view(self._shape))
+        return blocks
+
+    def extract(self, block: Tensor) -> Tensor:
+        """The fragment's own elements, 1-D."""
+        return block.reshape(-1)[self._start : self._start + self._numel]

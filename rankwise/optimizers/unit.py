@@ -1,0 +1,182 @@
+"""One ``step()`` call's worth of work: the tensors the framework handed over, cut into named fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.optimizers.routing import ParameterInfo, Route, Rule
+from rankwise.sharding import Fragment, FragmentSums, Layout, MatrixExchange, MatrixTask, plan_matrices
+
+__all__ = ["Bucket", "Entry", "LayoutSource", "Slice", "StepUnit", "TensorContents"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor."""
+
+    name: str
+    start: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TensorContents:
+    """What one optimizer tensor stores.
+
+    Attributes:
+        group: Index of the param group it came from, as passed to the constructor.
+        slices: The runs of parameters in it; padding belongs to none.
+    """
+
+    group: int
+    slices: tuple[Slice, ...]
+
+
+class LayoutSource(Protocol):
+    """What a framework tells the optimizer about the tensors it put into the param groups."""
+
+    group: dist.ProcessGroup | None
+    replicated: bool
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """Name the parameters stored in ``tensor``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A local fragment with the rule its parameter takes."""
+
+    index: int
+    fragment: Fragment
+    info: ParameterInfo
+    route: Route
+
+    @property
+    def key(self) -> str:
+        """Name of the parameter, or of one matrix of a stack."""
+        return self.fragment.key
+
+
+@dataclass
+class Bucket:
+    """Active entries that share a param group, a rule and a step count; all tensors are 1-D, in entry order."""
+
+    group: dict[str, Any]
+    rule: Rule
+    step: int
+    entries: list[Entry]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
+
+    def state(self, name: str, entries: Sequence[Entry] | None = None) -> list[Tensor]:
+        """Views of an element state on the bucket's fragments, or on some of them."""
+        return self._states(name, self.entries if entries is None else entries)
+
+
+@dataclass
+class StepUnit:
+    """The planned-once part of a step: layout, routes, sums and matrix exchange."""
+
+    tensors: list[Tensor]
+    positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
+    layout: Layout
+    entries: list[Entry]
+    infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
+    routes: Mapping[str, Route]
+    group_position: Mapping[str, int]
+    device: torch.device
+    dtype: torch.dtype
+    sum_all: bool = False
+    sums: FragmentSums = field(init=False)
+    exchange: MatrixExchange | None = None
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        keys = self.layout.shapes if self.sum_all else self.keys("matrix")
+        self.sums = FragmentSums(self.layout, self.device, set(keys))
+
+    def keys(self, rule: Rule) -> list[str]:
+        """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""
+        return [key for key in self.layout.shapes if self.routes[key].rule == rule]
+
+    def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Sequence[Tensor]) -> Tensor:
+        """Per-parameter sums of per-fragment partial sums, in one collective for all quantities.
+
+        Args:
+            entries: The fragments the values belong to; fragments not listed count zero.
+            quantities: For each quantity, one 0-d tensor per entry.
+
+        Returns:
+            (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
+        """
+        partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
+        index = torch.tensor([entry.index for entry in entries], dtype=torch.long, device=self.device)
+        if entries:
+            stacked = torch.stack([torch.stack(list(values)) for values in quantities]).to(torch.float64)
+            partial.index_copy_(1, index, stacked)
+        return self.sums(partial).index_select(1, index)
+
+    def plan_exchange(self, tasks: Sequence[MatrixTask], loads: list[float], dtype: torch.dtype) -> list[float]:
+        """Choose owners for ``tasks`` and compare the plan across ranks before anything is sent.
+
+        Returns:
+            The ranks' loads including these tasks.
+
+        Raises:
+            RuntimeError: The ranks planned differently.
+        """
+        plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size)
+        if self.layout.world_size > 1:
+            digests: list[str] = [""] * self.layout.world_size
+            dist.all_gather_object(digests, plan.digest(), group=self.layout.group)
+            if len(set(digests)) > 1:
+                raise RuntimeError(
+                    f"data-parallel ranks planned different matrix owners {digests}; their models or optimizer "
+                    "options differ. Build the same model with the same options on every rank."
+                )
+        self.exchange = MatrixExchange(self.layout, plan, self.device, dtype)
+        return loads
+
+
+def cut_into_matrices(
+    contents: Sequence[TensorContents],
+    infos: Mapping[str, ParameterInfo],
+    routes: Mapping[str, Route],
+) -> Iterator[tuple[str, Fragment]]:
+    """Turn slices into fragments, splitting a stack of matrices into its matrices.
+
+    Yields:
+        Parameter name and fragment, in storage order.
+    """
+    for tensor, content in enumerate(contents):
+        for piece in content.slices:
+            info = infos[piece.name]
+            if piece.start == piece.end:
+                continue
+            if routes[piece.name].rule != "matrix" or len(info.shape) != 3:
+                yield piece.name, Fragment(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset)
+                continue
+            size = prod(info.matrix_shape)
+            for index in range(piece.start // size, (piece.end - 1) // size + 1):
+                start, end = max(piece.start, index * size), min(piece.end, (index + 1) * size)
+                yield (
+                    piece.name,
+                    Fragment(
+                        f"{piece.name}[{index}]",
+                        info.matrix_shape,
+                        start - index * size,
+                        end - index * size,
+                        tensor,
+                        piece.offset + start - piece.start,
+                    ),
+                )

@@ -1,0 +1,124 @@
+"""Who computes which matrix, and in which batches: pure Python, the same result on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from .layout import Layout
+
+__all__ = ["Batch", "MatrixPlan", "MatrixTask", "assign_owners", "plan_matrices"]
+
+# A rank keeps what it holds whole until its load exceeds the mean by this factor: moving a matrix costs two
+# messages a step, a small imbalance costs little.
+IMBALANCE_TOLERANCE = 1.1
+# Elements gathered per pipelined batch. Large enough to fill a link, small enough to bound the scratch memory.
+BATCH_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class MatrixTask:
+    """One matrix to be updated by one owner.
+
+    Attributes:
+        key: Name under which the owner keeps the matrix's states.
+        parts: Parameter keys whose flattened values, one after the other, make up the task (a weight, or a weight
+            and its bias).
+        signature: Tasks of equal signature (shape, options) are computed together in one batched call.
+        cost: Estimated work per step in floating-point operations, the unit of load balance.
+    """
+
+    key: str
+    parts: tuple[str, ...]
+    signature: Any
+    cost: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tasks of one signature that travel and are computed together."""
+
+    signature: Any
+    tasks: tuple[MatrixTask, ...]
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """Owners and batches of all matrices of one layout."""
+
+    owners: Mapping[str, int]
+    batches: tuple[Batch, ...]
+
+    def digest(self) -> str:
+        """A hash of the whole plan, compared across ranks before the first collective."""
+        text = repr((sorted(self.owners.items()), self.batches))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def assign_owners(
+    tasks: Sequence[MatrixTask],
+    held: Mapping[str, Mapping[int, int]],
+    loads: Sequence[float],
+    tolerance: float = IMBALANCE_TOLERANCE,
+) -> tuple[dict[str, int], list[float]]:
+    """Give every matrix an owner: longest processing time first, preferring the rank that holds most of it.
+
+    Args:
+        tasks: The matrices to place.
+        held: For each task key, how many of its elements each rank holds. Equal shares express no preference.
+        loads: Load each rank already carries from other groups of the same optimizer.
+        tolerance: A preferred rank is used while its load stays below this multiple of the mean load.
+
+    Returns:
+        Owner by task key, and the updated loads.
+    """
+    loads = list(loads)
+    limit = tolerance * (sum(loads) + sum(task.cost for task in tasks)) / len(loads)
+    owners: dict[str, int] = {}
+    for task in sorted(tasks, key=lambda task: (-task.cost, task.key)):
+        shares = held[task.key]
+        lightest = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        candidates = sorted(shares, key=lambda rank: (-shares[rank], loads[rank], rank))
+        owner = next((rank for rank in candidates if loads[rank] + task.cost <= limit), lightest)
+        owners[task.key] = owner
+        loads[owner] += task.cost
+    return owners, loads
+
+
+def plan_matrices(
+    layout: Layout, tasks: Sequence[MatrixTask], loads: Sequence[float], batch_elements: int = BATCH_ELEMENTS
+) -> tuple[MatrixPlan, list[float]]:
+    """Choose owners and batches for ``tasks`` on ``layout``.
+
+    Returns:
+        The plan and the loads after it, to be passed on when the next group is planned.
+    """
+    held: dict[str, dict[int, int]] = {}
+    for task in tasks:
+        shares: dict[int, int] = {}
+        for part in task.parts:
+            for rank, fragments in layout.holders[part].items():
+                shares[rank] = shares.get(rank, 0) + sum(fragment.numel for fragment in fragments)
+        held[task.key] = shares
+    owners, loads = assign_owners(tasks, held, loads)
+
+    sizes = {task.key: sum(prod(layout.shapes[part]) for part in task.parts) for task in tasks}
+    grouped: dict[str, list[MatrixTask]] = {}
+    for task in sorted(tasks, key=lambda task: (repr(task.signature), task.key)):
+        grouped.setdefault(repr(task.signature), []).append(task)
+    batches: list[Batch] = []
+    for members in grouped.values():
+        chunk = max(1, batch_elements // max(1, sizes[members[0].key]) * layout.world_size)
+        # Round-robin over owners, so that a chunk keeps every owner busy.
+        order = sorted(members, key=lambda task: task.key)
+        queues: dict[int, list[MatrixTask]] = {}
+        for task in order:
+            queues.setdefault(owners[task.key], []).append(task)
+        position = {task.key: (queues[owners[task.key]].index(task), owners[task.key]) for task in order}
+        order.sort(key=lambda task: position[task.key])
+        for first in range(0, len(order), chunk):
+            batches.append(Batch(members[0].signature, tuple(order[first : first + chunk])))
+    return MatrixPlan(owners, tuple(batches)), loads

@@ -1,0 +1,52 @@
+"""Per-parameter sums of any number of quantities in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layout import Layout
+
+__all__ = ["FragmentSums"]
+
+
+class FragmentSums:
+    """Turns per-fragment partial sums into per-parameter sums with at most one all-reduce.
+
+    Parameters that lie whole on one rank are summed there; only straddlers are part of the message.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, keys: Collection[str]) -> None:
+        """Plan the message once.
+
+        Args:
+            layout: The common layout.
+            device: Where the partial sums live.
+            keys: Parameters whose sums are wanted; the columns of others stay local.
+        """
+        self.layout = layout
+        slots = {key: index for index, key in enumerate(key for key in layout.straddlers if key in keys)}
+        self.straddlers = len(slots)
+        for fragment in layout.mine:
+            slots.setdefault(fragment.key, len(slots))
+        self._size = len(slots)
+        self._slot = torch.tensor([slots[fragment.key] for fragment in layout.mine], dtype=torch.long, device=device)
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        """Sum over all fragments of each parameter, on all ranks.
+
+        Args:
+            partial: (quantities, local fragments) partial sums; fragments in the order of ``layout.mine``.
+
+        Returns:
+            (quantities, local fragments): every fragment's column holds its whole parameter's sums.
+        """
+        totals = partial.new_zeros(partial.shape[0], self._size).index_add_(1, self._slot, partial)
+        if self.straddlers:
+            shared = totals[:, : self.straddlers].contiguous()
+            dist.all_reduce(shared, group=self.layout.group)
+            totals[:, : self.straddlers] = shared
+        return totals.index_select(1, self._slot)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rankwise.launch import environment, shim
+from rankwise.launch.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    # A wide terminal keeps messages on one line.
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, re.sub(r"\s+", " ", result.output)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {number} of the text\n" for number in range(12000)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "adan"], "optimizer is 'adan': it must be one of adamw, mars"),
+        (["--device", "tpu"], "device is 'tpu'"),
+        (["--data", "no/such/folder"], "data is 'no/such/folder', which does not exist"),
+        (["--hidden", "10", "--heads", "4"], "hidden must be a multiple of heads"),
+        (["--stage", "4"], "Invalid value for '--stage'"),
+        (["--model", "bert"], "Invalid value for '--model'"),
+        (["--config", "missing.json"], "'missing.json' does not exist"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--sead", "1"], "No such option: --sead"),
+    ],
+)
+def test_train_refuses_bad_options_before_any_rank_starts(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.launch.spawn.run_ranks", lambda *_: pytest.fail("a run was started"))
+    status, output = run("train", *arguments)
+    assert status == 2 and message in output
+
+
+def test_train_refuses_text_too_short_for_a_window(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.launch.spawn.run_ranks", lambda *_: pytest.fail("a run was started"))
+    status, output = run("train", "--data", str(text), "--seq-len", "1000000", "--cache", str(text.parent / "cache"))
+    assert status == 2 and "smaller --seq-len" in output
+
+
+def test_train_reports_a_failed_run_and_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict] = []
+
+    def fail(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
+        started.append(json.loads(Path(arguments[0]).read_text()))
+        return 3
+
+    monkeypatch.setattr("rankwise.launch.spawn.run_ranks", fail)
+    folder = text.parent
+    status, output = run(
+        *("train", "--data", str(text), "--output", str(folder / "out"), "--cache", str(folder / "cache")),
+        *("--device", "cpu", "--seed", "5", "--lr", "0.5"),
+    )
+    assert status == 1
+    assert "adamw: the launcher ended with status 3" in output and "mkor: the launcher ended with status 3" in output
+    assert [settings["label"] for settings in started] == ["adamw", "mkor"]
+    for settings in started:
+        assert settings["seed"] == 5 and settings["deepspeed"]["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_deepspeed_command_keeps_the_scripts_options_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    seen: list[tuple] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("rankwise.launch.spawn.exec_ranks", lambda *arguments: seen.append(arguments))
+    status, _ = run("deepspeed", "--ranks", "3", "--device", "cpu", str(script), "--ranks", "9", "--help", "x")
+    assert status == 0
+    assert seen == [("shim", [str(script), "--ranks", "9", "--help", "x"], 3, True)]
+
+
+def test_deepspeed_command_runs_in_process_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    seen: list[tuple] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(shim, "run_script", lambda *arguments: seen.append(arguments))
+    status, _ = run("deepspeed", str(script), "--deepspeed_config", "ds.json")
+    assert status == 0 and seen == [(script, ["--deepspeed_config", "ds.json"])]
+
+
+def test_deepspeed_command_needs_an_existing_script() -> None:
+    status, output = run("deepspeed", "missing.py")
+    assert status == 2 and "'missing.py' does not exist" in output
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["train.py", "--a", "1", "--local_rank=7"], ["--a", "1", "--local_rank=7"]),
+        (["--local_rank=1", "train.py", "--a", "1"], ["--local_rank=1", "--a", "1"]),
+        (["--local-rank", "1", "train.py"], ["--local_rank=1"]),
+    ],
+)
+def test_shim_runs_a_script_as_python_would(tmp_path: Path, given: list[str], expected: list[str]) -> None:
+    """The launcher's --local_rank comes before the script's name and must end up behind it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "helper.py").write_text("NAME = 'found beside the script'\n")
+    (folder / "train.py").write_text(
+        "import json, sys, helper\n"
+        "class Pickled: pass\n"
+        "assert sys.modules['__main__'].Pickled is Pickled\n"
+        "print(json.dumps([__name__, sys.argv, sys.path[0], helper.NAME]))\n"
+    )
+    script = str(folder / "train.py")
+    given = [script if argument == "train.py" else argument for argument in given]
+    code = (
+        "import sys; from rankwise.launch import shim; shim.register = lambda: None;"
+        "sys.argv = ['shim', *sys.argv[1:]]; shim.app()"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code, *given], text=True)
+    assert json.loads(output) == ["__main__", [script, *expected], str(folder), "found beside the script"]
+
+
+def test_rank_environment_finds_ninja_and_shares_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "available_cores", lambda: 8)
+    made = environment.rank_environment(2, cpu=True, base={"PATH": "/bin"})
+    assert made["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/bin"]
+    assert made["OMP_NUM_THREADS"] == "4" and made["DS_ACCELERATOR"] == "cpu" and made["CUDA_VISIBLE_DEVICES"] == ""
+    made = environment.rank_environment(16, cpu=False, base={"PATH": "/bin"})
+    assert made["OMP_NUM_THREADS"] == "1" and "DS_ACCELERATOR" not in made
+    assert environment.rank_environment(2, cpu=False, base={"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_missing_compiler_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert environment.missing_build_tools()[:3] == ["c++", "g++", "ninja"]
+
+
+def test_commands_work_from_a_checkout_that_is_not_installed() -> None:
+    code = (
+        "import sys, runpy; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)];"
+        "sys.argv = ['rankwise', 'train', '--optimizer', 'adan']; runpy.run_module('launch.cli', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and "adan" in result.stderr

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
+    environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "rankwise.launch.cli", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("".join(f"line {i} of file {number}\n" for i in range(200)))
+    return folder
+
+
+SMALL = "--device cpu --layers 1 --hidden 32 --heads 2 --seq-len 32 --validation-samples 6".split()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    own = tmp_path / "ds.json"
+    own.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+            }
+        )
+    )
+    result = command(
+        *("train", "--config", str(own), "--ranks", "2", "--stage", "2", "--steps", "3", "--validation-interval", "2"),
+        *("--data", str(text), "--output", "out", *SMALL),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "validation" in result.stdout and "unigram" in result.stdout
+    summary = json.loads((tmp_path / "out/adamw/summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["zero_stage"] == 2
+    assert summary["tokens"] == 3 * 2 * 2 * 2 * 32
+    assert 0 < summary["step_share"] < 1 and summary["tokens_per_second"] > 0
+    per_rank = summary["parameters"] * 4 * 2 / 2  # two fp32 moments, halved by ZeRO
+    assert per_rank <= summary["state_bytes_per_rank"] <= per_rank + 64
+    records = [json.loads(line) for line in (tmp_path / "out/adamw/metrics.jsonl").read_text().splitlines()]
+    validated = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+    assert list(validated) == [2, 3] and validated[3] == summary["validation_loss"] < validated[2] < 6
+    assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_losses_do_not_depend_on_the_number_of_ranks(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    losses = []
+    for ranks, accumulation, stage in ((1, 4, 0), (2, 2, 3)):
+        result = command(
+            *("train", "--optimizer", "adamw", "--ranks", str(ranks), "--accumulation", str(accumulation)),
+            *("--stage", str(stage), "--micro-batch", "2", "--steps", "3", "--data", str(text), "--output"),
+            *(f"out{ranks}", *SMALL),
+            cwd=tmp_path,
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        losses.append(json.loads((tmp_path / f"out{ranks}/adamw/summary.json").read_text())["validation_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    empty = tmp_path / "extensions"
+    result = command(
+        *("train", "--optimizer", "adamw", "--steps", "1", "--data", str(text), "--output", "out", *SMALL),
+        cwd=tmp_path,
+        CXX="no-such-compiler",
+        TORCH_EXTENSIONS_DIR=str(empty),
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert not empty.exists() or not list(empty.rglob("*.so"))
+
+
+def copy_of_the_checkout(folder: Path) -> Path:
+    names = "rankwise deepspeed_plugin megatron_patches launch configs setup.cfg pyproject.toml LICENSE".split()
+    archive = folder / "checkout.tar"
+    with tarfile.open(archive, "w") as tar:
+        for name in [*names, "README.md"]:
+            if (ROOT / name).exists():
+                tar.add(ROOT / name, name, filter=lambda item: None if "__pycache__" in item.name else item)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "checkout", filter="data")
+    return folder / "checkout"
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_mapped_packages_and_nothing_generic(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path)]
+    subprocess.run([*pip, str(copy_of_the_checkout(tmp_path))], check=True, timeout=300)
+    (wheel,) = tmp_path.glob("rankwise-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entries,) = [name for name in names if name.endswith("entry_points.txt")]
+        assert "rankwise = rankwise.launch.cli:app" in archive.read(entries).decode()
+        archive.extractall(tmp_path / "site")
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops <= {"rankwise", "deepspeed_plugin", "megatron_patches"}
+    expected = {
+        "rankwise/launch/cli.py",
+        "rankwise/launch/pretrain.py",
+        "rankwise/configs/deepspeed/zero3/mkor-h.json",
+    }
+    assert expected | {"rankwise/configs/README.md", "rankwise/py.typed"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    # Every subpackage must be listed in setup.cfg: setuptools leaves out silently what is not.
+    for source in (ROOT / "rankwise").rglob("*.py"):
+        assert source.relative_to(ROOT).as_posix() in names
+    code = "import rankwise.launch.cli as c, rankwise.configs as g; print(c.__file__, g.deepspeed_config_path('mkor'))"
+    found = subprocess.check_output(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]);" + code, str(tmp_path / "site")],
+        text=True,
+        cwd=tmp_path,
+    )
+    assert all(path.startswith(str(tmp_path / "site")) for path in found.split())
+
+
+def test_console_script_is_installed() -> None:
+    (entry,) = entry_points(group="console_scripts", name="rankwise")
+    assert entry.value == "rankwise.launch.cli:app"

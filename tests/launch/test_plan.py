@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankwise.configs import OPTIMIZERS, deepspeed_config
+from rankwise.launch.models import build_model
+from rankwise.launch.plan import Overrides, planned_configs, read_config, split_names
+from rankwise.launch.pretrain import learning_rate_factor, optimizer_state_bytes
+from rankwise.launch.settings import Settings
+from rankwise.launch.spawn import choose_device
+
+
+def test_names_may_be_separated_in_any_usual_way() -> None:
+    assert split_names(["adamw", "MKOR,mars-m  sonew", "adamw"]) == ["adamw", "mkor", "mars-m", "sonew"]
+    assert split_names(["mkor", "all"])[0] == "mkor"
+    assert sorted(split_names(["all"])) == sorted(OPTIMIZERS)
+    assert split_names([]) == []
+    with pytest.raises(ValueError, match="optimizer is 'adan'"):
+        split_names(["adamw,adan"])
+
+
+def test_runs_differ_only_in_the_optimizer_block() -> None:
+    plans = planned_configs(None, ["adamw", "mkor"], Overrides(stage=1, micro_batch=4, accumulation=3))
+    assert list(plans) == ["adamw", "mkor"]
+    blocks = [plan.pop("optimizer") for plan in plans.values()]
+    assert plans["adamw"] == plans["mkor"] and blocks[0] != blocks[1]
+    assert plans["adamw"]["zero_optimization"] == {"stage": 1}
+    assert plans["adamw"]["train_micro_batch_size_per_gpu"] == 4
+    assert plans["adamw"]["gradient_accumulation_steps"] == 3
+    assert blocks[1] == deepspeed_config("mkor")["optimizer"]
+
+
+def test_own_config_is_kept_but_for_the_overrides() -> None:
+    own = {
+        "train_batch_size": 12,
+        "optimizer": {"type": "SONew", "params": {"lr": 1.0, "band": 4}},
+        "scheduler": {"type": "WarmupLR"},
+        "bf16": {"enabled": False},
+    }
+    (plan,) = planned_configs(own, [], Overrides(lr=0.5)).values()
+    assert plan["optimizer"] == {"type": "SONew", "params": {"lr": 0.5, "band": 4}}
+    assert plan["train_batch_size"] == 12 and plan["bf16"] == {"enabled": False} and "scheduler" not in plan
+    assert own["optimizer"]["params"]["lr"] == 1.0, "the caller's configuration must not change"
+    (other,) = planned_configs(own, ["ldadam"], Overrides(micro_batch=2)).values()
+    assert other["optimizer"]["type"] == "LDAdam" and "train_batch_size" not in other
+
+
+def test_config_without_an_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='no "optimizer" block'):
+        planned_configs({"train_batch_size": 1}, [], Overrides())
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match="no JSON object"):
+        read_config(tmp_path / "list.json")
+    with pytest.raises(ValueError, match="no readable JSON"):
+        read_config(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"hidden": 10}, "multiple of heads"),
+        ({"warmup": 1.5}, "warmup is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_settings_are_checked(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings("x", "out", {}, **change)
+
+
+def test_settings_survive_the_file(tmp_path: Path) -> None:
+    settings = Settings("x", str(tmp_path / "x"), deepspeed_config("mkor"), steps=7)
+    assert Settings.read(settings.write()) == settings
+
+
+def test_learning_rate_rises_then_falls_to_the_final_share() -> None:
+    factors = [learning_rate_factor(step, 100, 0.1, 0.1) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1) and factors[9] == factors[10] == 1.0
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert factors[55] == pytest.approx(0.55, abs=0.02) and factors[-1] == pytest.approx(0.1)
+    assert learning_rate_factor(0, 1, 0.0, 0.1) == 1.0
+
+
+def test_state_bytes_counts_every_state_tensor() -> None:
+    weights = [torch.nn.Parameter(torch.ones(3, 5)), torch.nn.Parameter(torch.ones(7))]
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer_state_bytes(optimizer) == 22 * 2 * 4 + 2 * 4  # two moments, and a step counter each
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_models_have_the_shape_asked_for(family: str) -> None:
+    pytest.importorskip("transformers")
+    model = build_model(family, vocab_size=257, layers=2, hidden=32, heads=4, seq_len=16)
+    assert model(input_ids=torch.zeros(3, 16, dtype=torch.int64)).logits.shape == (3, 16, 320)
+    with pytest.raises(ValueError, match="multiple of heads"):
+        build_model(family, vocab_size=257, layers=2, hidden=33, heads=4, seq_len=16)
+
+
+def test_ranks_follow_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto", None) == (False, 4)
+    assert choose_device("auto", 2) == (False, 2)
+    assert choose_device("cpu", None) == (True, 2)
+    with pytest.raises(ValueError, match="ranks is 5 and there are 4"):
+        choose_device("auto", 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("auto", 3) == (True, 3)
+    for device, ranks, message in (("cuda", None, "no GPU"), ("tpu", None, "'tpu'"), ("cpu", 0, "ranks is 0")):
+        with pytest.raises(ValueError, match=message):
+            choose_device(device, ranks)

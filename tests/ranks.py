@@ -1,0 +1,72 @@
+"""Runs a function on several gloo processes, with a hang guard; the first failing rank's traceback is the message."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 240.0
+
+
+def _main(rank: int, world: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        results.send((True, fn(rank, world, *args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.send((False, traceback.format_exc()))
+        os._exit(1)
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Call ``fn(rank, world, *args)`` on ``world`` forked gloo processes and return their results in rank order.
+
+    Raises:
+        AssertionError: A rank raised, died, or did not finish in time.
+    """
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(target=_main, args=(rank, world, f"{folder}/store", pipes[rank][1], fn, args))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect([receiver for receiver, _ in pipes], timeout)
+        finally:
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(receivers: list[Any], timeout: float) -> list[Any]:
+    results: list[Any] = [None] * len(receivers)
+    pending = dict(enumerate(receivers))
+    while pending:
+        ready = wait(list(pending.values()), timeout)
+        assert ready, f"ranks {sorted(pending)} did not finish within {timeout:.0f} s: a collective hangs"
+        for rank in [rank for rank, receiver in pending.items() if receiver in ready]:
+            try:
+                ok, value = pending.pop(rank).recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a message") from None
+            assert ok, f"rank {rank} failed:\n{value}"
+            results[rank] = value
+    return results

@@ -1,0 +1,639 @@
+"""LDAdam's update functions against the published recursion, written out literally, and against its invariances."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rankwise.updates import ldadam
+from rankwise.updates.ldadam import (
+    basis_coordinates,
+    basis_image,
+    basis_weights,
+    effective_rank,
+    initial_basis,
+    ldadam_step,
+    low_rank_moments,
+    low_rank_rows,
+    next_basis,
+    project,
+    projects_right,
+    side_normalized,
+    subspace_step,
+    worth_projecting,
+)
+from rankwise.updates.orthonormal import householder_qr
+
+BETAS, RHO, EPS, LR = (0.908, 0.99), 0.908, 1e-8, 1e-2
+K = BETAS[0] / (1 - BETAS[0])
+EXAMPLES = settings(deadline=None, max_examples=12, derandomize=True)
+SHAPES = {"m": st.integers(1, 12), "extra": st.integers(0, 12), "r": st.integers(1, 12), "seed": st.integers(0, 99)}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(m: int, n: int, steps: int = 8, seed: int = 0) -> list[Tensor]:
+    """A slowly turning signal of low rank, with noise."""
+    left, right = randn(m, 3, seed=seed), randn(3, n, seed=seed + 1000)
+    scale = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+    drift = [0.1 * randn(m, 3, seed=seed + 2000 + t) for t in range(steps)]
+    noise = [0.3 * randn(m, n, seed=seed + 3000 + t) for t in range(steps)]
+    return [((left + sum(drift[:t])) * scale) @ right / 3 + noise[t] for t in range(steps)]
+
+
+class Step(NamedTuple):
+    """What one step leaves behind, side-normalised."""
+
+    W: Tensor
+    E: Tensor
+    U: Tensor
+    M: Tensor
+    V: Tensor
+
+
+def run(
+    gs: list[Tensor],
+    rank: int,
+    W: Tensor | None = None,
+    feedback: bool = True,
+    betas: tuple[float, float] = BETAS,
+    rho: float = RHO,
+    eps: float = EPS,
+    wd: float = 0.0,
+    method: ldadam.BasisMethod = "power",
+    fallback: ldadam.Fallback = "branch",
+) -> list[Step]:
+    """The functions under test, driven as an optimizer drives them: one buffer F, (..., m, n) matrices."""
+    W = torch.zeros_like(gs[0]) if W is None else W
+    *lead, m, n = W.shape
+    U, M, V, F = W.new_zeros(*lead, m, rank), W.new_zeros(*lead, rank, n), W.new_zeros(*lead, rank, n), W * 0
+    history = []
+    for step, G in enumerate(gs, start=1):
+        C = G + F
+        U, M, V, D = ldadam_step(C, U, M, V, step, betas, rho, eps, feedback, method, fallback)
+        F = C - U @ M if feedback else F
+        W = (1 - LR * wd) * W - LR * (U @ D)
+        E = F - betas[0] / (1 - betas[0]) * (U @ M) if feedback else F
+        history.append(Step(W, E, U, M, V))
+    return history
+
+
+def reference(
+    gs: list[Tensor],
+    rank: int,
+    W: Tensor,
+    feedback: bool = True,
+    betas: tuple[float, float] = BETAS,
+    rho: float = RHO,
+    eps: float = EPS,
+    wd: float = 0.0,
+    method: str = "power",
+) -> list[Step]:
+    """The published step, one (m, n) matrix, with its error buffer E: no algebra, no conditioning."""
+    (m, n), (b1, b2) = W.shape, betas
+    U, M, V, E = W.new_zeros(m, rank), W.new_zeros(rank, n), W.new_zeros(rank, n), W * 0
+    history = []
+    for t, G in enumerate(gs, start=1):
+        d1, d2, c1, c2 = 1 - b1 ** (t - 1), 1 - b2 ** (t - 1), 1 - b1**t, 1 - b2**t
+        A = G + E
+        if t == 1:
+            U_new = torch.linalg.svd(A, full_matrices=False).U[:, :rank]
+        else:
+            B = rho * U @ (M / d1) + (1 - rho) * A
+            if method == "svd":
+                U_new = torch.linalg.svd(B, full_matrices=False).U[:, :rank]
+            else:
+                U_new = torch.linalg.qr(B @ (B.T @ U)).Q
+        a, R = U_new.T @ A, U_new.T @ U
+        M_turned, V_turned = R @ M, torch.zeros_like(V)
+        if feedback:
+            E = A - U_new @ a + b1 / (1 - b1) * (U @ M - U_new @ M_turned)
+        if t > 1:
+            bracket = R**2 @ (V / d2 - (M / d1) ** 2) + (M_turned / d1) ** 2
+            V_turned = d2 * bracket.abs()
+        M, V, U = b1 * M_turned + (1 - b1) * a, b2 * V_turned + (1 - b2) * a**2, U_new
+        W = (1 - LR * wd) * W - LR * U @ ((M / c1) / ((V / c2).sqrt() + eps))
+        history.append(Step(W, E, U, M, V))
+    return history
+
+
+def distance(ours: list[Step], theirs: list[Step]) -> float:
+    """Largest difference of the parameters, relative to the largest parameter change."""
+    motion = max((s.W - theirs[0].W).abs().max().item() for s in theirs) + LR
+    return max((a.W - b.W).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / motion
+
+
+def defect(basis: Tensor) -> float:
+    return (basis.mT @ basis - torch.eye(basis.shape[-1], dtype=basis.dtype)).abs().max().item()
+
+
+def dims(m: int, extra: int, r: int) -> tuple[int, int, int]:
+    return m, m + extra, min(m, r)
+
+
+# --- sides, ranks, weights ------------------------------------------------------------------------------------------
+
+
+def test_side_rule() -> None:
+    assert projects_right(5, 4)
+    assert not projects_right(4, 5)
+    assert not projects_right(4, 4), "square goes left"
+    tall = randn(2, 5, 4)
+    assert side_normalized(tall).data_ptr() == tall.data_ptr()
+    assert torch.equal(side_normalized(tall), tall.mT)
+    square = randn(4, 4)
+    assert side_normalized(square) is square
+
+
+def test_effective_rank() -> None:
+    assert [effective_rank(8, 5, 9), effective_rank(8, 9, 5), effective_rank(2, 9, 5)] == [5, 5, 2]
+    with pytest.raises(ValueError, match="rank must be a positive integer, got 0"):
+        effective_rank(0, 4, 4)
+
+
+@given(
+    rows=st.integers(1, 60),
+    cols=st.integers(1, 60),
+    rank=st.integers(1, 60),
+    feedback=st.booleans(),
+    cost=st.sampled_from([0.5, 1.0]),
+)
+@EXAMPLES
+def test_worth_projecting_counts_states(rows: int, cols: int, rank: int, feedback: bool, cost: float) -> None:
+    W = side_normalized(torch.zeros(rows, cols))
+    r = effective_rank(rank, rows, cols)
+    U, M = initial_basis(W, r), torch.zeros(r, W.shape[1])
+    states = U.numel() + 2 * M.numel() + (cost * W.numel() if feedback else 0)
+    assert worth_projecting(rank, rows, cols, feedback, cost) == (states < 2 * W.numel())
+
+
+def test_worth_projecting_square_boundary() -> None:
+    """With full-precision error feedback a square matrix pays off below a third of its side, without below two."""
+    assert worth_projecting(29, 90, 90, error_feedback=True)
+    assert not worth_projecting(30, 90, 90, error_feedback=True)
+    assert worth_projecting(59, 90, 90, error_feedback=False)
+    assert not worth_projecting(60, 90, 90, error_feedback=False)
+    assert worth_projecting(44, 90, 90, error_feedback=True, error_cost=0.5)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("step", [2, 3, 50])
+def test_basis_weights_reproduce_the_tracked_matrix(feedback: bool, step: int) -> None:
+    A, S = randn(4, 6), randn(4, 6, seed=1)
+    B = 0.7 * S / (1 - 0.9 ** (step - 1)) + 0.3 * A
+    matrix = A + 0.9 / (1 - 0.9) * S if feedback else A
+    weight_matrix, weight_momentum = basis_weights(step, 0.9, 0.7, feedback)
+    torch.testing.assert_close(weight_matrix * matrix + weight_momentum * S, B, atol=1e-13, rtol=0)
+
+
+# --- the oracles ----------------------------------------------------------------------------------------------------
+
+
+@given(**SHAPES)
+@EXAMPLES
+def test_o1_basis_is_orthonormal_in_single_precision(m: int, extra: int, r: int, seed: int) -> None:
+    m, n, r = dims(m, extra, r)
+    for step in run([g.float() for g in gradients(m, n, seed=seed)], r):
+        assert defect(step.U) < 2e-6
+
+
+@given(**SHAPES)
+@EXAMPLES
+def test_o2_error_is_orthogonal_to_the_basis(m: int, extra: int, r: int, seed: int) -> None:
+    m, n, r = dims(m, extra, r)
+    for step in run(gradients(m, n, seed=seed), r):
+        assert (step.U.mT @ step.E).abs().max() < 1e-12
+
+
+@given(**SHAPES)
+@EXAMPLES
+def test_o3_conservation_per_step_and_telescoped(m: int, extra: int, r: int, seed: int) -> None:
+    m, n, r = dims(m, extra, r)
+    gs, b1 = gradients(m, n, seed=seed), BETAS[0]
+    S_prev, E_prev, absorbed = torch.zeros(m, n, dtype=torch.float64), torch.zeros(m, n, dtype=torch.float64), 0
+    for G, step in zip(gs, run(gs, r), strict=True):
+        S = step.U @ step.M
+        torch.testing.assert_close(S + (1 - b1) * step.E, b1 * S_prev + (1 - b1) * (G + E_prev), atol=1e-12, rtol=0)
+        absorbed = absorbed + (S - b1 * S_prev) / (1 - b1)
+        S_prev, E_prev = S, step.E
+    torch.testing.assert_close(absorbed + E_prev, sum(gs), atol=1e-11, rtol=0)
+
+
+@given(m=st.integers(1, 10), extra=st.integers(0, 8), seed=st.integers(0, 99))
+@EXAMPLES
+def test_o4_full_rank_momentum_is_the_plain_average(m: int, extra: int, seed: int) -> None:
+    gs = gradients(m, m + extra, seed=seed)
+    average = torch.zeros_like(gs[0])
+    for G, step in zip(gs, run(gs, m), strict=True):
+        average = BETAS[0] * average + (1 - BETAS[0]) * G
+        torch.testing.assert_close(step.U @ step.M, average, atol=1e-12, rtol=0)
+        assert step.E.abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_o5_identity_basis_is_adamw(feedback: bool) -> None:
+    gs, wd = gradients(5, 9), 0.1
+    parameter = torch.nn.Parameter(randn(5, 9, seed=7))
+    adamw = torch.optim.AdamW([parameter], lr=LR, betas=BETAS, eps=EPS, weight_decay=wd)
+    W, F, eye = parameter.detach().clone(), torch.zeros(5, 9, dtype=torch.float64), torch.eye(5, dtype=torch.float64)
+    M, V = torch.zeros_like(W), torch.zeros_like(W)
+    for t, G in enumerate(gs, start=1):
+        parameter.grad = G
+        adamw.step()
+        C = G + F
+        M, V, D = subspace_step(C, eye, M, V, eye, t, BETAS, EPS, feedback)
+        F = C - eye @ M if feedback else F
+        W = (1 - LR * wd) * W - LR * eye @ D
+        torch.testing.assert_close(W, parameter.detach(), atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("turn", ["identity", "signed permutation"])
+def test_o6_signed_permutations_carry_the_moments_exactly(turn: str) -> None:
+    M, V = randn(4, 7), randn(4, 7, seed=1).square() + 3
+    R = torch.eye(4, dtype=torch.float64)
+    if turn == "signed permutation":
+        R = R[[2, 0, 3, 1]] * torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)[:, None]
+    # With a zero gradient the new moments are the carried ones times the decays.
+    M_new, V_new, _ = low_rank_moments(torch.zeros_like(M), R, M, V, 3, BETAS, EPS, error_feedback=False)
+    torch.testing.assert_close(M_new / BETAS[0], R @ M, atol=1e-14, rtol=0)
+    torch.testing.assert_close(V_new / BETAS[1], R.abs() @ V, atol=1e-13, rtol=0)
+
+
+def test_o7_constant_gradient_full_rank_gives_sign_steps() -> None:
+    G = randn(5, 9)
+    history = run([G] * 8, 5, eps=0.0)
+    W_prev = torch.zeros_like(G)
+    for step in history:
+        torch.testing.assert_close(W_prev - step.W, LR * step.U @ (step.U.mT @ G).sign(), atol=1e-11, rtol=0)
+        W_prev = step.W
+
+
+@given(**SHAPES)
+@EXAMPLES
+def test_o8_norm_of_the_first_step(m: int, extra: int, r: int, seed: int) -> None:
+    m, n, r = dims(m, extra, r)
+    W = run(gradients(m, n, 1, seed), r, eps=0.0)[0].W
+    assert W.norm().item() == pytest.approx(LR * (r * n) ** 0.5, rel=1e-12)
+
+
+@given(**SHAPES)
+@EXAMPLES
+def test_o9_transposed_problem_gives_the_transposed_parameter(m: int, extra: int, r: int, seed: int) -> None:
+    """A tall parameter in its own row-major storage, against its transpose."""
+    m, n, r = dims(m, extra + 1, r)
+    gs = gradients(m, n, seed=seed)
+    wide = run(gs, r)[-1]
+    W, F = torch.zeros(n, m, dtype=torch.float64), torch.zeros(n, m, dtype=torch.float64)
+    U, M, V = W.new_zeros(m, r), W.new_zeros(r, n), W.new_zeros(r, n)
+    for t, G in enumerate(gs, start=1):
+        C = G.mT.contiguous() + F
+        U, M, V, D = ldadam_step(side_normalized(C), U, M, V, t, BETAS, RHO, EPS)
+        momentum, direction = low_rank_rows(U, torch.stack([M, D]), 0, n * m, n, m, projects_right(n, m))
+        F, W = C - momentum.view(n, m), W - LR * direction.view(n, m)
+    torch.testing.assert_close(W.mT, wide.W, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_o10_short_side_rotations_and_long_side_permutations(feedback: bool) -> None:
+    gs, W = gradients(8, 14), randn(8, 14, seed=5)
+    base = run(gs, 3, W, feedback)[-1].W
+    turn, order = householder_qr(randn(8, 8, seed=9)), torch.randperm(14, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        run([turn @ g for g in gs], 3, turn @ W, feedback)[-1].W, turn @ base, atol=1e-11, rtol=0
+    )
+    permuted = run([g[:, order] for g in gs], 3, W[:, order], feedback)[-1].W
+    torch.testing.assert_close(permuted, base[:, order], atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 3.0, 1e6])
+def test_o11_gradient_scale_does_not_matter(scale: float) -> None:
+    gs = gradients(8, 14)
+    base, scaled = run(gs, 3, eps=0.0), run([scale * g for g in gs], 3, eps=0.0)
+    assert distance(scaled, base) < 1e-10
+    torch.testing.assert_close(scaled[-1].E / scale, base[-1].E, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_o12_signs_of_the_basis_leave_the_parameter_bit_identical(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gs = [g.to(dtype) for g in gradients(8, 14)]
+    base = run(gs, 3)
+    signs = torch.tensor([-1.0, 1.0, -1.0], dtype=dtype)
+    monkeypatch.setattr(ldadam, "initial_basis", lambda C, rank: initial_basis(C, rank) * signs)
+    flipped = run(gs, 3)
+    assert not torch.equal(flipped[0].U, base[0].U)
+    assert all(torch.equal(a.W, b.W) for a, b in zip(flipped, base, strict=True))
+
+
+def sharded_gram_basis(blocks: list[Tensor]) -> list[Tensor]:
+    """CholeskyQR2 of row blocks: only r x r sums cross the cuts."""
+    for _ in range(2):
+        factor = torch.linalg.cholesky(sum(y.mT @ y for y in blocks))
+        blocks = [torch.linalg.solve_triangular(factor.mT, y, upper=True, left=False) for y in blocks]
+    return blocks
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_o13_easy_case_long_side_cut(feedback: bool) -> None:
+    """Column blocks: the m x r sum of the images is all that crosses the cuts."""
+    gs, cuts = gradients(8, 15), [4, 9, 2]
+    base = run(gs, 3, feedback=feedback)
+    W, F = torch.zeros_like(gs[0]).split(cuts, -1), torch.zeros_like(gs[0]).split(cuts, -1)
+    U = torch.zeros(8, 3, dtype=torch.float64)
+    M, V = [list(torch.zeros(3, 15, dtype=torch.float64).split(cuts, -1)) for _ in range(2)]
+    for t, G in enumerate(gs, start=1):
+        C = [g + f for g, f in zip(G.split(cuts, -1), F, strict=True)]
+        if t == 1:
+            gram = sum(c @ c.mT for c in C)
+            U_new = torch.linalg.eigh(gram).eigenvectors[:, -3:].flip(-1)
+        else:
+            weights = basis_weights(t, BETAS[0], RHO, feedback)
+            Y = sum(
+                basis_image(c, basis_coordinates(c, U, mu, *weights), U, mu, *weights)
+                for c, mu in zip(C, M, strict=True)
+            )
+            U_new = householder_qr(Y)
+        new = []
+        for k, c in enumerate(C):
+            moments = low_rank_moments(*project(c, U, U_new), M[k], V[k], t, BETAS, EPS, feedback)
+            new.append((W[k] - LR * U_new @ moments[2], c - U_new @ moments[0] if feedback else F[k], *moments[:2]))
+        W, F, M, V = (list(x) for x in zip(*new, strict=True))
+        U = U_new
+        torch.testing.assert_close(torch.cat(W, -1), base[t - 1].W, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_o13_hard_case_short_side_cut(feedback: bool) -> None:
+    """Row blocks: the coordinates, an r x r Gram matrix and the projections are summed."""
+    gs, cuts = gradients(8, 15), [3, 1, 4]
+    base = run(gs, 3, feedback=feedback)
+    W, F = torch.zeros_like(gs[0]).split(cuts), torch.zeros_like(gs[0]).split(cuts)
+    U = list(torch.zeros(8, 3, dtype=torch.float64).split(cuts))
+    M, V = torch.zeros(3, 15, dtype=torch.float64), torch.zeros(3, 15, dtype=torch.float64)
+    for t, G in enumerate(gs, start=1):
+        C = [g + f for g, f in zip(G.split(cuts), F, strict=True)]
+        if t == 1:
+            U_new = list(initial_basis(torch.cat(C), 3).split(cuts))
+        else:
+            w, w_momentum = basis_weights(t, BETAS[0], RHO, feedback)
+            terms = [basis_coordinates(c, u, M, w, w_momentum if k == 0 else 0.0) for k, (c, u) in
+                     enumerate(zip(C, U, strict=True))]  # fmt: skip
+            X = sum(terms)
+            U_new = sharded_gram_basis([basis_image(c, X, u, M, w, w_momentum) for c, u in zip(C, U, strict=True)])
+        parts = [project(c, u, v) for c, u, v in zip(C, U, U_new, strict=True)]
+        projected, rotation = sum(p[0] for p in parts), sum(p[1] for p in parts)
+        M, V, D = low_rank_moments(projected, rotation, M, V, t, BETAS, EPS, feedback)
+        W = [w - LR * v @ D for w, v in zip(W, U_new, strict=True)]
+        F = [c - v @ M for c, v in zip(C, U_new, strict=True)] if feedback else F
+        U = U_new
+        torch.testing.assert_close(torch.cat(W), base[t - 1].W, atol=1e-12, rtol=0)
+
+
+def test_o15_micro_batches_may_be_added_to_the_buffer_one_by_one() -> None:
+    gs = gradients(6, 11)
+    base = run(gs, 2)
+    W, F, U, M, V = (randn(*shape) * 0 for shape in [(6, 11), (6, 11), (6, 2), (2, 11), (2, 11)])
+    for t, G in enumerate(gs, start=1):
+        noise = randn(3, 6, 11, seed=t)
+        for micro in (G / 4 + noise[0], G / 4 + noise[1], G / 4 + noise[2], G / 4 - noise.sum(0)):
+            F = F + micro
+        U, M, V, D = ldadam_step(F, U, M, V, t, BETAS, RHO, EPS)
+        F, W = F - U @ M, W - LR * U @ D
+        torch.testing.assert_close(W, base[t - 1].W, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("method", ["power", "svd"])
+@given(**SHAPES, rho=st.sampled_from([0.1, 0.5, 0.908]), beta1=st.sampled_from([0.0, 0.75, 0.908]))
+@EXAMPLES
+def test_o16_single_buffer_equals_published_recursion(
+    method: ldadam.BasisMethod, feedback: bool, m: int, extra: int, r: int, seed: int, rho: float, beta1: float
+) -> None:
+    m, n, r = dims(m, extra, r)
+    gs, W, betas = gradients(m, n, seed=seed), randn(m, n, seed=seed + 7), (beta1, 0.99)
+    ours = run(gs, r, W, feedback, betas, rho, 1e-6, 0.1, method)
+    theirs = reference(gs, r, W, feedback, betas, rho, 1e-6, 0.1, method)
+    assert distance(ours, theirs) < 1e-9
+    assert max((a.E - b.E).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-8
+
+
+@given(**SHAPES)
+@EXAMPLES
+def test_o18_conditioning_leaves_the_power_iteration_alone(m: int, extra: int, r: int, seed: int) -> None:
+    m, n, r = dims(m, extra, r)
+    C, U, M = randn(m, n, seed=seed), householder_qr(randn(m, r, seed=seed + 1)), randn(r, n, seed=seed + 2)
+    B = 0.2 * C + 0.7 * U @ M
+    expected = householder_qr(B @ (B.mT @ U))
+    condition = torch.linalg.cond(B @ (B.mT @ U)).item()
+    torch.testing.assert_close(next_basis(C, U, M, 0.2, 0.7), expected, atol=1e-14 * max(10.0, condition), rtol=0)
+
+
+def test_o19_negative_variances_take_the_absolute_value() -> None:
+    M = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    V = torch.tensor([[0.1], [0.2]], dtype=torch.float64)
+    R = torch.tensor([[0.8, -0.6], [0.6, 0.8]], dtype=torch.float64)
+    bias1, bias2 = 1 - BETAS[0], 1 - BETAS[1]
+    bracket = R**2 @ (V / bias2 - (M / bias1) ** 2) + (R @ M / bias1) ** 2
+    assert bracket.min() < 0 < bracket.max()
+    _, V_new, _ = low_rank_moments(torch.zeros_like(M), R, M, V, 2, BETAS, EPS, error_feedback=False)
+    torch.testing.assert_close(V_new, BETAS[1] * bias2 * bracket.abs())
+
+
+def test_rank_one_second_moment_follows_the_squared_cosine() -> None:
+    M, V, cosine = randn(1, 6), randn(1, 6, seed=1).square() + 1, torch.tensor([[0.8]], dtype=torch.float64)
+    _, V_new, _ = low_rank_moments(torch.zeros_like(M), cosine, M, V, 5, BETAS, EPS, error_feedback=False)
+    torch.testing.assert_close(V_new, BETAS[1] * 0.64 * V)
+
+
+# --- numerics -------------------------------------------------------------------------------------------------------
+
+
+def graded(condition: float, m: int = 32, n: int = 80, seed: int = 0) -> Tensor:
+    values = torch.logspace(0, -torch.tensor(condition).log10().item(), m, dtype=torch.float64)
+    return (householder_qr(randn(m, m, seed=seed)) * values) @ householder_qr(randn(n, m, seed=seed + 1)).mT
+
+
+@pytest.mark.parametrize("rank", [1, 8, 32])
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_graded_spectra_in_single_precision(start: str, rank: int) -> None:
+    """Condition 4e7, which one-pass Cholesky QR of B B^T U cannot survive from a cold basis."""
+    C = graded(4e7)
+    cold = householder_qr(randn(32, rank, seed=3))
+    U = cold if start == "cold" else initial_basis(C + 1e-3 * graded(4e7, seed=9), rank)
+    M = torch.zeros(rank, 80, dtype=torch.float64)
+    basis = next_basis(C.float(), U.float(), M.float(), 1.0, 0.0)
+    assert defect(basis) < 2e-6
+    X = householder_qr(C.mT @ U)
+    exact = householder_qr(C @ X)
+    # Singular values below 1e-6 of the first are rounding of the fp32 input: compare the directions above.
+    known = min(rank, 8)
+    assert ((basis[:, :known].double() - exact[:, :known]).abs().max()) < 2e-5
+
+
+def test_conditioning_the_coordinates_first_matters() -> None:
+    """The same iteration without the intermediate orthonormalisation loses the basis in single precision."""
+    C, U, M = graded(4e7, 8).float(), householder_qr(randn(8, 6, seed=3)).float(), torch.zeros(6, 80)
+    C64, U64 = C.double(), U.double()
+    exact = householder_qr(C64 @ householder_qr(C64.mT @ U64))
+    with_orth = (next_basis(C, U, M, 1.0, 0.0).double() - exact).abs().max()
+    without = (householder_qr(C @ (C.mT @ U)).double() - exact).abs().max()
+    assert with_orth < 2e-3
+    assert without > 10 * with_orth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [1, 4, 9])
+@pytest.mark.parametrize("numerical_rank", [0, 1, 2])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_deficient_gradients_stay_finite_and_orthonormal(
+    dtype: torch.dtype, rank: int, numerical_rank: int, feedback: bool
+) -> None:
+    gs = [(randn(9, numerical_rank, seed=t) @ randn(numerical_rank, 14, seed=50 + t)).to(dtype) for t in range(6)]
+    for step in run(gs, rank, feedback=feedback):
+        assert all(x.isfinite().all() for x in step)
+        assert defect(step.U) < (2e-6 if dtype == torch.float32 else 1e-13)
+        if numerical_rank == 0:
+            assert not step.W.any()
+            assert not step.E.any()
+
+
+def test_gradient_that_dies_and_comes_back() -> None:
+    gs = [g.float() for g in gradients(6, 11, 9)]
+    for dead in (0, 4, 5):
+        gs[dead] = torch.zeros(6, 11)
+    for feedback in (True, False):
+        for step in run(gs, 6, feedback=feedback):
+            assert all(x.isfinite().all() for x in step)
+            assert defect(step.U) < 2e-6
+
+
+def test_failure_of_the_coordinates_alone_is_noticed() -> None:
+    """Here the image of unusable coordinates is well conditioned: an orthonormal basis, but a wrong one."""
+    worst = 0.0
+    for seed in range(4, 12):
+        C, U = graded(1e5, 8, 20, seed), householder_qr(randn(8, 8, seed=seed + 1))
+        exact = householder_qr(C @ householder_qr(C.mT @ U))
+        basis = next_basis(C.float(), U.float(), torch.zeros(8, 20), 1.0, 0.0)
+        worst = max(worst, (basis.double() - exact).abs().max().item())
+    assert worst < 2e-2
+
+
+def batch_with_one_dead_matrix() -> tuple[Tensor, Tensor, Tensor]:
+    C, U, M = randn(3, 6, 11), householder_qr(randn(3, 6, 3, seed=1)), randn(3, 3, 11, seed=2)
+    C[1], M[1] = 0, 0
+    return C, U, M
+
+
+def test_fallback_touches_only_the_failed_matrix() -> None:
+    C, U, M = batch_with_one_dead_matrix()
+    never, branch, always = (next_basis(C, U, M, 0.3, 0.4, fallback=f) for f in ("never", "branch", "always"))
+    assert torch.equal(branch[[0, 2]], never[[0, 2]])
+    assert torch.equal(always[[0, 2]], never[[0, 2]])
+    torch.testing.assert_close(always, branch, atol=0, rtol=0)
+    assert defect(branch) < 1e-14
+    bad = never[1]
+    assert not bad.isfinite().all() or defect(bad) > 1e-3, "the case must need the fallback"
+
+
+def test_fallback_without_batch_dimension() -> None:
+    C, U, M = (x[1] for x in batch_with_one_dead_matrix())
+    assert defect(next_basis(C, U, M, 0.3, 0.4)) < 1e-14
+
+
+@pytest.mark.parametrize("fallback, expected", [("branch", 0), ("never", 0), ("always", 2)])
+def test_householder_runs_only_when_it_is_needed(
+    fallback: ldadam.Fallback, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(ldadam, "householder_qr", lambda y: calls.append(1) or householder_qr(y))
+    next_basis(randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), 0.3, 0.4, fallback=fallback)
+    assert len(calls) == expected
+
+
+def test_batched_equals_one_by_one() -> None:
+    runs = [gradients(6, 11, seed=s) for s in range(4)]
+    batch = run([torch.stack(gs).view(2, 2, 6, 11) for gs in zip(*runs, strict=True)], 3)[-1]
+    for k, gs in enumerate(runs):
+        torch.testing.assert_close(batch.W[k // 2, k % 2], run(gs, 3)[-1].W, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("fallback", ["branch", "always"])
+def test_nan_stays_in_its_own_matrix(fallback: ldadam.Fallback) -> None:
+    gs = [torch.stack([g, g.flip(0)]) for g in gradients(6, 11, 4)]
+    clean = run(gs, 3, fallback=fallback)[-1]
+    for poisoned_step in (0, 2):
+        bad = [g.clone() for g in gs]
+        bad[poisoned_step][0, 2, 3] = float("nan")
+        step = run(bad, 3, fallback=fallback)[-1]
+        assert step.W[0].isnan().any()
+        torch.testing.assert_close(step.W[1], clean.W[1], atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_inputs_are_left_alone(step: int) -> None:
+    inputs = [randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), randn(2, 3, 11).square()]
+    copies = [x.clone() for x in inputs]
+    ldadam_step(*inputs, step)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
+
+
+# --- fragments ------------------------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 9), cols=st.integers(1, 9), r=st.integers(1, 3), data=st.data())
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_low_rank_rows_is_a_slice_of_the_product(rows: int, cols: int, r: int, data: st.DataObject) -> None:
+    right, numel = projects_right(rows, cols), rows * cols
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    m, n = sorted((rows, cols))
+    U, X = randn(m, r), randn(2, r, n, seed=1)
+    full = side_normalized(torch.zeros(2, rows, cols)).shape
+    product = U @ X
+    assert product.shape == full
+    expected = (product.mT if right else product).reshape(2, numel)[:, start:end]
+    piece = low_rank_rows(U, X, start, end, rows, cols, right)
+    assert piece.shape == (2, end - start)
+    torch.testing.assert_close(piece, expected, atol=1e-14, rtol=0)
+    torch.testing.assert_close(low_rank_rows(U, X[0], start, end, rows, cols, right), expected[0], atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("rows, cols", [(6, 10), (10, 6), (7, 7)])
+@pytest.mark.parametrize("part", [(0.0, 0.0), (0.25, 0.27), (0.3, 0.9), (1.0, 1.0)])
+def test_low_rank_rows_computes_only_the_rows_it_touches(rows: int, cols: int, part: tuple[float, float]) -> None:
+    start, end = (int(p * rows * cols) for p in part)
+    m, n = sorted((rows, cols))
+    piece = low_rank_rows(randn(m, 2), randn(2, n), start, end, rows, cols, projects_right(rows, cols))
+    touched = len({i // cols for i in range(start, end)})
+    assert piece.untyped_storage().nbytes() <= max(touched, start % cols > 0) * cols * 8
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_say_what_to_do() -> None:
+    C, U, M = randn(4, 6), randn(4, 2), randn(2, 6)
+    with pytest.raises(ValueError, match=r"side-normalised \(m <= n\), got 6 x 4; pass side_normalized"):
+        next_basis(C.mT, U, M, 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"U and M must be \(\.\.\., 4, r\) and \(\.\.\., r, 6\)"):
+        subspace_step(C, U, M.mT, M, U, 2)
+    with pytest.raises(ValueError, match="basis_method must be 'power' or 'svd', got 'qr'"):
+        next_basis(C, U, M, 1.0, 0.0, basis_method="qr")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fallback must be 'branch', 'always' or 'never', got 'no'"):
+        next_basis(C, U, M, 1.0, 0.0, fallback="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step must be at least 2 .* got 1; use initial_basis"):
+        basis_weights(1, 0.9, 0.9, True)
+    with pytest.raises(ValueError, match="step must be at least 1, got 0"):
+        subspace_step(C, U, M, M, U, 0)
+    with pytest.raises(ValueError, match="0 <= start <= end <= 24, got 3 and 25"):
+        low_rank_rows(U, M, 3, 25, 4, 6, False)
+    with pytest.raises(ValueError, match="factors must be .* 6 x 4 parameter with right=False"):
+        low_rank_rows(U, M, 0, 24, 6, 4, False)
