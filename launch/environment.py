@@ -60,7 +60,7 @@ def skip_shm_build_without_compiler() -> list[str]:
     from deepspeed.accelerator import get_accelerator
 
     missing = missing_build_tools() if get_accelerator().device_name() == "cpu" else []
-    if False:
+    if missing:
         importlib.import_module("deepspeed.comm")
         # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import nn
 
 from rankwise.configs import OPTIMIZERS
 
 __all__ = ["explain_table"]
 
 
-def explain_table(model: nn.Module, block: dict[str, Any]) -> Table:
+def explain_table(model: Any, block: dict[str, Any]) -> Table:
     """One row per parameter: shape, rule, owner and state.
 
+    The optimizer takes one step on a few random tokens, so that the bytes are those it really holds.
+
     Args:
-        model: the model whose parameters are routed.
+        model: a causal language model; its weights change.
         block: ``"optimizer"`` block of a DeepSpeed configuration.
 
     Raises:
@@ -30,8 +31,17 @@ def explain_table(model: nn.Module, block: dict[str, Any]) -> Table:
         raise ValueError(f"optimizer.type is {name!r}, which is not one of ours ({ours}): there is nothing to explain")
     importlib.import_module("deepspeed_plugin")
     optimizer = getattr(torch.optim, name)(list(model.named_parameters()), **block.get("params", {}))
-    table = Table(title=name)
-    for heading in ("parameter", "shape", "rule", "why"):
+    if hasattr(optimizer, "capture"):
+        optimizer.capture(model)
+    tokens = torch.randint(
+        model.get_input_embeddings().num_embeddings, (1, min(8, model.config.max_position_embeddings))
+    )
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+    table = Table(title=f"{name}, one rank")
+    table.add_column("parameter", overflow="fold")
+    for heading in ("shape", "rule", "why"):
         table.add_column(heading)
     for heading in ("owner", "state, bytes"):
         table.add_column(heading, justify="right")

@@ -122,12 +122,11 @@ def apply_factors(coefficients: Sequence[Tensor], schur: Tensor, vector: Tensor)
     Returns:
         ``u``, (..., n).
     """
-    inside = coefficients[: max(vector.shape[-1] - 1, 0)]
     residual = vector.clone()
-    for k, coefficient in enumerate(inside, start=1):
+    for k, coefficient in enumerate(coefficients, start=1):
         residual[..., :-k] -= coefficient[..., :-k] * vector[..., k:]
     whitened = torch.where(schur == 0, torch.zeros_like(schur), residual / schur)
     update = whitened.clone()
-    for k, coefficient in enumerate(inside, start=1):
+    for k, coefficient in enumerate(coefficients, start=1):
         update[..., k:] -= coefficient[..., :-k] * whitened[..., :-k]
     return update

@@ -74,8 +74,8 @@ def cholesky_qr2(matrix: Tensor) -> tuple[Tensor, Tensor]:
     .. math:: Q_1 = (Y S) L_1^{-T}, \quad L_1 L_1^T = (Y S)^T (Y S), \qquad
               Q = Q_1 L_2^{-T}, \quad L_2 L_2^T = Q_1^T Q_1
 
-    with ``S`` the diagonal matrix that gives the columns of ``Y`` a largest entry of one. Scaling makes graded columns (a warm-started power
-    iteration) harmless, and the second pass brings orthonormality to rounding.
+    with ``S`` the diagonal matrix that gives the columns of ``Y`` a largest entry of one. Scaling makes graded columns
+    (a warm-started power iteration) harmless, and the second pass brings orthonormality to rounding.
 
     Args:
         matrix: ``Y`` (..., n, r) with r <= n.

@@ -160,7 +160,7 @@ def one_sided_l1_damping(
     check_chain("diagonal_hat", diagonal_hat)
     edges = check_edges(diagonal_hat, covariances_hat)
     sums = diagonal_hat
-    if edges and diagonal_hat.shape[-1] > 1:
+    if edges:
         size = edges[0].abs()
         sums = diagonal_hat + torch.cat((size[..., :1], size[..., :-1]), dim=-1)
     return (eps * sums.amax(dim=-1, keepdim=True)).clamp_min(floor)
@@ -243,6 +243,5 @@ def graft_ratio(norm_sq_graft: Tensor, norm_sq_update: Tensor, tiny: float = 0.0
     Returns:
         The ratio, same shape; no host synchronisation.
     """
-    empty = norm_sq_update == 0
-    norm = torch.where(empty, torch.ones_like(norm_sq_update), norm_sq_update).sqrt() + tiny
-    return torch.where(empty, torch.zeros_like(norm), norm_sq_graft.sqrt() / norm)
+    ratio = norm_sq_graft.sqrt() / (norm_sq_update.sqrt() + tiny)
+    return torch.where(norm_sq_update == 0, torch.zeros_like(ratio), ratio)

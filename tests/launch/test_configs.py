@@ -45,3 +45,15 @@ def test_unknown_names_and_stages_are_refused() -> None:
         deepspeed_config("adan")
     with pytest.raises(ValueError, match="stage is 4"):
         deepspeed_config("mkor", 4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plugin_accepts_every_file(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    import deepspeed_plugin
+
+    deepspeed_plugin.validate_config(deepspeed_config(name))
+    wrong = deepspeed_config(name)
+    wrong["optimizer"]["type"] += "x"
+    with pytest.raises(ValueError, match="optimizer"):
+        deepspeed_plugin.validate_config(wrong)

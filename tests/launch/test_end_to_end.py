@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from rankwise.launch.environment import rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,6 +102,58 @@ def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert not empty.exists() or not list(empty.rglob("*.so"))
+
+
+USER_SCRIPT = """
+import argparse, deepspeed, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+engine = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())[0]
+loss = engine(torch.ones(2, 8)).square().mean()
+engine.backward(loss)
+engine.step()
+with open(f"rank{engine.global_rank}.txt", "w") as file:
+    print(type(engine.basic_optimizer).__name__, engine.world_size, file=file)
+torch.distributed.barrier()
+engine.destroy()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["rankwise", "torchrun", "deepspeed"])
+def test_unedited_script_trains_with_our_type(launcher: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "train.py").write_text(USER_SCRIPT)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "MARS-M", "params": {"lr": 0.01}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    script = ["train.py", "--deepspeed_config", "ds.json"]
+    if launcher == "rankwise":
+        result = command("deepspeed", "--ranks", "2", "--device", "cpu", *script, cwd=tmp_path)
+    else:
+        module = "torch.distributed.run" if launcher == "torchrun" else "deepspeed.launcher.runner"
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = f"--master_port={free.getsockname()[1]}"
+        flags = ["--nproc-per-node=2", port] if launcher == "torchrun" else ["--num_gpus=2", port]
+        result = subprocess.run(
+            [sys.executable, "-m", module, *flags, "--module", "rankwise.launch.shim", *script],
+            cwd=tmp_path,
+            env=rank_environment(2, cpu=True),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["MARS 2\n"] * 2
 
 
 def copy_of_the_checkout(folder: Path) -> Path:

@@ -73,9 +73,9 @@ def test_uncorrected_eps_is_added_to_the_raw_root():
     assert (results[0] - results[1]).abs().max() > 1e-2
     # The uncorrected form is the corrected one with eps / sqrt(1 - beta2^t).
     larger = eps / (1 - 0.95**step) ** 0.5
-    equal = adamw_update(
-        grad, exp_avg, exp_avg_sq, betas=betas, eps=larger, corrections=bias_corrections(betas, step)
-    )[2]
+    equal = adamw_update(grad, exp_avg, exp_avg_sq, betas=betas, eps=larger, corrections=bias_corrections(betas, step))[
+        2
+    ]
     torch.testing.assert_close(results[0], equal, rtol=1e-13, atol=0)
 
 

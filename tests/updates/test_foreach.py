@@ -90,7 +90,8 @@ def test_mars(rule, clip, sizes, dtype, tensor_lr, decay, seed):
     pure_x, pure_m, pure_v, pure_last = (clones(s) for s in (x, m, v, last))
     buffers = zeros(sizes, dtype)
     for step in range(1, STEPS + 1):
-        foreach.copy_(buffers, fragments(sizes, dtype, seed + step))  # the gradient buffers live on, as in a framework
+        for buffer, grad in zip(buffers, fragments(sizes, dtype, seed + step), strict=True):
+            buffer.copy_(grad)  # a framework refills its gradient buffers
         grads = clones(buffers)
         corrected = [mars.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
         coefficients = [mars.clip_coefficient(c.square().sum(), 1.0) for c in corrected]

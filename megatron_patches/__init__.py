@@ -1,0 +1,1 @@
+"""Home of the Megatron integration. Nothing is exported yet: today rankwise runs under DeepSpeed and plain PyTorch."""
