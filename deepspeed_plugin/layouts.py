@@ -1,7 +1,7 @@
 """Where each engine wrapper keeps each parameter. DeepSpeed's internals are read here and nowhere else.
 
-ZeRO hands the inner optimizer flat fp32 partitions. Nothing of DeepSpeed is replaced: the position of every parameter is
-read off the wrapper once, at the first step on each flat tensor, and compared there with the model's weights.
+ZeRO hands the inner optimizer flat fp32 partitions. Nothing of DeepSpeed is replaced: the position of every parameter
+is read off the wrapper once, at the first step on each flat tensor, and compared there with the model's weights.
 """
 
 from __future__ import annotations
@@ -68,6 +68,14 @@ class DeepSpeedLayout:
         """See :class:`rankwise.optimizers.unit.LayoutSource`."""
         raise NotImplementedError
 
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
+        raise NotImplementedError
+
+    def publish_weights(self) -> None:
+        """Copy the optimizer's weights, changed from outside, to the model."""
+        self._engine.optimizer.update_lp_params()
+
     def loss_scale(self) -> float:
         """What the present gradients were multiplied by during backward."""
         return float(getattr(self._engine.optimizer, "cur_scale", getattr(self._engine.optimizer, "loss_scale", 1.0)))
@@ -116,6 +124,13 @@ class _Unwrapped(DeepSpeedLayout):
     def loss_scale(self) -> float:
         return 1.0
 
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        groups = self._engine.optimizer.param_groups
+        return [[(tensor, position) for position, group in enumerate(groups) for tensor in group["params"]]]
+
+    def publish_weights(self) -> None:
+        pass  # they are the model's own
+
     def contents(self, tensor: Tensor) -> TensorContents:
         name = self._name(tensor)
         return TensorContents(self._group_of[id(tensor)], (Slice(name, 0, tensor.numel(), 0),))
@@ -127,6 +142,16 @@ class _Unfused(DeepSpeedLayout):
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         super().__init__(engine, optimizer)
         self.replicated = dist.get_world_size(self.group) > 1
+
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        clones = self._engine.optimizer.fp32_groups
+        return [[(tensor, position) for position, group in enumerate(clones) for tensor in group]]
+
+    def publish_weights(self) -> None:
+        wrapper = self._engine.optimizer
+        for clones, parameters in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+            for clone, parameter in zip(clones, parameters, strict=True):
+                parameter.data.copy_(clone.data)
 
     def contents(self, tensor: Tensor) -> TensorContents:
         wrapper = self._engine.optimizer
@@ -166,6 +191,10 @@ class _FlatPartition(DeepSpeedLayout):
 
 
 class _ZeroOneTwo(_FlatPartition):
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        # The wrapper narrows param_groups to one group per call.
+        return [[(tensor, 0)] for tensor in self._engine.optimizer.single_partition_of_fp32_groups]
+
     def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
         wrapper = self._engine.optimizer
         index = self._position(tensor, wrapper.single_partition_of_fp32_groups)
@@ -173,6 +202,10 @@ class _ZeroOneTwo(_FlatPartition):
 
 
 class _Bf16(_FlatPartition):
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        flats = self._engine.optimizer.fp32_groups_flat_partition
+        return [[(tensor, position) for position, tensor in enumerate(flats)]]
+
     def loss_scale(self) -> float:
         return 1.0
 
@@ -184,6 +217,20 @@ class _Bf16(_FlatPartition):
 
 class _ZeroThree(DeepSpeedLayout):
     """Flat sub-groups; every parameter is cut over all ranks into equal pieces, the last ones padded."""
+
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        wrapper = self._engine.optimizer
+        flats = enumerate(wrapper.fp32_partitioned_groups_flat)
+        return [[(tensor, wrapper.sub_group_to_group_id[index])] for index, tensor in flats]
+
+    def publish_weights(self) -> None:
+        wrapper = self._engine.optimizer
+        for index, full_precision in enumerate(wrapper.fp32_partitioned_groups_flat):
+            flat = wrapper.fp16_partitioned_groups_flat[index]
+            flat.data.copy_(full_precision.data)
+            pieces = wrapper.fp16_partitioned_groups[index]
+            for piece, updated in zip(pieces, wrapper.unflatten(flat, pieces), strict=True):
+                piece.data = updated.data
 
     def contents(self, tensor: Tensor) -> TensorContents:
         wrapper = self._engine.optimizer

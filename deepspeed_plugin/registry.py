@@ -1,4 +1,4 @@
-"""JSON optimizer types, and the two methods of DeepSpeed's engine that are wrapped to serve them."""
+"""JSON optimizer types, and the three methods of DeepSpeed's engine that are wrapped to serve them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
 
+from deepspeed_plugin.checkpoint import load_checkpoint
 from deepspeed_plugin.engine import attach, prepare
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
@@ -39,7 +40,7 @@ JSON_TYPES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
 _CLASSES = (MARS, SONew, LDAdam, MKOR)
 # Values the Hugging Face integrations fill in; under bare DeepSpeed they mean the class's default.
 _AUTO_KEYS = ("lr", "betas", "eps", "weight_decay")
-_WRAPPED = ("_configure_optimizer", "_is_supported_optimizer")
+_WRAPPED = ("_configure_optimizer", "_is_supported_optimizer", "load_checkpoint")
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -123,7 +124,8 @@ def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps two engine methods: one to learn parameter names and layouts, one for its error message.
+    that ZeRO accepts, and wraps three engine methods: one to learn parameter names and layouts, one for its error
+    message, one to load checkpoints of another world size or stage.
     """
     if _originals:
         return
@@ -139,6 +141,7 @@ def register() -> None:
         _originals[name] = getattr(DeepSpeedEngine, name)
     DeepSpeedEngine._configure_optimizer = _configure_optimizer
     DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
+    DeepSpeedEngine.load_checkpoint = _load_checkpoint
 
 
 def unregister() -> None:
@@ -175,6 +178,11 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
         _originals["_configure_optimizer"](engine, client_optimizer, model_parameters)
     if isinstance(engine.basic_optimizer, ShardedOptimizer):
         attach(engine, engine.basic_optimizer)
+
+
+def _load_checkpoint(engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, **options: Any) -> Any:
+    """DeepSpeed's method, which also moves our states to another world size or stage."""
+    return load_checkpoint(_originals["load_checkpoint"], engine, load_dir, tag, **options)
 
 
 def _is_supported_optimizer(engine: DeepSpeedEngine, optimizer_name: str) -> bool:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,17 @@ class Explanation:
         owner = "-" if self.owner is None else str(self.owner)
         shape = "x".join(map(str, self.shape)) or "scalar"
         return f"{self.name}  {shape}  {self.rule} ({self.reason})  owner {owner}  {self.state_bytes} B"
+
+
+class StoredRun(NamedTuple):
+    """A run of a parameter in an optimizer tensor, with views of its element states."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    offset: int
+    states: dict[str, Tensor]
 
 
 class WholeParameters:
@@ -128,6 +139,19 @@ class ShardedOptimizer(Optimizer, ABC):
     group_options: ClassVar[tuple[str, ...]]
     """Options that may differ between param groups."""
 
+    structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
+    """Keys of a param group on which routes and shapes of states depend."""
+
+    copied_attributes: ClassVar[tuple[str, ...]] = (
+        "options",
+        "matrix_states",
+        "_loaded_matrix_states",
+        "_catalog",
+        "_routes",
+        "parameters_by_name",
+    )
+    """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
+
     @property
     @abstractmethod
     def policy(self) -> RoutingPolicy:
@@ -166,11 +190,22 @@ class ShardedOptimizer(Optimizer, ABC):
             chosen = route(info, self.policy, group.get("fallback"))
             self._routes[info.name] = self._adjust_route(info, group, chosen)
             self._plain.register(parameter, info.name, index)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._units.clear()
+        self._loads = []
 
     def _validate_group(self, group: Mapping[str, Any]) -> None:
         values = {name: getattr(self.options, name) for name in self.options.names()}
         values.update({name: group[name] for name in self.group_options if name in group})
         type(self.options)(**values)
+        for name in self.options.names():
+            if name in group and name not in self.group_options and group[name] != getattr(self.options, name):
+                raise OptionError(
+                    f"{type(self).__name__}: {name}={group[name]!r} in a param group is invalid: it must be the same for "
+                    f"all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"
+                )
 
     def _refuse_if_idle(self) -> None:
         if any(chosen.rule == "matrix" for chosen in self._routes.values()):
@@ -190,8 +225,7 @@ class ShardedOptimizer(Optimizer, ABC):
             source: Names the parameters in each tensor that ``step()`` will meet.
         """
         self._source = source
-        self._units.clear()
-        self._loads = []
+        self._forget_plans()
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -217,6 +251,7 @@ class ShardedOptimizer(Optimizer, ABC):
             weights, grads = opened
             self._update(unit, self._buckets(unit, weights, grads))
             self._close(unit, weights)
+            self._forget_foreign_states(unit)
         return loss
 
     def _unit(self) -> StepUnit:
@@ -224,8 +259,10 @@ class ShardedOptimizer(Optimizer, ABC):
         key = tuple(id(tensor) for tensor in tensors)
         unit = self._units.get(key)
         if unit is None:
-            unit = self._units[key] = self._build_unit(tensors)
+            positions = [position for position, group in enumerate(self.param_groups) for _ in group["params"]]
+            unit = self._units[key] = self._build_unit(tensors, positions, dict(enumerate(self.param_groups)))
             self._plan(unit)
+            unit.compare_across_ranks((type(self).__name__, self.options))
         elif not self._announced:
             # The second visit: by now every group has been planned.
             self._announced = True
@@ -235,29 +272,39 @@ class ShardedOptimizer(Optimizer, ABC):
     def _plan(self, unit: StepUnit) -> None:
         """Plan the unit's collectives once; subclasses with matrix tasks extend this."""
 
-    def _build_unit(self, tensors: list[Tensor]) -> StepUnit:
+    def _build_unit(
+        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
+    ) -> StepUnit:
         contents = [self._source.contents(tensor) for tensor in tensors]
-        positions = [position for position, group in enumerate(self.param_groups) for _ in group["params"]]
         infos = {name: info for name, (info, _) in self._catalog.items()}
         named = list(cut_into_matrices(contents, infos, self._routes))
         layout = Layout.share([fragment for _, fragment in named], self._source.group, self._source.replicated)
         position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
         key_info = {key: infos[self._base_name(key)] for key in layout.shapes}
-        device, dtype = self._device_dtype(tensors)
+        # A rank may hold nothing at all; it works on the type and device of the others all the same.
+        device, dtype = self._device_dtype(tensors or list(self.parameters_by_name.values()))
         return StepUnit(
             tensors=tensors,
+            tensor_groups=[content.group for content in contents],
             positions=positions,
+            planned_groups={position: dict(group) for position, group in groups.items()},
             layout=layout,
             entries=[
                 Entry(index, fragment, infos[name], self._routes[name]) for index, (name, fragment) in enumerate(named)
             ],
             infos=key_info,
             routes={key: self._routes[self._base_name(key)] for key in layout.shapes},
-            group_position={key: position_of.get(self._catalog[self._base_name(key)][1], 0) for key in layout.shapes},
+            group_position={
+                key: self._group_position(self._catalog[self._base_name(key)][1], position_of) for key in layout.shapes
+            },
             device=device,
             dtype=dtype,
             sum_all=self.sums_cover_fallback,
         )
+
+    def _group_position(self, group: int, position_of: Mapping[int, int]) -> int:
+        """Where a constructor's group is in ``param_groups`` now; this rank may hold none of its tensors."""
+        return position_of.get(group, group if group < len(self.param_groups) else 0)
 
     def _base_name(self, key: str) -> str:
         return key if key in self._catalog else key.rpartition("[")[0]
@@ -277,6 +324,8 @@ class ShardedOptimizer(Optimizer, ABC):
         collective = unit.layout.world_size > 1
         if not collective and all(tensor.grad is None for tensor in unit.tensors):
             return None
+        if any(tensor.grad is not None and tensor.grad.is_sparse for tensor in unit.tensors):
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense embeddings.")
         weights: list[Tensor | None] = []
         grads: list[Tensor | None] = []
         for tensor in unit.tensors:
@@ -285,8 +334,6 @@ class ShardedOptimizer(Optimizer, ABC):
                 weights.append(None)
                 grads.append(None)
                 continue
-            if grad is not None and grad.is_sparse:
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense embeddings.")
             weights.append(tensor.detach().to(unit.dtype).contiguous().view(-1))
             if grad is None:
                 # Ranks must take part in every collective alike: no gradient is a gradient of zero.
@@ -350,7 +397,7 @@ class ShardedOptimizer(Optimizer, ABC):
         if name not in state:
             offsets = self._state_offsets(unit, tensor, name)
             entries = [entry for entry in unit.entries if entry.fragment.tensor == tensor]
-            group = self.param_groups[unit.positions[tensor]]
+            group = unit.planned_groups[unit.positions[tensor]]
             users = [entry for entry in entries if entry.index in offsets]
             dtype = (
                 next(self.element_states(entry.info, entry.route.rule, group)[name] for entry in users) or unit.dtype
@@ -362,7 +409,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def _state_offsets(self, unit: StepUnit, tensor: int, name: str) -> dict[int, int]:
         cache: dict[tuple[int, str], dict[int, int]] = unit.scratch.setdefault("state_offsets", {})
         if (tensor, name) not in cache:
-            group = self.param_groups[unit.positions[tensor]]
+            group = unit.planned_groups[unit.positions[tensor]]
             entries = [entry for entry in unit.entries if entry.fragment.tensor == tensor]
             users = [entry for entry in entries if name in self.element_states(entry.info, entry.route.rule, group)]
             offsets, position = {}, 0
@@ -378,9 +425,22 @@ class ShardedOptimizer(Optimizer, ABC):
         """An owned matrix's states: those held, else those loaded from a checkpoint, else fresh ones."""
         state = self.matrix_states.get(key)
         if state is None:
+            state = initial()
             loaded = self._loaded_matrix_states.pop(key, None)
-            state = self.matrix_states[key] = loaded if loaded is not None else initial()
+            if loaded is not None:
+                # A checkpoint may have been read into another device's memory.
+                state = {
+                    name: value.to(state[name].device) if name in state else value for name, value in loaded.items()
+                }
+            self.matrix_states[key] = state
         return state
+
+    def _forget_foreign_states(self, unit: StepUnit) -> None:
+        """Drop loaded states of matrices that another rank owns: they would only take memory and go stale."""
+        if self._loaded_matrix_states and unit.exchange is not None:
+            for key, owner in unit.exchange.plan.owners.items():
+                if owner != unit.layout.rank:
+                    self._loaded_matrix_states.pop(key, None)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""
@@ -406,16 +466,133 @@ class ShardedOptimizer(Optimizer, ABC):
         result = super().state_dict()
         states = {**self._loaded_matrix_states, **self.matrix_states}
         if self._source.replicated and self._source.group is not None:
-            everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(self._source.group))]
-            dist.all_gather_object(everyone, states, group=self._source.group)
-            states = {key: state for rank_states in everyone for key, state in rank_states.items()}
+            everyone: list[tuple[dict[str, MatrixState], ...]] = [({}, {})] * dist.get_world_size(self._source.group)
+            dist.all_gather_object(everyone, (self._loaded_matrix_states, self.matrix_states), group=self._source.group)
+            # What an owner holds goes before what anyone loaded and has not put to use.
+            states = {
+                key: state for part in zip(*everyone, strict=True) for held in part for key, state in held.items()
+            }
         result["matrix_states"] = {key: dict(state) for key, state in states.items()}
+        result["rankwise"] = self.identity
+        result["layout"] = [self._layout_record(tensor) for group in self.param_groups for tensor in group["params"]]
         return result
+
+    @property
+    def identity(self) -> str:
+        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        return type(self).__name__
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what is neither weight, element state nor matrix state."""
+
+    def _layout_record(self, tensor: Tensor) -> dict[str, Any]:
+        """What ``tensor`` stores, in plain data, so that a checkpoint can be read on another layout."""
+        for unit in self._units.values():
+            index = next((i for i, candidate in enumerate(unit.tensors) if candidate is tensor), None)
+            if index is None:
+                continue
+            entries = [entry for entry in unit.entries if entry.fragment.tensor == index]
+            return {
+                "group": unit.tensor_groups[index],
+                "runs": [
+                    [
+                        entry.key,
+                        list(entry.fragment.shape),
+                        entry.fragment.start,
+                        entry.fragment.end,
+                        entry.fragment.offset,
+                    ]
+                    for entry in entries
+                ],
+                "states": {
+                    name: {
+                        entry.key: offset
+                        for entry in entries
+                        if (offset := self._state_offsets(unit, index, name).get(entry.index)) is not None
+                    }
+                    for name in self.state[tensor]
+                    if name != "step"
+                },
+            }
+        return {"group": 0, "runs": [], "states": {}}
+
+    # --- moving to another layout -------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's position among the data-parallel ranks."""
+        group = self._source.group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def layout_source(self) -> LayoutSource:
+        """The framework's description of the param groups' tensors."""
+        return self._source
+
+    def plan_ahead(self, units: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
+        """Plan every ``step()`` call before the first one.
+
+        Args:
+            units: For each call, the tensors it will find in ``param_groups`` and the positions of their groups there.
+        """
+        for members in units:
+            tensors = [tensor for tensor, _ in members]
+            key = tuple(id(tensor) for tensor in tensors)
+            if key not in self._units:
+                groups = {
+                    position: self.param_groups[self._source.contents(tensor).group] for tensor, position in members
+                }
+                unit = self._units[key] = self._build_unit(tensors, [position for _, position in members], groups)
+                self._plan(unit)
+                unit.compare_across_ranks((type(self).__name__, self.options))
+
+    def storage(self) -> Iterator[tuple[Tensor, list[StoredRun]]]:
+        """Every planned tensor with its runs and views of its element states, allocated if they were not."""
+        for unit in self._units.values():
+            views = self._state_views(unit)
+            for index, tensor in enumerate(unit.tensors):
+                group = unit.planned_groups[unit.positions[index]]
+                runs: list[StoredRun] = []
+                for entry in unit.entries:
+                    if entry.fragment.tensor == index:
+                        names = self.element_states(entry.info, entry.route.rule, group)
+                        fragment = entry.fragment
+                        states = {name: views(name, [entry])[0] for name in names}
+                        runs.append(
+                            StoredRun(entry.key, fragment.shape, fragment.start, fragment.end, fragment.offset, states)
+                        )
+                yield tensor, runs
+
+    def adopt(
+        self,
+        matrix_states: Mapping[str, MatrixState],
+        steps: Mapping[int, Tensor],
+        param_groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take over matrix states, step counts by group and hyper-parameters from another layout's checkpoint."""
+        self.matrix_states = {}
+        self._loaded_matrix_states = {
+            key: {name: value.to(self._state_device()) for name, value in state.items()}
+            for key, state in matrix_states.items()
+        }
+        for unit in self._units.values():
+            for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
+                step = steps.get(group_index)
+                if step is not None:
+                    self.state[tensor]["step"] = step.clone()
+        for group, saved in zip(self.param_groups, param_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    def _state_device(self) -> torch.device:
+        return next((unit.device for unit in self._units.values()), torch.device("cpu"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore; element states keep the type they were saved with, matrix states go to whoever owns them now."""
+        before = self._structure()
         super().load_state_dict(state_dict)
         self._restore_types(state_dict)
+        if self._structure() != before:
+            self._route_again()
         self.matrix_states = {}
         self._loaded_matrix_states = {
             key: {name: value.clone() for name, value in state.items()}
@@ -428,8 +605,41 @@ class ShardedOptimizer(Optimizer, ABC):
         tensors = (tensor for group in self.param_groups for tensor in group["params"])
         for key, tensor in zip(saved_ids, tensors, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and name != "step":
-                    self.state[tensor][name] = value.to(device=tensor.device, copy=True)
+                if isinstance(value, Tensor):
+                    # Copies, the count included: it is advanced in place.
+                    device = value.device if name == "step" else tensor.device
+                    self.state[tensor][name] = value.to(device=device, copy=True)
+
+    def _structure(self) -> list[list[Any]]:
+        return [[group.get(name) for name in self.structural_options] for group in self.param_groups]
+
+    def _route_again(self) -> None:
+        for name, (info, index) in self._catalog.items():
+            group = self.param_groups[index]
+            self._routes[name] = self._adjust_route(info, group, route(info, self.policy, group.get("fallback")))
+        self._forget_plans()
+
+    # --- copies -------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied_attributes}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's load_state_dict comes here too, with states and groups alone.
+        if "options" in state:
+            self._prepare_copy()
+        super().__setstate__(state)
+        for name, parameter in state.get("parameters_by_name", {}).items():
+            self._plain.register(parameter, name, self._catalog[name][1])
+
+    def _prepare_copy(self) -> None:
+        """Create what a copy does not take over: plans, and everything that belongs to a framework."""
+        self._plain = WholeParameters()
+        self._source = self._plain
+        self._units = {}
+        self._loads = []
+        self.announce = logger.info
+        self._announced = False
 
     # --- reports ------------------------------------------------------------------------------------------------
 

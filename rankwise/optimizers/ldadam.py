@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels import foreach
 from rankwise.optimizers.base import MatrixState, ShardedOptimizer, StateTypes
-from rankwise.optimizers.options import LDAdamOptions, Options
+from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
@@ -47,6 +47,7 @@ class LDAdam(ShardedOptimizer):
     options_type: ClassVar[type[Options]] = LDAdamOptions
     options: LDAdamOptions
     group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
+    structural_options = ("fallback", "rank", "error_feedback")
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class LDAdam(ShardedOptimizer):
             weight_decay=weight_decay,
             error_feedback=error_feedback,
             error_dtype=error_dtype,
-            exclude=tuple(exclude),
+            exclude=patterns(exclude),
         )
         super().__init__(params, options)
 
@@ -80,6 +81,8 @@ class LDAdam(ShardedOptimizer):
         return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
 
     def _adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        if chosen.rule == "matrix" and len(info.shape) not in (2, 3):
+            return Route("fallback", f"{len(info.shape)}-D tensor")
         if chosen.rule == "fallback" or group.get("fallback") is False:
             return chosen
         if updates.worth_projecting(group["rank"], *info.matrix_shape, error_feedback=group["error_feedback"]):
@@ -100,7 +103,7 @@ class LDAdam(ShardedOptimizer):
         for key in unit.keys("matrix"):
             rows, columns = unit.infos[key].matrix_shape
             position = unit.group_position[key]
-            rank = updates.effective_rank(self.param_groups[position]["rank"], rows, columns)
+            rank = updates.effective_rank(unit.planned_groups[position]["rank"], rows, columns)
             cost = float(10 * rows * columns * rank + 6 * max(rows, columns) * rank**2)
             tasks.append(MatrixTask(key, (key,), (rows, columns, rank, position), cost))
         if tasks:
@@ -149,9 +152,12 @@ class LDAdam(ShardedOptimizer):
             group = self.param_groups[position]
             matrices = updates.side_normalized(stack.view(-1, rows, columns))
             states = [self._subspace(task.key, matrices, rank) for task in tasks]
+            counts = sorted({int(state["step"]) for state in states})
+            if len(counts) == 1:
+                return self._step_subspaces(matrices, states, counts[0] + 1, group)
             result = stack.new_empty(len(tasks), self._payload(batch))
             # Matrices whose gradients were missing at different steps are at different counts.
-            for step in sorted({int(state["step"]) for state in states}):
+            for step in counts:
                 chosen = [i for i, state in enumerate(states) if int(state["step"]) == step]
                 part = [states[i] for i in chosen]
                 result[chosen] = self._step_subspaces(matrices[chosen], part, step + 1, group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.kernels import foreach
 from rankwise.optimizers.base import ShardedOptimizer, StateTypes
-from rankwise.optimizers.options import MARSOptions, OptionError, Options
+from rankwise.optimizers.options import MARSOptions, OptionError, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, Entry, LayoutSource, StepUnit
 from rankwise.sharding import Batch, MatrixTask
@@ -70,6 +70,7 @@ class MARS(ShardedOptimizer):
 
     options_type: ClassVar[type[Options]] = MARSOptions
     options: MARSOptions
+    copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
     group_options = (
         "lr",
         "betas",
@@ -116,7 +117,7 @@ class MARS(ShardedOptimizer):
             weight_decay_1d=weight_decay_1d,
             ns_steps=ns_steps,
             ns_dtype=ns_dtype,
-            exclude=tuple(exclude),
+            exclude=patterns(exclude),
         )
         self._recorded = False
         super().__init__(params, options, {"lr_1d_ratio": _fallback_lr_ratio(options)})
@@ -128,6 +129,11 @@ class MARS(ShardedOptimizer):
         return RoutingPolicy(
             embeddings=options.variant not in _ORTHOGONAL, exclude=options.exclude, vectors=options.optimize_1d
         )
+
+    @property
+    def identity(self) -> str:
+        """Class and variant: variants have different element states."""
+        return f"MARS-{self.options.variant}"
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """The momentum, the second moment where AdamW is involved, and the comparison gradient(s)."""
@@ -164,11 +170,15 @@ class MARS(ShardedOptimizer):
             raise RuntimeError("record_reference() belongs to exact mode; build MARS with exact=True.")
         unit = self._unit()
         for entry in unit.entries:
-            grad = unit.tensors[entry.fragment.tensor].grad
-            if entry.route.rule != "matrix" or grad is None:
+            tensor = unit.tensors[entry.fragment.tensor]
+            if entry.route.rule != "matrix":
                 continue
-            flat = grad.reshape(-1)[entry.fragment.offset : entry.fragment.offset + entry.fragment.numel]
-            self._state_views(unit)("next_reference", [entry])[0].copy_(flat)
+            if tensor.grad is not None:
+                flat = tensor.grad.reshape(-1)[entry.fragment.offset : entry.fragment.offset + entry.fragment.numel]
+                self._state_views(unit)("next_reference", [entry])[0].copy_(flat)
+            elif "next_reference" in self.state.get(tensor, {}):
+                # The batch does not touch it: what is there belongs to an earlier step.
+                self._state_views(unit)("next_reference", [entry])[0].zero_()
         self._recorded = True
 
     def _plan(self, unit: StepUnit) -> None:
@@ -330,7 +340,10 @@ class MARS(ShardedOptimizer):
             for tensor in unit.tensors:
                 state = self.state[tensor]
                 if "next_reference" in state:
-                    state["reference"], state["next_reference"] = state["next_reference"], state["reference"]
+                    upcoming = state["next_reference"]
+                    spent = state.get("reference")
+                    state["next_reference"] = torch.zeros_like(upcoming) if spent is None else spent
+                    state["reference"] = upcoming
             self._recorded = False
 
 

@@ -14,7 +14,7 @@ from rankwise.optimizers.base import MatrixState, ShardedOptimizer, StateTypes
 from rankwise.optimizers.capture import Capture, Record
 from rankwise.optimizers.first_order import FirstOrder
 from rankwise.optimizers.hybrid import KneeDetector
-from rankwise.optimizers.options import MKOROptions, OptionError, Options
+from rankwise.optimizers.options import MKOROptions, OptionError, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
@@ -71,6 +71,7 @@ class MKOR(ShardedOptimizer):
     options_type: ClassVar[type[Options]] = MKOROptions
     options: MKOROptions
     group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
+    copied_attributes = (*ShardedOptimizer.copied_attributes, "_first_order", "_detector", "_switched", "_losses")
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
     def __init__(
@@ -106,7 +107,7 @@ class MKOR(ShardedOptimizer):
             factor_decay=factor_decay,
             update_interval=update_interval,
             rule=rule,
-            stabilizer=None if stabilizer is None else tuple(stabilizer),  # type: ignore[arg-type]
+            stabilizer=tuple(stabilizer) if isinstance(stabilizer, list) else stabilizer,  # type: ignore[arg-type]
             stabilizer_norm=stabilizer_norm,
             rescale=rescale,
             max_factor_dim=max_factor_dim,
@@ -123,7 +124,7 @@ class MKOR(ShardedOptimizer):
             weight_decay=weight_decay,
             momentum=momentum,
             nesterov=nesterov,
-            exclude=tuple(exclude),
+            exclude=patterns(exclude),
         )
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
@@ -136,6 +137,11 @@ class MKOR(ShardedOptimizer):
         self._switched = False
         self._losses: list[Tensor] = []
         super().__init__(params, options)
+
+    def _prepare_copy(self) -> None:
+        super()._prepare_copy()
+        self._capture = None
+        self._records = {}
 
     # --- routing ------------------------------------------------------------------------------------------------
 
@@ -219,6 +225,12 @@ class MKOR(ShardedOptimizer):
             )
         if self._switched:
             return
+        unknown = [key for key in unit.keys("matrix") if key not in self._records]
+        if unknown:
+            raise OptionError(
+                f"MKOR has no statistics of {', '.join(unknown)}, added after the capture: call "
+                "optimizer.capture(model) again after add_param_group."
+            )
         tasks = []
         for key in unit.keys("matrix"):
             record, position = self._records[key], unit.group_position[key]
@@ -251,9 +263,10 @@ class MKOR(ShardedOptimizer):
     def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Replace the gradients of preconditioned matrices, in the buckets, by their preconditioned forms."""
         assert unit.exchange is not None
-        step = max((bucket.step for bucket in buckets), default=1)
+        step = self._common_step(unit)
         due = (step - 1) % self.options.update_interval == 0
         vectors = self._reduced_statistics(unit) if due else {}
+        self._drop_statistics(unit)
         places: dict[int, tuple[Bucket, int]] = {}
         sources: list[Tensor | None] = [None] * len(unit.entries)
         for bucket in buckets:
@@ -273,6 +286,21 @@ class MKOR(ShardedOptimizer):
 
         unit.exchange.run(sources, compute, deliver)
         self._prepare_capture(step)
+
+    def _common_step(self, unit: StepUnit) -> int:
+        """The step all ranks are at; a rank that holds no tensor has no count of its own."""
+        counts = [int(self.state[tensor]["step"]) for tensor in unit.tensors if tensor in self.state]
+        step = max(counts, default=0)
+        if all(unit.layout.ranks):
+            return step
+        agreed = torch.tensor(step, device=unit.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=unit.layout.group)
+        return int(agreed)
+
+    def _drop_statistics(self, unit: StepUnit) -> None:
+        """Statistics gathered for a step that takes none must not be added to those of the next one."""
+        for key in unit.scratch["statistics"]:
+            self._records[key].clear()
 
     def _prepare_capture(self, step: int) -> None:
         assert self._capture is not None
@@ -431,6 +459,11 @@ class MKOR(ShardedOptimizer):
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    @property
+    def identity(self) -> str:
+        """Class and backend: another backend has other element states."""
+        return f"MKOR-{self.options.backend}"
+
     def state_dict(self) -> dict[str, Any]:
         """As in the base class, plus the state of the hybrid switch."""
         return {**super().state_dict(), "hybrid": {"switched": self._switched, **self._detector.state_dict()}}
@@ -438,6 +471,10 @@ class MKOR(ShardedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in the base class; statistics gathered since the last step are dropped."""
         super().load_state_dict(state_dict)
+        self.load_extra_state(state_dict)
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """The hybrid switch; statistics gathered since the last step are dropped."""
         self._discard_window()
         if self._capture is not None:
             self._capture.enabled = True
@@ -447,3 +484,5 @@ class MKOR(ShardedOptimizer):
             self._detector.load_state_dict(hybrid)
         if self._switched:
             self._drop_factors()
+        elif self._capture is not None:
+            self._capture.attach()

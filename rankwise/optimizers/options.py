@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["LDAdamOptions", "MARSOptions", "MKOROptions", "OptionError", "Options", "SONewOptions", "check_keys"]
+__all__ = ["LDAdamOptions", "MARSOptions", "MKOROptions", "OptionError", "Options", "SONewOptions", "check_keys", "patterns"]
 
 
 class OptionError(ValueError):
@@ -29,6 +29,11 @@ def check_keys(given: Collection[str], valid: Collection[str], owner: str) -> No
             near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
             raise OptionError(f"{owner} has no option '{key}': {hint}")
+
+
+def patterns(given: Any) -> Any:
+    """A list of name patterns as a tuple; anything else as it is, for the check to refuse (a lone string too)."""
+    return tuple(given) if isinstance(given, list | tuple | set) else given
 
 
 @dataclass(frozen=True)
@@ -257,16 +262,23 @@ class MKOROptions(Options):
         self._dtype("factor_dtype")
         self._choice("tp_mode", ("exact", "block"))
         self._flag("hybrid")
+        self._at_least("hybrid_beta", 0.0, strict=True)
+        self._integer("hybrid_patience", 1)
+        self._integer("hybrid_min_steps", 2)
+        self._fraction("hybrid_ema")
         self._at_least("output_gain", 0.0, strict=True)
         self._betas("betas")
         self._fraction("momentum")
         self._flag("nesterov")
+        if self.nesterov and self.backend == "sgd" and self.momentum == 0:
+            self._fail("nesterov", "it must go with a momentum above 0", "set momentum to e.g. 0.9, or nesterov to false")
 
     def _check_stabilizer(self) -> None:
         value = self.stabilizer
         if value is None:
             return
-        if not (isinstance(value, tuple | list) and len(value) == 2 and value[0] > 0 and 0 <= value[1] <= 1):
+        pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
+        if not pair or not (value[0] > 0 and 0 <= value[1] <= 1):
             self._fail(
                 "stabilizer", "it must be [threshold > 0, retention in [0, 1]] or null", "the default is [2.0, 0.9]"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from fnmatch import fnmatch
 from typing import Literal
 
@@ -19,7 +19,7 @@ _HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "score")
 _NORM_NAMES = ("norm", "ln_")
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What a parameter does in its model."""
 
     LINEAR = "linear"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels import foreach
 from rankwise.optimizers.base import ShardedOptimizer, StateTypes
-from rankwise.optimizers.options import Options, SONewOptions
+from rankwise.optimizers.options import Options, SONewOptions, patterns
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, Entry, StepUnit
 from rankwise.sharding import Fragment, HaloExchange
@@ -74,7 +74,7 @@ class SONew(ShardedOptimizer):
             graft_eps=graft_eps,
             gamma=gamma,
             chain=chain,
-            exclude=tuple(exclude),
+            exclude=patterns(exclude),
         )
         super().__init__(params, options)
 
@@ -97,7 +97,8 @@ class SONew(ShardedOptimizer):
 
     def _plan(self, unit: StepUnit) -> None:
         keys = unit.keys("matrix") if self.options.band else []
-        unit.scratch["halo"] = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype)
+        by_row = self.options.chain == "row"
+        unit.scratch["halo"] = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
@@ -142,7 +143,7 @@ class SONew(ShardedOptimizer):
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """For each cut fragment, the (left, right) neighbours of gradient, momentum, diagonal and covariances."""
         halo: HaloExchange = unit.scratch["halo"]
-        if not halo.active:
+        if halo.empty:
             return {}
         count = 3 + self.options.band
         empty = torch.empty(0, dtype=unit.dtype, device=unit.device)

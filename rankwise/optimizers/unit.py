@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -88,7 +89,9 @@ class StepUnit:
     """The planned-once part of a step: layout, routes, sums and matrix exchange."""
 
     tensors: list[Tensor]
+    tensor_groups: list[int]  # of each tensor's param group as passed to the constructor
     positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
+    planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
     layout: Layout
     entries: list[Entry]
     infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
@@ -120,32 +123,52 @@ class StepUnit:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
         """
         partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
-        index = torch.tensor([entry.index for entry in entries], dtype=torch.long, device=self.device)
+        index = self._device_index(tuple(entry.index for entry in entries))
         if entries:
             stacked = torch.stack([torch.stack(list(values)) for values in quantities]).to(torch.float64)
             partial.index_copy_(1, index, stacked)
         return self.sums(partial).index_select(1, index)
 
+    def _device_index(self, positions: tuple[int, ...]) -> Tensor:
+        # Kept: copying it to the device anew would stall the host at every step.
+        cache: dict[tuple[int, ...], Tensor] = self.scratch.setdefault("indices", {})
+        if positions not in cache:
+            cache[positions] = torch.tensor(positions, dtype=torch.long, device=self.device)
+        return cache[positions]
+
     def plan_exchange(self, tasks: Sequence[MatrixTask], loads: list[float], dtype: torch.dtype) -> list[float]:
-        """Choose owners for ``tasks`` and compare the plan across ranks before anything is sent.
+        """Choose owners for ``tasks``.
 
         Returns:
             The ranks' loads including these tasks.
+        """
+        plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size)
+        self.exchange = MatrixExchange(self.layout, plan, self.device, dtype)
+        return loads
+
+    def compare_across_ranks(self, settings: object) -> None:
+        """Make sure that all ranks will enter the same collectives, before anything is sent.
+
+        Args:
+            settings: What else must be alike on all ranks, with a ``repr`` that says so.
 
         Raises:
             RuntimeError: The ranks planned differently.
         """
-        plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size)
-        if self.layout.world_size > 1:
-            digests: list[str] = [""] * self.layout.world_size
-            dist.all_gather_object(digests, plan.digest(), group=self.layout.group)
-            if len(set(digests)) > 1:
-                raise RuntimeError(
-                    f"data-parallel ranks planned different matrix owners {digests}; their models or optimizer "
-                    "options differ. Build the same model with the same options on every rank."
-                )
-        self.exchange = MatrixExchange(self.layout, plan, self.device, dtype)
-        return loads
+        if self.layout.world_size == 1:
+            return
+        planned = "" if self.exchange is None else self.exchange.plan.digest()
+        routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
+        digest = hashlib.sha256(repr((settings, routes, str(self.dtype), planned)).encode()).hexdigest()
+        digests: list[str] = [""] * self.layout.world_size
+        dist.all_gather_object(digests, digest, group=self.layout.group)
+        if len(set(digests)) > 1:
+            usual = max(digests, key=digests.count)
+            odd = [rank for rank, other in enumerate(digests) if other != usual]
+            raise RuntimeError(
+                f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
+                "optimizer options differ. Build the same model with the same options on every rank."
+            )
 
 
 def cut_into_matrices(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Layout
+from .layout import Fragment, Layout
 from .plan import Batch, MatrixPlan, MatrixTask
 
 __all__ = ["Compute", "Deliver", "MatrixExchange"]
@@ -21,29 +21,60 @@ Deliver = Callable[[MatrixTask, int, Tensor], None]
 
 @dataclass(frozen=True)
 class _Piece:
-    """A fragment's place in its task: local fragment index on its rank, range inside the task's flat vector."""
+    """A fragment's place in its owner's stack of matrices."""
 
-    task: int  # position among the batch's tasks of the same owner
-    fragment: int
-    start: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.start
+    task: MatrixTask
+    row: int  # of the owner's stack
+    offset: int  # in the owner's flattened stack
+    numel: int
+    fragment: int  # local fragment index; -1 for another rank's
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Side:
+    """The pieces this rank exchanges with the others in one direction, in rank order, and how many elements with each.
+
+    A payload goes once to every rank that holds a piece of its matrix: ``rows`` lists the matrices, rank by rank,
+    ``row_counts`` how many there are of each rank, and ``row_of`` where in that list each piece's matrix is.
+    """
+
+    pieces: tuple[_Piece, ...]
+    numels: list[int]
+    counts: list[int]
+    rows: list[int]
+    row_counts: list[int]
+    row_of: list[int]
+
+    @classmethod
+    def of(cls, by_rank: Sequence[Sequence[_Piece]]) -> _Side:
+        rows: list[int] = []
+        row_counts: list[int] = []
+        row_of: list[int] = []
+        for pieces in by_rank:
+            place = {row: len(rows) + i for i, row in enumerate(dict.fromkeys(piece.row for piece in pieces))}
+            rows.extend(place)
+            row_counts.append(len(place))
+            row_of.extend(place[piece.row] for piece in pieces)
+        flat = tuple(piece for pieces in by_rank for piece in pieces)
+        counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
+        return cls(flat, [piece.numel for piece in flat], counts, rows, row_counts, row_of)
+
+
+@dataclass(frozen=True)
 class _BatchPlan:
+    """What one batch means to this rank."""
+
     batch: Batch
     owned: list[MatrixTask]
     length: int
-    pieces: list[list[list[_Piece]]]  # pieces[owner][holder]
-    tasks: list[list[MatrixTask]]  # tasks[owner]
-    travels: bool
+    local: tuple[_Piece, ...]  # held and owned here
+    outgoing: _Side  # held here, owned elsewhere
+    incoming: _Side  # held elsewhere, owned here
+    incoming_rows: Tensor  # incoming.rows, on the device
+    travels: bool  # alike on all ranks: whether anything of the batch crosses ranks
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Message:
     """An all-to-all under way. The outgoing buffer is kept alive until it has been sent."""
 
@@ -51,17 +82,22 @@ class _Message:
     sent: Tensor
     work: dist.Work
 
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Gather:
     stack: Tensor
     message: _Message | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Return:
-    index: int
+    plan: _BatchPlan
     result: Tensor
+    length: int | None  # of the payload; None if every holder gets its own piece
     message: _Message | None
 
 
@@ -80,26 +116,19 @@ class MatrixExchange:
             layout: The common layout.
             plan: Owners and batches; must be the same on every rank.
             device: Where fragments live.
-            dtype: Type of gathered matrices, also on the wire.
+            dtype: Type of gathered matrices and of results, also on the wire.
         """
         self.layout, self.plan = layout, plan
         self._device, self._dtype = device, dtype
-        self._batches = [self._plan_batch(batch) for batch in plan.batches]
+        index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
+        self._batches = [self._plan_batch(batch, index_of) for batch in plan.batches]
 
     @property
     def bytes_per_gather(self) -> int:
         """Bytes this rank sends to owners per step."""
         if self.layout.replicated:
             return 0
-        me = self.layout.rank
-        width = torch.empty(0, dtype=self._dtype).element_size()
-        return width * sum(
-            piece.numel
-            for plan in self._batches
-            for owner in range(self.layout.world_size)
-            if owner != me
-            for piece in plan.pieces[owner][me]
-        )
+        return self._dtype.itemsize * sum(sum(plan.outgoing.counts) for plan in self._batches)
 
     def owned(self) -> list[MatrixTask]:
         """The tasks this rank owns, in batch order."""
@@ -116,7 +145,8 @@ class MatrixExchange:
 
         Args:
             sources: Per local fragment, its 1-D values; None for fragments no task uses, and, in a single process, for
-                parameters without a gradient: their tasks are left out of the step.
+                parameters without a gradient: a task none of whose parts has one is left out of the step, a part
+                without one counts as zero.
             compute: ``(batch, owned tasks, stack)`` with ``stack`` of shape (owned, task length); returns
                 (owned, result length). Called only on ranks that own a task of the batch.
             deliver: ``(task, local fragment index, result)``; called once per local fragment of every task.
@@ -124,170 +154,144 @@ class MatrixExchange:
                 the call only.
             payload: Length of the whole result that every holder receives instead of its piece (low-rank factors).
         """
-        arriving = self._start_gather(0, sources) if self._batches else None
+        arriving = self._start_gather(self._batches[0], sources) if self._batches else None
         returning: _Return | None = None
-        for index, plan in enumerate(self._batches):
+        for plan, following in zip(self._batches, [*self._batches[1:], None], strict=True):
             assert arriving is not None
             current = arriving
-            arriving = self._start_gather(index + 1, sources) if index + 1 < len(self._batches) else None
-            stack = self._finish_gather(index, current)
-            result = self._compute(plan, stack, sources, compute)
-            following = self._start_return(index, result, payload)
+            arriving = None if following is None else self._start_gather(following, sources)
+            stack = self._finish_gather(plan, current)
+            leaving = self._start_return(plan, self._compute(plan, stack, sources, compute), payload)
             if returning is not None:
-                self._finish_return(returning, sources, deliver, payload)
-            returning = following
+                self._finish_return(returning, sources, deliver)
+            returning = leaving
         if returning is not None:
-            self._finish_return(returning, sources, deliver, payload)
+            self._finish_return(returning, sources, deliver)
+
+    # --- planning -----------------------------------------------------------------------------------------------
+
+    def _plan_batch(self, batch: Batch, index_of: Mapping[Fragment, int]) -> _BatchPlan:
+        world, me = self.layout.world_size, self.layout.rank
+        shapes, holders = self.layout.shapes, self.layout.holders
+        length = sum(prod(shapes[part]) for part in batch.tasks[0].parts)
+        to_owner: list[list[_Piece]] = [[] for _ in range(world)]
+        from_holder: list[list[_Piece]] = [[] for _ in range(world)]
+        owned: list[MatrixTask] = []
+        rows = [0] * world
+        travels = False
+        for task in batch.tasks:
+            owner = self.plan.owners[task.key]
+            row, first = rows[owner], 0
+            rows[owner] += 1
+            if owner == me:
+                owned.append(task)
+            for part in task.parts:
+                travels = travels or any(holder != owner for holder in holders[part])
+                for holder in holders[part] if owner == me else (me,):
+                    by_rank = from_holder[holder] if owner == me else to_owner[owner]
+                    for fragment in holders[part].get(holder, ()):
+                        offset = row * length + first + fragment.start
+                        index = index_of[fragment] if holder == me else -1
+                        by_rank.append(_Piece(task, row, offset, fragment.numel, index))
+                first += prod(shapes[part])
+        local, from_holder[me] = tuple(from_holder[me]), []
+        incoming = _Side.of(from_holder)
+        incoming_rows = torch.tensor(incoming.rows, dtype=torch.long, device=self._device)
+        return _BatchPlan(batch, owned, length, local, _Side.of(to_owner), incoming, incoming_rows, travels)
+
+    # --- one batch ----------------------------------------------------------------------------------------------
+
+    def _start_gather(self, plan: _BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
+        stack = torch.empty(len(plan.owned), plan.length, dtype=self._dtype, device=self._device)
+        flat = stack.view(-1)
+        for piece in plan.local:
+            source, place = sources[piece.fragment], flat.narrow(0, piece.offset, piece.numel)
+            if source is None:
+                place.zero_()
+            else:
+                place.copy_(source)
+        if not plan.travels or self.layout.replicated:
+            return _Gather(stack, None)
+        leaving = [self._present(sources, piece) for piece in plan.outgoing.pieces]
+        return _Gather(stack, self._all_to_all(self._pack(leaving), plan.outgoing.counts, plan.incoming.counts))
+
+    @staticmethod
+    def _present(sources: Sequence[Tensor | None], piece: _Piece) -> Tensor:
+        source = sources[piece.fragment]
+        if source is None:
+            raise RuntimeError(
+                f"'{piece.task.key}' has no values on this rank; on several ranks a missing gradient must be passed as "
+                "zeros, or the ranks would exchange messages of different sizes."
+            )
+        return source
+
+    def _finish_gather(self, plan: _BatchPlan, gather: _Gather) -> Tensor:
+        if gather.message is not None:
+            flat = gather.stack.view(-1)
+            arrived = gather.message.wait().split(plan.incoming.numels)
+            for piece, values in zip(plan.incoming.pieces, arrived, strict=True):
+                flat.narrow(0, piece.offset, piece.numel).copy_(values)
+        return gather.stack
 
     def _compute(self, plan: _BatchPlan, stack: Tensor, sources: Sequence[Tensor | None], compute: Compute) -> Tensor:
         if not plan.owned:
             return stack
-        mine = plan.pieces[self.layout.rank][self.layout.rank]
-        idle = {piece.task for piece in mine if sources[piece.fragment] is None}
-        if not idle:
-            return compute(plan.batch, plan.owned, stack)
-        live = [index for index in range(len(plan.owned)) if index not in idle]
+        live = {piece.row for piece in plan.local if sources[piece.fragment] is not None} | set(plan.incoming.rows)
+        if len(live) == len(plan.owned):
+            return compute(plan.batch, plan.owned, stack).to(self._dtype)
         if not live:
             return stack
-        part = compute(plan.batch, [plan.owned[index] for index in live], stack[live])
+        rows = sorted(live)
+        part = compute(plan.batch, [plan.owned[row] for row in rows], stack[rows]).to(self._dtype)
         result = part.new_zeros(len(plan.owned), part.shape[1])
-        result[live] = part
+        result[rows] = part
         return result
 
-    def _plan_batch(self, batch: Batch) -> _BatchPlan:
-        world, me = self.layout.world_size, self.layout.rank
-        tasks: list[list[MatrixTask]] = [[] for _ in range(world)]
-        pieces: list[list[list[_Piece]]] = [[[] for _ in range(world)] for _ in range(world)]
-        numel = {key: prod(shape) for key, shape in self.layout.shapes.items()}
-        index_of = [{fragment: i for i, fragment in enumerate(fragments)} for fragments in self.layout.ranks]
-        length = sum(numel[part] for part in batch.tasks[0].parts)
-        for task in batch.tasks:
-            owner = self.plan.owners[task.key]
-            base = 0
-            for part in task.parts:
-                for holder, fragments in self.layout.holders[part].items():
-                    for fragment in fragments:
-                        pieces[owner][holder].append(
-                            _Piece(
-                                len(tasks[owner]),
-                                index_of[holder][fragment],
-                                base + fragment.start,
-                                base + fragment.end,
-                            )
-                        )
-                base += numel[part]
-            tasks[owner].append(task)
-        travels = any(pieces[owner][holder] for owner in range(world) for holder in range(world) if owner != holder)
-        return _BatchPlan(batch, tasks[me], length, pieces, tasks, travels)
-
-    def _start_gather(self, index: int, sources: Sequence[Tensor | None]) -> _Gather:
-        plan, me = self._batches[index], self.layout.rank
-        stack = torch.empty(len(plan.owned), plan.length, dtype=self._dtype, device=self._device)
-        for piece in plan.pieces[me][me]:
-            source = sources[piece.fragment]
-            if source is not None:
-                stack[piece.task, piece.start : piece.end] = source
-        if not plan.travels or self.layout.replicated:
-            return _Gather(stack, None)
-        world = range(self.layout.world_size)
-        send_sizes = [self._volume(plan.pieces[owner][me]) if owner != me else 0 for owner in world]
-        receive_sizes = [self._volume(plan.pieces[me][holder]) if holder != me else 0 for holder in world]
-        outgoing = [sources[piece.fragment] for owner in world if owner != me for piece in plan.pieces[owner][me]]
-        return _Gather(stack, self._all_to_all(outgoing, receive_sizes, send_sizes))
-
-    def _finish_gather(self, index: int, gather: _Gather) -> Tensor:
-        if gather.message is None:
-            return gather.stack
-        gather.message.work.wait()
-        plan, me = self._batches[index], self.layout.rank
-        position = 0
-        for holder in range(self.layout.world_size):
-            if holder == me:
-                continue
-            for piece in plan.pieces[me][holder]:
-                values = gather.message.received[position : position + piece.numel]
-                gather.stack[piece.task, piece.start : piece.end] = values
-                position += piece.numel
-        return gather.stack
-
-    def _start_return(self, index: int, result: Tensor, payload: Callable[[Batch], int] | None) -> _Return:
-        plan, me = self._batches[index], self.layout.rank
+    def _start_return(self, plan: _BatchPlan, result: Tensor, payload: Callable[[Batch], int] | None) -> _Return:
+        length = None if payload is None else payload(plan.batch)
         if not plan.travels:
-            return _Return(index, result, None)
-        world = range(self.layout.world_size)
-        outgoing: list[Tensor | None]
-        if payload is None:
-            send_sizes = [self._volume(plan.pieces[me][holder]) if holder != me else 0 for holder in world]
-            receive_sizes = [self._volume(plan.pieces[owner][me]) if owner != me else 0 for owner in world]
-            outgoing = [
-                result[piece.task, piece.start : piece.end]
-                for holder in world
-                if holder != me
-                for piece in plan.pieces[me][holder]
-            ]
+            return _Return(plan, result, length, None)
+        there, here = plan.incoming, plan.outgoing
+        if length is None:
+            flat = result.reshape(-1)
+            leaving = self._pack([flat.narrow(0, piece.offset, piece.numel) for piece in there.pieces])
+            message = self._all_to_all(leaving, there.counts, here.counts)
         else:
-            length = payload(plan.batch)
-            recipients = [self._distinct(plan.pieces[me][holder]) if holder != me else [] for holder in world]
-            send_sizes = [length * len(tasks) for tasks in recipients]
-            receive_sizes = [
-                length * len(self._distinct(plan.pieces[owner][me])) if owner != me else 0 for owner in world
-            ]
-            outgoing = [result[task] for tasks in recipients for task in tasks]
-        return _Return(index, result, self._all_to_all(outgoing, receive_sizes, send_sizes))
+            leaving = result.index_select(0, plan.incoming_rows).reshape(-1)
+            message = self._all_to_all(
+                leaving, [length * count for count in there.row_counts], [length * count for count in here.row_counts]
+            )
+        return _Return(plan, result, length, message)
 
-    def _finish_return(
-        self,
-        returning: _Return,
-        sources: Sequence[Tensor | None],
-        deliver: Deliver,
-        payload: Callable[[Batch], int] | None,
-    ) -> None:
-        plan, me, result = self._batches[returning.index], self.layout.rank, returning.result
-        for piece in plan.pieces[me][me]:
-            if sources[piece.fragment] is None:
-                continue
-            values = result[piece.task] if payload is not None else result[piece.task, piece.start : piece.end]
-            deliver(plan.owned[piece.task], piece.fragment, values)
+    def _finish_return(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
+        plan, result, length = returning.plan, returning.result, returning.length
+        flat = result.reshape(-1)
+        for piece in plan.local:
+            if sources[piece.fragment] is not None:
+                values = flat.narrow(0, piece.offset, piece.numel) if length is None else result[piece.row]
+                deliver(piece.task, piece.fragment, values)
         if returning.message is None:
             return
-        returning.message.work.wait()
-        buffer = returning.message.received
-        position = 0
-        for owner in range(self.layout.world_size):
-            if owner == me:
-                continue
-            pieces = plan.pieces[owner][me]
-            if payload is None:
-                for piece in pieces:
-                    deliver(plan.tasks[owner][piece.task], piece.fragment, buffer[position : position + piece.numel])
-                    position += piece.numel
-            else:
-                length = payload(plan.batch)
-                arrived: Mapping[int, int] = {task: i for i, task in enumerate(self._distinct(pieces))}
-                for piece in pieces:
-                    first = position + arrived[piece.task] * length
-                    deliver(plan.tasks[owner][piece.task], piece.fragment, buffer[first : first + length])
-                position += length * len(arrived)
+        received = returning.message.wait()
+        if length is None:
+            arrived = received.split(plan.outgoing.numels)
+        else:
+            payloads = received.split(length)
+            arrived = tuple(payloads[row] for row in plan.outgoing.row_of)
+        for piece, values in zip(plan.outgoing.pieces, arrived, strict=True):
+            deliver(piece.task, piece.fragment, values)
 
-    def _all_to_all(
-        self, outgoing: Sequence[Tensor | None], receive_sizes: list[int], send_sizes: list[int]
-    ) -> _Message:
-        sent = self._pack(outgoing)
-        received = torch.empty(sum(receive_sizes), dtype=self._dtype, device=self._device)
-        work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self.layout.group, async_op=True)
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _pack(self, values: Sequence[Tensor]) -> Tensor:
+        if not values:
+            return torch.empty(0, dtype=self._dtype, device=self._device)
+        return torch.cat([value.to(self._dtype) for value in values])
+
+    def _all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]) -> _Message:
+        received = torch.empty(sum(receive_counts), dtype=self._dtype, device=self._device)
+        work = dist.all_to_all_single(
+            received, sent, receive_counts, send_counts, group=self.layout.group, async_op=True
+        )
         assert work is not None
         return _Message(received, sent, work)
-
-    def _pack(self, values: Sequence[Tensor | None]) -> Tensor:
-        present = [value.to(self._dtype) for value in values if value is not None]
-        if not present:
-            return torch.empty(0, dtype=self._dtype, device=self._device)
-        return torch.cat(present)
-
-    @staticmethod
-    def _volume(pieces: Sequence[_Piece]) -> int:
-        return sum(piece.numel for piece in pieces)
-
-    @staticmethod
-    def _distinct(pieces: Sequence[_Piece]) -> list[int]:
-        return sorted({piece.task for piece in pieces})

@@ -26,7 +26,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Fill:
-    """Where a run lands: beside local fragment ``position``, on the left or right, at ``at``."""
+    """Where a run lands: left or right of local fragment ``position``, at ``at`` (position -1: of another rank's)."""
 
     position: int
     side: int
@@ -39,10 +39,20 @@ class HaloExchange:
 
     One all-to-all of a few values per border, whatever the number of fields; nothing at all when no selected
     parameter straddles ranks. Elements beyond the parameter's ends are zero. A halo may span several ranks.
+
+    Attributes:
+        active: Whether anything crosses ranks; the same on every rank, as all of them must join a collective.
+        empty: Whether this rank has nothing to send, to fetch or to copy.
     """
 
     def __init__(
-        self, layout: Layout, width: int, keys: Collection[str], device: torch.device, dtype: torch.dtype
+        self,
+        layout: Layout,
+        width: int,
+        keys: Collection[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        by_row: bool = False,
     ) -> None:
         """Plan the messages once.
 
@@ -52,13 +62,18 @@ class HaloExchange:
             keys: Parameters whose chains cross fragment borders; the others get zero halos.
             device: Where the fields live.
             dtype: Their type, also on the wire.
+            by_row: Chains end with the rows: elements of other rows than the fragment's own are not fetched.
         """
         self.layout = layout
         self.width = width
-        self._keys = frozenset(keys)
+        self._by_row = by_row
         self._device, self._dtype = device, dtype
+        self._position = {(fragment.key, fragment.start): i for i, fragment in enumerate(layout.mine)}
         me, world = layout.rank, layout.world_size
-        fills = [self._fills(rank) for rank in range(world)]
+        fills: list[list[_Fill]] = [[] for _ in range(world)]
+        if width and not layout.replicated:
+            for key in sorted(keys):
+                self._plan_parameter(key, fills)
         wanted = [sorted({fill.run for fill in fills[rank]}) for rank in range(world)]
         self._mine = fills[me]
         self._receive = [run for holder in range(world) for run in wanted[me] if run.holder == holder != me]
@@ -70,8 +85,8 @@ class HaloExchange:
             [[run for run in wanted[rank] if run.holder == me != rank] for rank in range(world)]
         )
         self._source = {run: self._find(run) for run in {*self._send, *(r for r in wanted[me] if r.holder == me)}}
-        # Every rank must take part in the collective if any rank does.
         self.active = any(run.holder != rank for rank in range(world) for run in wanted[rank])
+        self.empty = not self.active and not self._mine
 
     def __call__(self, fields: Sequence[Sequence[Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Exchange the halos of several fields at once.
@@ -92,24 +107,33 @@ class HaloExchange:
             sides[fill.side, :, fill.position, fill.at : fill.at + found.shape[1]] = found
         return [[(sides[0, f, i], sides[1, f, i]) for i in range(len(self.layout.mine))] for f in range(count)]
 
-    def _fills(self, rank: int) -> list[_Fill]:
-        fills: list[_Fill] = []
-        if self.layout.replicated:
-            return fills
-        for position, fragment in enumerate(self.layout.ranks[rank]):
-            if fragment.key not in self._keys or fragment.is_whole:
-                continue
-            for side, low in enumerate((fragment.start - self.width, fragment.end)):
-                for holder, pieces in self.layout.holders[fragment.key].items():
-                    for piece in pieces:
-                        first, last = max(low, piece.start), min(low + self.width, piece.end)
-                        if first < last:
-                            fills.append(_Fill(position, side, first - low, _Run(fragment.key, first, last, holder)))
-        return fills
+    def _plan_parameter(self, key: str, fills: list[list[_Fill]]) -> None:
+        """Find the neighbours of every fragment of a parameter, by walking along its fragments in order."""
+        spans = sorted(
+            (piece.start, piece.end, holder) for holder, pieces in self.layout.holders[key].items() for piece in pieces
+        )
+        if len(spans) == 1:
+            return
+        shape = self.layout.shapes[key]
+        row = shape[-1] if self._by_row and len(shape) > 1 else spans[-1][1]
+        for index, (start, end, rank) in enumerate(spans):
+            position = self._position[(key, start)] if rank == self.layout.rank else -1
+            low, high = max(start - self.width, start - start % row), min(end + self.width, -(-end // row) * row)
+            before, after = index - 1, index + 1
+            while before >= 0 and spans[before][1] > low:
+                first, last, holder = max(spans[before][0], low), spans[before][1], spans[before][2]
+                at = first - (start - self.width)
+                fills[rank].append(_Fill(position, 0, at, _Run(key, first, last, holder)))
+                before -= 1
+            while after < len(spans) and spans[after][0] < high:
+                first, last, holder = spans[after][0], min(spans[after][1], high), spans[after][2]
+                fills[rank].append(_Fill(position, 1, first - end, _Run(key, first, last, holder)))
+                after += 1
 
     def _find(self, run: _Run) -> tuple[int, int, int]:
-        for position, fragment in enumerate(self.layout.mine):
-            if fragment.key == run.key and fragment.start <= run.first and run.last <= fragment.end:
+        for fragment in self.layout.holders[run.key][self.layout.rank]:
+            if fragment.start <= run.first and run.last <= fragment.end:
+                position = self._position[(run.key, fragment.start)]
                 return position, run.first - fragment.start, run.last - fragment.start
         raise AssertionError(f"halo run {run} is not on this rank")
 

@@ -135,6 +135,13 @@ class Layout:
                     )
                 copy = rank if self.replicated else 0
                 runs.setdefault((fragment.key, copy), []).append((fragment.start, fragment.end))
+        if self.replicated:
+            missing = sorted({key for key in shapes for copy in range(len(self.ranks)) if (key, copy) not in runs})
+            if missing:
+                raise LayoutError(
+                    f"not every rank holds {', '.join(map(repr, missing))}, but parameters were said to be replicated; "
+                    "all data-parallel ranks must hold the same model."
+                )
         for (key, _), spans in runs.items():
             position = 0
             for start, end in sorted(spans):

@@ -15,7 +15,7 @@ __all__ = ["Batch", "MatrixPlan", "MatrixTask", "assign_owners", "plan_matrices"
 # A rank keeps what it holds whole until its load exceeds the mean by this factor: moving a matrix costs two
 # messages a step, a small imbalance costs little.
 IMBALANCE_TOLERANCE = 1.1
-# Elements gathered per pipelined batch. Large enough to fill a link, small enough to bound the scratch memory.
+# Elements an owner gathers per pipelined batch. Large enough to fill a link, small enough to bound the scratch memory.
 BATCH_ELEMENTS = 1 << 24
 
 
@@ -93,6 +93,12 @@ def plan_matrices(
 ) -> tuple[MatrixPlan, list[float]]:
     """Choose owners and batches for ``tasks`` on ``layout``.
 
+    Args:
+        layout: The common layout.
+        tasks: The matrices, in any order.
+        loads: Load each rank already carries.
+        batch_elements: Elements an owner stacks per batch; a larger matrix is a batch entry of its own.
+
     Returns:
         The plan and the loads after it, to be passed on when the next group is planned.
     """
@@ -105,20 +111,18 @@ def plan_matrices(
         held[task.key] = shares
     owners, loads = assign_owners(tasks, held, loads)
 
-    sizes = {task.key: sum(prod(layout.shapes[part]) for part in task.parts) for task in tasks}
-    grouped: dict[str, list[MatrixTask]] = {}
+    by_signature: dict[str, list[MatrixTask]] = {}
     for task in sorted(tasks, key=lambda task: (repr(task.signature), task.key)):
-        grouped.setdefault(repr(task.signature), []).append(task)
+        by_signature.setdefault(repr(task.signature), []).append(task)
     batches: list[Batch] = []
-    for members in grouped.values():
-        chunk = max(1, batch_elements // max(1, sizes[members[0].key]) * layout.world_size)
-        # Round-robin over owners, so that a chunk keeps every owner busy.
-        order = sorted(members, key=lambda task: task.key)
+    for members in by_signature.values():
         queues: dict[int, list[MatrixTask]] = {}
-        for task in order:
+        for task in members:
             queues.setdefault(owners[task.key], []).append(task)
-        position = {task.key: (queues[owners[task.key]].index(task), owners[task.key]) for task in order}
-        order.sort(key=lambda task: position[task.key])
-        for first in range(0, len(order), chunk):
-            batches.append(Batch(members[0].signature, tuple(order[first : first + chunk])))
+        # The same number for every owner: all of them are busy in a batch, and none stacks more than it must.
+        numel = sum(prod(layout.shapes[part]) for part in members[0].parts)
+        chunk = max(1, batch_elements // max(1, numel))
+        for first in range(0, max(map(len, queues.values())), chunk):
+            chosen = [task for owner in sorted(queues) for task in queues[owner][first : first + chunk]]
+            batches.append(Batch(members[0].signature, tuple(chosen)))
     return MatrixPlan(owners, tuple(batches)), loads

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["Scalar", "adamw_update", "bias_corrections", "decoupled_step"]
 
 Scalar = float | Tensor
-"""A Python float, or a 0-d tensor with dtype and device of the data: it keeps a changing value out of compiled graphs."""
+"""A Python float, or a 0-d tensor of the dtype and device of the data (no recompilation when its value changes)."""
 
 
 def bias_corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:

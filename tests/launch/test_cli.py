@@ -164,7 +164,7 @@ def test_explain_lists_every_parameter_and_adds_up_its_state() -> None:
     small = "--layers 1 --hidden 32 --heads 2 --seq-len 4".split()
     status, output = run("explain", "--optimizer", "sonew", *small)
     assert status == 0 and "transformer.h.0.attn.c_attn.weight" in output and "32 x 96" in output
-    sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) │", output) if size[0].isdigit()]
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) │ (?=[│├└])", output)]
     assert len(sizes) == 17 and sum(sizes[:-1]) == sizes[-1] > 0, "16 parameters, then their sum"
     status, output = run("explain", "--optimizer", "adamw", *small)
     assert status == 2 and "not one of ours" in output

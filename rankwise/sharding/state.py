@@ -1,0 +1,131 @@
+"""Named one-dimensional tensors cut over ranks, saved and loaded by torch.distributed.checkpoint on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+__all__ = ["ChunkedVector", "load_vectors", "save_vectors", "stored_tensors"]
+
+
+class ChunkedVector:
+    """Some runs of a flattened tensor; other ranks hold the rest.
+
+    Implements the interface by which torch.distributed.checkpoint asks an object for its shards: when saved it
+    contributes its runs, when loaded they are filled in place from whatever runs were saved.
+
+    Args:
+        numel: Elements of the whole tensor.
+        chunks: (start, values) of the runs held here, 1-D, not overlapping any other rank's.
+    """
+
+    def __init__(self, numel: int, chunks: Iterable[tuple[int, Tensor]]) -> None:
+        self.numel = numel
+        self.chunks = list(chunks)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._metadata(start, values) for start, values in self.chunks]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size([start])),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self._metadata(start, values),
+                    properties=TensorProperties.create_from_tensor(values),
+                    size=torch.Size([self.numel]),
+                ),
+            )
+            for start, values in self.chunks
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for start, values in self.chunks:
+            if index.offset is not None and index.offset[0] == start:
+                return values
+        raise KeyError(f"no run at {index.offset} of '{index.fqn}' on this rank")
+
+    @staticmethod
+    def _metadata(start: int, values: Tensor) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=values.size())
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Finds the runs of our vectors, which are no tensors; everything else is the default planner's."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        stored = self.state_dict[index.fqn]
+        return stored.__get_tensor_shard__(index) if isinstance(stored, ChunkedVector) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """As :class:`_SavePlanner`."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # The default's preparation of meta tensors drops values of types it does not know.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.original_state_dict = state_dict
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        stored = self.state_dict[index.fqn]
+        return stored.__get_tensor_shard__(index) if isinstance(stored, ChunkedVector) else super().lookup_tensor(index)
+
+
+def save_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write a dictionary of :class:`ChunkedVector` and whole tensors; every rank of ``group`` contributes its own.
+
+    Args:
+        state: What this rank holds, by name.
+        folder: An empty or new folder that all ranks see.
+        group: Ranks that call this together; None for one process.
+    """
+    dcp.save(
+        dict(state),
+        checkpoint_id=folder,
+        planner=_SavePlanner(flatten_state_dict=False),
+        process_group=group,
+        no_dist=group is None,
+    )
+
+
+def load_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill the runs and tensors of ``state`` in place.
+
+    Args:
+        state: Destinations by name; each must have been saved.
+        folder: Folder written by :func:`save_vectors`.
+        group: Ranks that call this together; None for one process.
+    """
+    dcp.load(
+        dict(state),
+        checkpoint_id=folder,
+        planner=_LoadPlanner(flatten_state_dict=False),
+        process_group=group,
+        no_dist=group is None,
+    )
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and type of every tensor saved in ``folder``."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: (stored.size, stored.properties.dtype)
+        for name, stored in metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }

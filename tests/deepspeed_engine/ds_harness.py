@@ -1,0 +1,439 @@
+"""A small model trained by real DeepSpeed engines, by plain PyTorch, and by replaying what an engine recorded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import deepspeed_plugin
+from deepspeed_plugin.registry import build
+from rankwise import MKOR
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.routing import annotate
+
+GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS, ACCUMULATION = 12, 8, 17, 10, 2
+
+TYPES: dict[str, dict[str, Any]] = {
+    "MARS": {"lr": 5e-3, "variant": "lion", "optimize_1d": True},
+    "MARS-AdamW": {"lr": 5e-3},
+    "MARS-Lion": {"lr": 1e-3},
+    "MARS-Shampoo": {"lr": 1e-2, "ns_dtype": "float32"},
+    "MARS-M": {"lr": 1e-2, "ns_dtype": "float32", "weight_decay": 0.1},
+    "SONew": {"lr": 5e-3, "band": 1},
+    "LDAdam": {"lr": 5e-3, "rank": 3},
+    "MKOR": {"lr": 5e-3, "update_interval": 3, "factor_dtype": "float32"},
+    "MKOR-H": {
+        "lr": 5e-3,
+        "update_interval": 3,
+        "factor_dtype": "float32",
+        "hybrid_min_steps": 6,
+        "hybrid_patience": 1,
+        "hybrid_beta": 10.0,
+    },
+}
+"""Every JSON type. MKOR-H switches at step 6, so that both of its halves run."""
+
+ELEMENT_WISE = ("MARS", "MARS-AdamW", "MARS-Lion", "SONew")
+REFERENCE = "AdamW"
+REFERENCE_PARAMS = {"lr": 5e-3, "torch_adam": True}
+
+
+def replay_tolerance(name: str) -> float:
+    """Largest error of a run fed the same reduced gradients, relative to the largest parameter change."""
+    return 1e-6 if name in ELEMENT_WISE else 1e-5
+
+
+class Net(nn.Module):
+    """Embedding, linear layers with and without bias, Conv1D, LayerNorm, an unused layer, tied or untied head."""
+
+    def __init__(self, tied: bool = False, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 10)
+        self.up = nn.Linear(10, 23)
+        self.norm = nn.LayerNorm(23)
+        self.down = nn.Linear(23, 10, bias=False)
+        self.mix = Conv1D(13, 10)
+        nn.init.normal_(self.mix.weight, std=0.3)
+        self.back = nn.Linear(13, 10)
+        self.unused = nn.Linear(6, 7)
+        self.head = nn.Linear(10, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.checkpointing = checkpointing
+
+    def block(self, h: Tensor) -> Tensor:
+        h = h + self.down(torch.tanh(self.norm(self.up(h))))
+        return h + self.back(torch.tanh(self.mix(h)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embedding(x)
+        h = checkpoint(self.block, h, use_reentrant=False) if self.checkpointing else self.block(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1).float(), y.flatten())
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        name: JSON type.
+        params: Its ``params`` block.
+        config: Further keys of the DeepSpeed configuration.
+        tied: Whether the head shares the embedding's weight.
+        split: Whether vectors get a param group of their own.
+        zero_init: Whether the model is built under ``zero.Init``.
+        checkpointing: Whether activations are recomputed.
+        dtype: Type of the model's weights.
+        steps: Optimizer steps.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    split: bool = False
+    zero_init: bool = False
+    checkpointing: bool = False
+    dtype: torch.dtype = torch.float32
+    steps: int = STEPS
+
+    @property
+    def is_reference(self) -> bool:
+        return self.name == REFERENCE
+
+    def ds_config(self, world: int) -> dict[str, Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": self.name, "params": dict(self.params)},
+            **self.config,
+        }
+        if self.dtype is torch.bfloat16:
+            config["bf16"] = {"enabled": True}
+        if self.dtype is torch.float16:
+            config["fp16"] = {"enabled": True, "initial_scale_power": 8, **config.get("fp16", {})}
+        return config
+
+
+def jobs(**common: Any) -> list[Job]:
+    """One job per JSON type, and AdamW last."""
+    table = {**TYPES, REFERENCE: REFERENCE_PARAMS}
+    return [Job(name, params, **common) for name, params in table.items()]
+
+
+def ours(**common: Any) -> list[Job]:
+    """One job per JSON type."""
+    return jobs(**common)[:-1]
+
+
+def model_of(job: Job) -> Net:
+    torch.manual_seed(0)
+    return Net(job.tied, job.checkpointing)
+
+
+def groups_of(model: nn.Module, job: Job, shape_of: Callable[[Tensor], Any] = lambda p: p.shape) -> Any:
+    if not job.split:
+        return list(model.parameters())
+    matrices = [p for p in model.parameters() if len(shape_of(p)) > 1]
+    vectors = [p for p in model.parameters() if len(shape_of(p)) <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-3}]
+
+
+@functools.cache
+def batches(steps: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (steps, micro-batches, samples, tokens)."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (max(steps, STEPS), ACCUMULATION, GLOBAL_BATCH, LENGTH)
+    x = torch.randint(0, VOCABULARY, shape, generator=generator)
+    y = torch.randint(0, VOCABULARY, shape, generator=generator)
+    return x, y
+
+
+# --- what an engine hands to the optimizer --------------------------------------------------------------------------
+
+Piece = tuple[str, tuple[int, ...], int, np.ndarray]  # key, logical shape, first element, values
+
+
+@dataclass
+class Record:
+    """One rank's view of a run; whole tensors are put together by :func:`whole`."""
+
+    initial: list[Piece] = field(default_factory=list)
+    grads: list[list[Piece]] = field(default_factory=list)
+    final: list[Piece] = field(default_factory=list)
+    model: dict[str, np.ndarray] = field(default_factory=dict)
+    lrs: list[dict[str, float]] = field(default_factory=list)
+    statistics: list[dict[str, tuple[np.ndarray, ...]]] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    matrices: int = 0
+    owners: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    extra: Any = None
+
+
+class Recorder:
+    """Listens at the border between an engine and its optimizer."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.record = Record()
+        self._update = optimizer._update
+        optimizer._update = self.update  # type: ignore[method-assign]
+        if isinstance(optimizer, MKOR):
+            self._statistics = optimizer._reduced_statistics
+            optimizer._reduced_statistics = self.statistics  # type: ignore[method-assign]
+            self._detect = optimizer._detector.update
+            optimizer._detector.update = self.detect  # type: ignore[method-assign]
+
+    def begin_step(self) -> None:
+        self.record.grads.append([])
+        self.record.lrs.append({})
+        self.record.statistics.append({})
+        self.record.losses.append(None)
+        self.record.calls.append(0)
+        self.record.final = []
+
+    def update(self, unit: Any, buckets: Any) -> None:
+        record = self.record
+        record.calls[-1] += 1
+        for bucket in buckets:
+            for entry, weight, grad in zip(bucket.entries, bucket.weights, bucket.grads, strict=True):
+                place = (entry.key, entry.fragment.shape, entry.fragment.start)
+                record.grads[-1].append((*place, grad.numpy().copy()))
+                record.lrs[-1][entry.key] = float(bucket.group["lr"])
+                if len(record.grads) == 1:
+                    record.initial.append((*place, weight.numpy().copy()))
+        self._update(unit, buckets)
+        for bucket in buckets:
+            for entry, weight in zip(bucket.entries, bucket.weights, strict=True):
+                record.final.append((entry.key, entry.fragment.shape, entry.fragment.start, weight.numpy().copy()))
+
+    def statistics(self, unit: Any) -> Any:
+        found = self._statistics(unit)
+        self.record.statistics[-1].update(
+            {key: tuple(value.numpy().copy() for value in values) for key, values in found.items()}
+        )
+        return found
+
+    def detect(self, loss: float) -> bool:
+        self.record.losses[-1] = loss
+        return self._detect(loss)
+
+
+def whole(pieces: Iterable[Iterable[Piece]]) -> dict[str, np.ndarray]:
+    """Full tensors from all ranks' pieces; every element must be there, and where ranks overlap they must agree."""
+    found: dict[str, np.ndarray] = {}
+    for rank_pieces in pieces:
+        for key, shape, start, values in rank_pieces:
+            flat = found.setdefault(key, np.full(prod(shape), np.nan, values.dtype).reshape(shape)).reshape(-1)
+            place = flat[start : start + values.size]
+            assert np.isnan(place).all() or np.array_equal(place, values), f"ranks disagree on {key}"
+            place[:] = values
+    for key, values in found.items():
+        assert np.isfinite(values).all(), f"{key} has elements that no rank reported, or that are not finite"
+    return found
+
+
+# --- the runs -------------------------------------------------------------------------------------------------------
+
+
+def engine_of(job: Job, world: int, **keywords: Any) -> Any:
+    """Engine of a job; call it on every rank."""
+    config = job.ds_config(world)
+    if job.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = model_of(job)
+    else:
+        model = model_of(job)
+    parameters = groups_of(model, job, lambda p: getattr(p, "ds_shape", p.shape))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, **keywords)
+    return engine
+
+
+def train_step(engine: Any, rank: int, world: int, step: int, factor: float = 1.0) -> float:
+    """One optimizer step of an engine on its share of the global batch; returns the last micro-batch's loss."""
+    x, y = batches(STEPS)
+    size = GLOBAL_BATCH // world
+    share = slice(rank * size, (rank + 1) * size)
+    loss = torch.tensor(0.0)
+    for micro in range(ACCUMULATION):
+        loss = engine(x[step, micro, share], y[step, micro, share])
+        engine.backward(loss * factor if factor != 1.0 else loss)
+        engine.step()
+    return float(loss)
+
+
+def model_weights(engine: Any) -> dict[str, np.ndarray]:
+    """The model's own weights, whole, as the next forward pass would see them."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found[name] = parameter.detach().float().numpy().copy()
+        else:
+            found[name] = parameter.detach().float().numpy().copy()
+    return found
+
+
+def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Record:
+    """Train ``job`` under one ZeRO configuration."""
+    job = replace(job, config={**job.config, "zero_optimization": dict(zero)})
+    engine = engine_of(job, world)
+    optimizer = engine.basic_optimizer
+    recorder = Recorder(optimizer) if isinstance(optimizer, ShardedOptimizer) else None
+    for step in range(job.steps):
+        if recorder is not None:
+            recorder.begin_step()
+        train_step(engine, rank, world, step)
+    record = Record() if recorder is None else recorder.record
+    record.model = model_weights(engine)
+    if isinstance(optimizer, ShardedOptimizer):
+        record.matrices = sum(len(unit.keys("matrix")) for unit in optimizer._units.values())
+        record.owners = optimizer.owners()
+        record.bytes = optimizer.state_bytes()
+    engine.destroy()
+    return record
+
+
+def run_all(rank: int, world: int, jobs: list[Job], zero: Mapping[str, Any]) -> list[Record]:
+    """Train several jobs in one set of processes."""
+    deepspeed.init_distributed("gloo")
+    return [run_engine(rank, world, job, zero) for job in jobs]
+
+
+def run_plain(job: Job) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Initial and final weights of a single process of plain PyTorch; half types keep fp32 master weights."""
+    model = model_of(job).to(job.dtype)
+    master = model_of(job)
+    master.load_state_dict(model.state_dict())
+    initial = weights_of(master)
+    half = job.dtype is not torch.float32
+    hooked, updated = model, (master if half else model)
+    annotate(updated)
+    if job.is_reference:
+        optimizer: Any = torch.optim.AdamW(groups_of(updated, job), lr=job.params["lr"])
+    else:
+        optimizer = build(job.name, groups_of(updated, job), **job.params)
+    if isinstance(optimizer, MKOR):
+        optimizer.capture(updated)
+        if half:
+            _capture_from(optimizer, hooked)
+    x, y = batches(job.steps)
+    for step in range(job.steps):
+        model.zero_grad()
+        for micro in range(ACCUMULATION):
+            loss = model(x[step, micro], y[step, micro])
+            if isinstance(optimizer, MKOR):
+                optimizer.record_loss(loss)
+            (loss / ACCUMULATION).backward()
+        for source, target in zip(model.parameters(), updated.parameters(), strict=True):
+            grad = torch.zeros_like(source) if source.grad is None else source.grad
+            target.grad = grad.to(target.dtype)
+        nn.utils.clip_grad_norm_(updated.parameters(), 1.0)
+        optimizer.step()
+        if half:
+            with torch.no_grad():
+                for source, target in zip(updated.parameters(), model.parameters(), strict=True):
+                    target.copy_(source)
+    return initial, weights_of(updated)
+
+
+def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
+    """Take MKOR's statistics from the half-precision twin of the model it updates."""
+    from rankwise.optimizers.capture import Capture
+
+    captured = optimizer._capture
+    assert captured is not None
+    by_name = {record.name: parameter for parameter, record in captured.records.items()}
+    names = set(by_name)
+    modules = dict(model.named_modules())
+    twin = Capture(model, lambda module, _: any(modules[name] is module for name in names))
+    captured.remove()
+    own = {by_name[record.name]: parameter for parameter, record in twin.records.items()}
+    take = twin.take
+    twin.take = lambda parameter: take(own[parameter])  # type: ignore[method-assign]
+    optimizer._capture = twin
+
+
+def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
+    return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
+
+
+def replay(job: Job, ranks: list[Record]) -> dict[str, np.ndarray]:
+    """Final weights of one process that is fed the recorded reduced gradients and statistics."""
+    model = model_of(replace(job, checkpointing=False))
+    parameters = dict(model.named_parameters())
+    start = whole(record.initial for record in ranks)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(start[name]))
+    annotate(model)
+    optimizer = build(job.name, groups_of(model, job), **job.params)
+    now = {"step": 0}
+    if isinstance(optimizer, MKOR):
+        optimizer.capture(model)
+        optimizer._reduced_statistics = lambda unit: {  # type: ignore[method-assign]
+            key: tuple(torch.from_numpy(value) for value in values)
+            for key, values in ranks[0].statistics[now["step"]].items()
+        }
+    for step in range(job.steps):
+        now["step"] = step
+        grads = whole(record.grads[step] for record in ranks)
+        lrs = {key: lr for record in ranks for key, lr in record.lrs[step].items()}
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = lrs[names[id(group["params"][0])]]
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(grads[name])
+        loss = ranks[0].losses[step]
+        if isinstance(optimizer, MKOR) and loss is not None:
+            optimizer.record_loss(loss)
+        optimizer.step()
+    return weights_of(model)
+
+
+def largest_change(initial: Mapping[str, np.ndarray], final: Mapping[str, np.ndarray]) -> float:
+    return float(max(np.abs(final[name] - initial[name]).max() for name in final))
+
+
+def error(
+    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], initial: Mapping[str, np.ndarray]
+) -> float:
+    """Largest difference of weights, relative to the largest parameter change."""
+    assert got.keys() == expected.keys()
+    worst = max(np.abs(got[name] - expected[name]).max() for name in expected)
+    return float(worst) / largest_change(initial, expected)
+
+
+def replay_error(job: Job, ranks: list[Record]) -> float:
+    """How far the engine's master weights are from the replayed ones."""
+    expected = replay(job, ranks)
+    initial = whole(record.initial for record in ranks)
+    return error(whole(record.final for record in ranks), expected, initial)
+
+
+def mid_row_cuts(ranks: list[Record]) -> list[str]:
+    """Matrices that some fragment border cuts in the middle of a row."""
+    return sorted(
+        {
+            key
+            for record in ranks
+            for key, shape, start, _ in record.grads[0]
+            if len(shape) > 1 and start % shape[-1]
+        }
+    )
+
+
+assert deepspeed_plugin.is_registered()

@@ -1,0 +1,231 @@
+"""state_dict: saved at any step, loaded with weights_only=True, it continues bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
+from torch import Tensor, nn
+
+# Values of a group that a checkpoint must bring back.
+OTHER = {"lr": 0.7, "weight_decay": 0.9, "eps": 0.3}
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(case: Case, model: nn.Module, optimizer: Any, **overrides: Any) -> tuple[nn.Module, Any]:
+    """A process of its own that has the files alone."""
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other = net(seed=99)
+    twin = case.build(other.named_parameters(), other, **overrides)
+    other.load_state_dict(saved["model"])
+    twin.load_state_dict(saved["optimizer"])
+    return other, twin
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict | list | tuple):
+        return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors(item)]
+    return []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
+@cases()
+def test_resumes_bit_for_bit(case: Case, steps: int) -> None:
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(steps))
+    other, twin = resumed(case, model, optimizer, **OTHER)
+    later = range(steps, steps + 5)
+    advance(model, optimizer, later)
+    advance(other, twin, later)
+    assert_same(weights(other), weights(model))
+    ours, theirs = tensors(twin.state_dict()), tensors(optimizer.state_dict())
+    assert len(ours) == len(theirs) > 0
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+
+
+@cases()
+def test_hyper_parameters_of_the_groups_are_restored(case: Case) -> None:
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(2))
+    optimizer.param_groups[0]["lr"] = 0.123
+    _, twin = resumed(case, model, optimizer, **OTHER)
+    (ours,), (theirs,) = twin.param_groups, optimizer.param_groups
+    assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    assert ours["lr"] == 0.123
+
+
+@cases()
+def test_a_checkpoint_before_the_first_step_holds_no_state(case: Case) -> None:
+    _, optimizer = setup(case)
+    state = optimizer.state_dict()
+    assert state["state"] == {} and state["matrix_states"] == {}
+
+
+@cases()
+def test_loading_shares_no_tensor(case: Case) -> None:
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(4))
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    other, twin = setup(case)
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(state)
+    advance(other, twin, range(4, 8))
+    for a, b in zip(tensors(state), tensors(kept), strict=True):
+        assert torch.equal(a, b)
+    # Nor between two optimizers that read the same dictionary.
+    third, triplet = setup(case)
+    third.load_state_dict(model.state_dict())
+    triplet.load_state_dict(state)
+    advance(third, triplet, range(4, 8))
+    assert_same(weights(third), weights(other))
+
+
+@cases()
+def test_loading_replaces_what_was_there(case: Case) -> None:
+    """Into an optimizer that has gone another way."""
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(3))
+    other, twin = setup(case)
+    advance(other, twin, range(20, 25))
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(through_a_file(optimizer.state_dict()))
+    advance(model, optimizer, range(3, 8))
+    advance(other, twin, range(3, 8))
+    assert_same(weights(other), weights(model))
+
+
+def test_a_mismatched_checkpoint_changes_nothing() -> None:
+    model, optimizer = setup(BY_NAME["ldadam"])
+    advance(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    other = net()
+    named = list(other.named_parameters())
+    split = BY_NAME["ldadam"].build([{"params": named[:3]}, {"params": named[3:]}])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(split.state_dict())
+    for a, b in zip(tensors(optimizer.state_dict()), tensors(before), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- LDAdam ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("built_with", [{"rank": 1}, {"rank": 3}, {"error_feedback": False}])
+def test_rank_and_feedback_come_from_the_checkpoint(built_with: dict[str, Any], stepped: bool) -> None:
+    """Rank 3 would leave matrices to the fallback that rank 2 projects: routes and plans are made anew."""
+    case = BY_NAME["ldadam"]
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(3))
+    other, twin = setup(case, **built_with)
+    if stepped:
+        advance(other, twin, range(2))
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(through_a_file(optimizer.state_dict()))
+    advance(model, optimizer, range(3, 8))
+    advance(other, twin, range(3, 8))
+    assert_same(weights(other), weights(model))
+    assert [str(row) for row in twin.explain()] == [str(row) for row in optimizer.explain()]
+
+
+# --- MARS, exact mode ------------------------------------------------------------------------------------------------
+
+
+def test_exact_mode_needs_the_look_ahead_again_after_resuming() -> None:
+    case = BY_NAME["mars-adamw-exact"]
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(2))
+    loss_of(model, 3).backward()
+    optimizer.record_reference()
+    other, twin = resumed(case, model, optimizer)
+    loss_of(other, 2).backward()
+    with pytest.raises(RuntimeError, match="call record_reference"):
+        twin.step()
+
+
+# --- MKOR ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capture_first", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_mkor_in_the_middle_of_an_interval(steps: int, capture_first: bool) -> None:
+    """Gradients reset through the model, so that only the optimizer itself can drop statistics off factor steps."""
+    case = BY_NAME["mkor-adamw"]
+
+    def train(model: nn.Module, optimizer: Any, indices: range) -> None:
+        for index in indices:
+            model.zero_grad()
+            loss_of(model, index).backward()
+            optimizer.step()
+
+    model, optimizer = setup(case)
+    train(model, optimizer, range(steps))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other = net(seed=99)
+    other.load_state_dict(saved["model"])
+    twin = case.build(other.named_parameters())
+    if capture_first:
+        twin.capture(other)
+    twin.load_state_dict(saved["optimizer"])
+    if not capture_first:
+        twin.capture(other)
+    train(model, optimizer, range(steps, steps + 7))
+    train(other, twin, range(steps, steps + 7))
+    assert_same(weights(other), weights(model))
+
+
+def test_mkor_forgets_statistics_gathered_before_loading() -> None:
+    case = BY_NAME["mkor-adamw"]
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(3))
+    other, twin = setup(case)
+    loss_of(other, 77).backward()
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each, step in ((model, optimizer), (other, twin)):
+        each.zero_grad()
+        loss_of(each, 3).backward()
+        step.step()
+    assert_same(weights(other), weights(model))
+
+
+def switch(optimizer: Any) -> None:
+    optimizer._switched = True
+    optimizer._drop_factors()
+
+
+def test_hybrid_switch_is_part_of_the_checkpoint() -> None:
+    case = BY_NAME["mkor-hybrid"]
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(3))
+    before = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    switch(optimizer)
+    advance(model, optimizer, range(3, 5))
+    other, twin = resumed(case, model, optimizer)
+    assert twin.switched and not any(module._forward_hooks for module in other.modules())
+    advance(model, optimizer, range(5, 9))
+    advance(other, twin, range(5, 9))
+    assert_same(weights(other), weights(model))
+    assert twin.matrix_states == {} and twin.state_dict()["matrix_states"] == {}
+    # Back to a checkpoint of before: hooks and factors are in use again.
+    fresh, straight = setup(case)
+    for each, target in ((other, twin), (fresh, straight)):
+        each.load_state_dict(before["model"])
+        target.load_state_dict(before["optimizer"])
+        assert not target.switched
+        advance(each, target, range(3, 9))
+    assert_same(weights(other), weights(fresh))
+    assert twin.matrix_states
