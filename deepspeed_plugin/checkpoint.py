@@ -1,4 +1,4 @@
-"""Resuming a DeepSpeed checkpoint on another number of ranks, another ZeRO stage, or with another optimizer.
+"""Checkpoints that are named only when complete, and can be resumed on other ranks, stages and with other optimizers.
 
 DeepSpeed itself loads a checkpoint of the same stage and world size, ours included. For the rest, the ranks' files are
 read as named vectors, laid down once by torch.distributed.checkpoint, and loaded from there in the new layout.
@@ -24,7 +24,7 @@ from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.portable import merge_vectors, restore, saved_vectors
 from rankwise.sharding.state import save_vectors
 
-__all__ = ["CheckpointError", "SavedCheckpoint", "load_checkpoint"]
+__all__ = ["CheckpointError", "SavedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
 _ZERO_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 
@@ -91,6 +91,38 @@ class SavedCheckpoint:
         content = _read(self.zero_files[0])["optimizer_state_dict"]
         stage = content.get("zero_stage", 1)
         return int(getattr(stage, "value", stage))
+
+
+def save_checkpoint(
+    original: Callable[..., bool],
+    engine: DeepSpeedEngine,
+    save_dir: str,
+    tag: str | None = None,
+    save_latest: bool = True,
+    **options: Any,
+) -> bool:
+    """DeepSpeed's ``save_checkpoint``, with ``latest`` written only when every rank's files are complete.
+
+    DeepSpeed's rank 0 names the new checkpoint before the other ranks have finished theirs: a rank that dies in between
+    leaves ``latest`` pointing at a checkpoint that cannot be loaded.
+
+    Args:
+        original: DeepSpeed's method, which ends in a barrier.
+        engine: The engine that saves.
+        save_dir: As for DeepSpeed, like the following.
+        tag: Name of the checkpoint.
+        save_latest: Whether ``latest`` is to name it.
+        options: Passed on.
+    """
+    ours = isinstance(engine.basic_optimizer, ShardedOptimizer) and not engine.checkpoint_engine.is_decoupled()
+    done = original(engine, save_dir, tag=tag, save_latest=save_latest and not ours, **options)
+    if ours and save_latest:
+        if engine.global_rank == 0:
+            scratch = Path(save_dir) / ".latest"
+            scratch.write_text(f"global_step{engine.global_steps}" if tag is None else str(tag))
+            scratch.replace(Path(save_dir) / "latest")
+        dist.barrier()
+    return done
 
 
 def load_checkpoint(

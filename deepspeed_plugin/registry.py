@@ -1,4 +1,4 @@
-"""JSON optimizer types, and the three methods of DeepSpeed's engine that are wrapped to serve them."""
+"""JSON optimizer types, and the four methods of DeepSpeed's engine that are wrapped to serve them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
 
-from deepspeed_plugin.checkpoint import load_checkpoint
+from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, prepare
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
@@ -40,7 +40,7 @@ JSON_TYPES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
 _CLASSES = (MARS, SONew, LDAdam, MKOR)
 # Values the Hugging Face integrations fill in; under bare DeepSpeed they mean the class's default.
 _AUTO_KEYS = ("lr", "betas", "eps", "weight_decay")
-_WRAPPED = ("_configure_optimizer", "_is_supported_optimizer", "load_checkpoint")
+_WRAPPED = ("_configure_optimizer", "_is_supported_optimizer", "load_checkpoint", "save_checkpoint")
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -124,8 +124,8 @@ def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps three engine methods: one to learn parameter names and layouts, one for its error
-    message, one to load checkpoints of another world size or stage.
+    that ZeRO accepts, and wraps four engine methods: one to learn parameter names and layouts, one for its error
+    message, two for checkpoints.
     """
     if _originals:
         return
@@ -142,6 +142,7 @@ def register() -> None:
     DeepSpeedEngine._configure_optimizer = _configure_optimizer
     DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
+    DeepSpeedEngine.save_checkpoint = _save_checkpoint
 
 
 def unregister() -> None:
@@ -180,9 +181,17 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
         attach(engine, engine.basic_optimizer)
 
 
-def _load_checkpoint(engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, **options: Any) -> Any:
+def _load_checkpoint(engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
     """DeepSpeed's method, which also moves our states to another world size or stage."""
+    names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+    options.update(zip((*names, "custom_load_fn"), args, strict=False))
     return load_checkpoint(_originals["load_checkpoint"], engine, load_dir, tag, **options)
+
+
+def _save_checkpoint(engine: DeepSpeedEngine, save_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
+    """DeepSpeed's method, which also names the checkpoint only when every rank has written its files."""
+    options.update(zip(("client_state", "save_latest", "exclude_frozen_parameters"), args, strict=False))
+    return save_checkpoint(_originals["save_checkpoint"], engine, save_dir, tag, **options)
 
 
 def _is_supported_optimizer(engine: DeepSpeedEngine, optimizer_name: str) -> bool:

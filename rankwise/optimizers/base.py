@@ -177,9 +177,10 @@ class ShardedOptimizer(Optimizer, ABC):
         Raises:
             OptionError: A value of the group is outside its range.
         """
+        if isinstance(param_group, dict):
+            self._validate_group(param_group)
         super().add_param_group(param_group)
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
-        self._validate_group(group)
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
         for position, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
             info = info_of(parameter, name, f"group{index}.param{position}")

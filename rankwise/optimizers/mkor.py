@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from rankwise.optimizers.capture import Capture, Record
 from rankwise.optimizers.first_order import FirstOrder
 from rankwise.optimizers.hybrid import KneeDetector
 from rankwise.optimizers.options import MKOROptions, OptionError, Options, patterns
-from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, Rule, describe
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.updates import mkor as updates
@@ -178,6 +179,7 @@ class MKOR(ShardedOptimizer):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.attach(self._plain.replicated_over(model.process_group))
             model = model.module
+        self._learn_roles(model)
         names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
 
         def wanted(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -191,10 +193,19 @@ class MKOR(ShardedOptimizer):
         for name, chosen in self._routes.items():
             if chosen.rule == "matrix" and name not in self._records:
                 self._routes[name] = Route("fallback", "no linear module uses it")
-        self._units.clear()
+        self._forget_plans()
         self._refuse_if_idle()
         if self._switched:
             self._drop_factors()
+
+    def _learn_roles(self, model: nn.Module) -> None:
+        """Route by module type what the constructor knew by name or shape alone: heads and embeddings to the backend."""
+        found = {id(parameter): info for parameter, info in describe(model).items()}
+        for name, (info, index) in self._catalog.items():
+            learnt = found.get(id(self.parameters_by_name[name]))
+            if learnt is not None and info.role is Role.UNKNOWN:
+                self._catalog[name] = (replace(info, role=learnt.role, transposed=learnt.transposed), index)
+        self._route_again()
 
     def record_loss(self, loss: Tensor | float) -> None:
         """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
@@ -485,4 +496,7 @@ class MKOR(ShardedOptimizer):
         if self._switched:
             self._drop_factors()
         elif self._capture is not None:
+            # Back from after the switch: hooks and factors come into use again.
             self._capture.attach()
+            if any("statistics" not in unit.scratch for unit in self._units.values()):
+                self._forget_plans()

@@ -97,7 +97,7 @@ class Options:
     def _choice(self, key: str, choices: Collection[Any]) -> None:
         value = getattr(self, key)
         if value not in choices:
-            near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.3)
+            near = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], n=1, cutoff=0.3)
             fix = f"did you mean '{near[0]}'?" if near else f"the default is {self._default(key)!r}"
             self._fail(key, f"it must be one of {', '.join(map(repr, choices))}", fix)
 

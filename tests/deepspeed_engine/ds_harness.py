@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -29,7 +30,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "MARS-Lion": {"lr": 1e-3},
     "MARS-Shampoo": {"lr": 1e-2, "ns_dtype": "float32"},
     "MARS-M": {"lr": 1e-2, "ns_dtype": "float32", "weight_decay": 0.1},
-    "SONew": {"lr": 5e-3, "band": 1},
+    # The default edge tolerance of 1e-4 lets rounding grow up to 1e4-fold, in one process too: see SONEW_DEFAULTS.
+    "SONew": {"lr": 5e-3, "band": 2, "gamma": 0.1},
     "LDAdam": {"lr": 5e-3, "rank": 3},
     "MKOR": {"lr": 5e-3, "update_interval": 3, "factor_dtype": "float32"},
     "MKOR-H": {
@@ -43,6 +45,7 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 """Every JSON type. MKOR-H switches at step 6, so that both of its halves run."""
 
+SONEW_DEFAULTS = {"lr": 5e-3}
 ELEMENT_WISE = ("MARS", "MARS-AdamW", "MARS-Lion", "SONew")
 REFERENCE = "AdamW"
 REFERENCE_PARAMS = {"lr": 5e-3, "torch_adam": True}
@@ -123,7 +126,14 @@ class Job:
         if self.dtype is torch.bfloat16:
             config["bf16"] = {"enabled": True}
         if self.dtype is torch.float16:
-            config["fp16"] = {"enabled": True, "initial_scale_power": 8, **config.get("fp16", {})}
+            # Hysteresis keeps the loss scale where it is through a few overflows.
+            config["fp16"] = {
+                "enabled": True,
+                "initial_scale_power": 8,
+                "hysteresis": 9,
+                "loss_scale_window": 1000,
+                **config.get("fp16", {}),
+            }
         return config
 
 
@@ -174,6 +184,7 @@ class Record:
     grads: list[list[Piece]] = field(default_factory=list)
     final: list[Piece] = field(default_factory=list)
     model: dict[str, np.ndarray] = field(default_factory=dict)
+    master: dict[str, np.ndarray] = field(default_factory=dict)
     lrs: list[dict[str, float]] = field(default_factory=list)
     statistics: list[dict[str, tuple[np.ndarray, ...]]] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
@@ -287,6 +298,24 @@ def model_weights(engine: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def master_weights(engine: Any) -> dict[str, np.ndarray]:
+    """The fp32 weights, whole, through DeepSpeed's own accessor where the wrapper serves it."""
+    wrapper = engine.optimizer
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        return {
+            names[id(parameter)]: clone.detach().numpy().copy()
+            for clones, parameters in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True)
+            for clone, parameter in zip(clones, parameters, strict=True)
+        }
+    if wrapper is engine.basic_optimizer:
+        return model_weights(engine)
+    return {
+        name: deepspeed.utils.safe_get_full_fp32_param(parameter).numpy().copy()
+        for name, parameter in engine.module.named_parameters()
+    }
+
+
 def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Record:
     """Train ``job`` under one ZeRO configuration."""
     job = replace(job, config={**job.config, "zero_optimization": dict(zero)})
@@ -299,6 +328,7 @@ def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Reco
         train_step(engine, rank, world, step)
     record = Record() if recorder is None else recorder.record
     record.model = model_weights(engine)
+    record.master = master_weights(engine)
     if isinstance(optimizer, ShardedOptimizer):
         record.matrices = sum(len(unit.keys("matrix")) for unit in optimizer._units.values())
         record.owners = optimizer.owners()
@@ -313,8 +343,15 @@ def run_all(rank: int, world: int, jobs: list[Job], zero: Mapping[str, Any]) -> 
     return [run_engine(rank, world, job, zero) for job in jobs]
 
 
-def run_plain(job: Job) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Initial and final weights of a single process of plain PyTorch; half types keep fp32 master weights."""
+def run_plain(job: Job, noise: float = 0.0, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Initial and final weights of a single process of plain PyTorch; half types keep fp32 master weights.
+
+    Args:
+        job: What to train.
+        noise: Relative error added to every gradient element, to learn how the rule answers to rounding.
+        seed: Of the noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
     model = model_of(job).to(job.dtype)
     master = model_of(job)
     master.load_state_dict(model.state_dict())
@@ -341,6 +378,8 @@ def run_plain(job: Job) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         for source, target in zip(model.parameters(), updated.parameters(), strict=True):
             grad = torch.zeros_like(source) if source.grad is None else source.grad
             target.grad = grad.to(target.dtype)
+            if noise:
+                target.grad *= 1 + noise * torch.randn(target.shape, generator=generator)
         nn.utils.clip_grad_norm_(updated.parameters(), 1.0)
         optimizer.step()
         if half:
@@ -348,6 +387,23 @@ def run_plain(job: Job) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
                 for source, target in zip(updated.parameters(), model.parameters(), strict=True):
                     target.copy_(source)
     return initial, weights_of(updated)
+
+
+def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """Of the first step of one process: mean input, virtual-bias gradient and token count by weight."""
+    model = model_of(job)
+    annotate(model)
+    optimizer = build(job.name, groups_of(model, job), **job.params)
+    assert isinstance(optimizer, MKOR)
+    optimizer.capture(model)
+    x, y = batches(job.steps)
+    for micro in range(ACCUMULATION):
+        (model(x[0, micro], y[0, micro]) / ACCUMULATION).backward()
+    return {
+        name: (record.sum_input.numpy() / record.count, record.sum_output_grad.numpy(), float(record.count))
+        for name, record in optimizer._records.items()
+        if record.count
+    }
 
 
 def _capture_from(optimizer: MKOR, model: nn.Module) -> None:

@@ -1,0 +1,110 @@
+"""Resuming on another number of ranks, another ZeRO stage, or with another optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import ds_harness as ds
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+HALF = ds.STEPS // 2
+
+
+def _with_stage(job: ds.Job, stage: int) -> ds.Job:
+    return replace(job, config={**job.config, "zero_optimization": {"stage": stage}})
+
+
+def _run(
+    rank: int, world: int, jobs: list[ds.Job], first: int, last: int, load: str | None, save: str | None
+) -> list[dict[str, np.ndarray]]:
+    """Train steps [first, last) of several jobs, loading or saving a checkpoint around them."""
+    deepspeed.init_distributed("gloo")
+    weights = []
+    for index, job in enumerate(jobs):
+        engine = ds.engine_of(job, world)
+        if load is not None:
+            # Other weights than the ones saved, so that nothing but the checkpoint can make the runs agree.
+            path, client = engine.load_checkpoint(f"{load}/{index}")
+            assert path is not None
+            assert client["note"] == job.name
+            assert engine.global_steps == first
+        for step in range(first, last):
+            ds.train_step(engine, rank, world, step)
+        if save is not None:
+            engine.save_checkpoint(f"{save}/{index}", client_state={"note": job.name})
+        weights.append(ds.model_weights(engine))
+        engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((2, 2), (3, 3), marks=pytest.mark.slow),
+        *(
+            pytest.param(before, after, marks=pytest.mark.exhaustive)
+            for before, after in [
+                ((2, 2), (3, 2)),
+                ((3, 2), (2, 2)),
+                ((4, 1), (1, 1)),
+                ((2, 1), (2, 3)),
+                ((2, 3), (2, 2)),
+                ((3, 3), (2, 0)),
+                ((2, 0), (3, 1)),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_resume_on_another_layout(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
+    """Saved on (ranks, stage) ``before`` and continued on ``after``: the run that was never interrupted on ``after``.
+
+    Until the save the two runs differ in the order their gradients are summed in, hence AdamW's own difference between
+    the layouts as the measure (ten times, as everywhere).
+    """
+    jobs = ds.jobs()
+    first, second = ([_with_stage(job, stage) for job in jobs] for _, stage in (before, after))
+    whole = run_ranks(after[0], _run, second, 0, ds.STEPS, None, None)[0]
+    elsewhere = run_ranks(before[0], _run, first[-1:], 0, ds.STEPS, None, None)[0]
+    run_ranks(before[0], _run, first[:-1], 0, HALF, None, str(tmp_path))
+    resumed = run_ranks(after[0], _run, second[:-1], HALF, ds.STEPS, str(tmp_path), None)[0]
+    initial = ds.weights_of(ds.model_of(jobs[0]))
+    allowed = 10 * ds.error(elsewhere[0], whole[-1], initial)
+    assert allowed > 0
+    errors = {
+        job.name: ds.error(got, expected, initial) for job, got, expected in zip(jobs, resumed, whole, strict=False)
+    }
+    assert len(errors) == len(ds.TYPES)
+    assert max(errors.values()) <= allowed, (allowed, errors)
+
+
+def _continue_with(rank: int, world: int, job: ds.Job, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(3)
+    engine = ds.engine_of(job, world)
+    engine.load_checkpoint(f"{folder}/0")
+    loaded = ds.model_weights(engine)
+    ds.train_step(engine, rank, world, HALF)
+    steps = [int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state]
+    after = ds.model_weights(engine)
+    engine.destroy()
+    return loaded, after, steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writer", "reader"), [("AdamW", "LDAdam"), ("MARS-Lion", "AdamW"), ("SONew", "MKOR")])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_optimizer_keeps_the_weights(tmp_path: Path, writer: str, reader: str, stage: int) -> None:
+    by_name = {job.name: _with_stage(job, stage) for job in ds.jobs()}
+    saved = run_ranks(2, _run, [by_name[writer]], 0, HALF, None, str(tmp_path))[0][0]
+    loaded, after, steps = run_ranks(2, _continue_with, by_name[reader], str(tmp_path))[0]
+    for name, value in saved.items():
+        np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+    assert steps and set(steps) == {1}, "the state starts fresh"
+    assert any(not np.array_equal(after[name], saved[name]) for name in saved)

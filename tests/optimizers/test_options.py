@@ -1,0 +1,247 @@
+"""Every bad value is refused before the first step, with its key, the value, the rule and a fix."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.optimizers.options import OptionError, check_keys
+
+CLASSES = [MARS, SONew, LDAdam, MKOR]
+NOT_A_NUMBER = [math.nan, math.inf, "0.1", None, True, torch.ones(2)]
+NEGATIVE = [-1e-3, -math.inf]
+PAIRS = [(0.9,), (0.9, 1.0), (-0.1, 0.9), 0.9, ("a", 0.9), None]
+FLAGS = [1, "true", None]
+PATTERNS = ["*gate*", (1,), 3, None]
+DTYPES = ["float", "int8", torch.int64, 32]
+
+# (class, key, values, rule, fix)
+CHECKS: list[tuple[type, str, list[Any], str, str]] = [
+    (MARS, "variant", ["adam", "Muon", None], "it must be one of 'adamw', 'lion', 'shampoo', 'muon'", ""),
+    (MARS, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.95, 0.99\]"),
+    (MARS, "betas_1d", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.95\]"),
+    (MARS, "gamma", NEGATIVE[:1], "it must be >= 0", "the default is 0.025"),
+    (MARS, "gamma", NOT_A_NUMBER, "", ""),
+    (MARS, "exact", FLAGS, "it must be true or false", "the default is False"),
+    (MARS, "clip", [0.0, -1.0], "it must be > 0", "the default is 1.0"),
+    (MARS, "optimize_1d", FLAGS, "it must be true or false", "the default is False"),
+    (MARS, "lr_1d", [-1.0], "it must be >= 0", "the default is None"),
+    (MARS, "weight_decay_1d", [-0.1], "it must be >= 0", "the default is 0.1"),
+    (MARS, "ns_steps", [0, 2.5, True], "it must be an integer >= 1", "the default is 5"),
+    (MARS, "ns_dtype", [*DTYPES, None], "it must name a floating-point type", "write 'float32'"),
+    (SONew, "band", [-1, 1.0, True], "it must be an integer >= 0", "the default is 1"),
+    (SONew, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.99\]"),
+    (SONew, "graft", ["adam2", "", None], "it must be one of 'adam', 'adam_official', 'rmsprop'", ""),
+    (SONew, "graft_eps", [-1e-8], "it must be >= 0", "the default is 1e-08"),
+    (SONew, "gamma", [-0.1, 1.0, 2.0], r"it must lie in \[0, 1\)", "the default is 0.0001"),
+    (SONew, "chain", ["rows", None], "it must be one of 'row', 'tensor'", ""),
+    (LDAdam, "rank", [0, -2, 4.0, "4"], "it must be an integer >= 1", "the default is 16"),
+    (LDAdam, "rho", [-0.1, 1.1], r"it must lie in \[0, 1\]", "the default is 0.908"),
+    (LDAdam, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.908, 0.99\]"),
+    (LDAdam, "error_feedback", FLAGS, "it must be true or false", "the default is True"),
+    (LDAdam, "error_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
+    (MKOR, "backend", ["adam", "SGD"], "it must be one of 'adamw', 'lamb', 'sgd'", "did you mean"),
+    (MKOR, "factor_decay", [-0.1, 1.0], r"it must lie in \[0, 1\)", "the default is 0.95"),
+    (MKOR, "factor_decay", [0.0, 0], r"it must lie in \(0, 1\)", "the default is 0.95"),
+    (MKOR, "update_interval", [0, 1.5], "it must be an integer >= 1", "the default is 10"),
+    (MKOR, "rule", ["paper", "EMA"], "it must be one of 'official', 'ema', 'paper_literal'", ""),
+    (
+        MKOR,
+        "stabilizer",
+        [(0.0, 0.9), (2.0, 1.1), (2.0,), 2.0, ("a", 0.9), (2.0, None), (math.nan, 0.5)],
+        r"it must be \[threshold > 0, retention in \[0, 1\]\] or null",
+        r"the default is \[2.0, 0.9\]",
+    ),
+    (MKOR, "stabilizer_norm", ["rows"], "it must be one of 'row_sum', 'max_entry'", "did you mean 'row_sum'"),
+    (MKOR, "rescale", ["sum", False], "it must be one of 'joint', None", "the default is 'joint'"),
+    (MKOR, "max_factor_dim", [0, 1e4], "it must be an integer >= 1", "the default is 16384"),
+    (MKOR, "factor_dtype", [*DTYPES, None], "it must name a floating-point type", "write 'float32'"),
+    (MKOR, "tp_mode", ["exakt"], "it must be one of 'exact', 'block'", "did you mean 'exact'"),
+    (MKOR, "hybrid", FLAGS, "it must be true or false", "the default is False"),
+    (MKOR, "hybrid_beta", [0.0, -1.0], "it must be > 0", "the default is 0.1"),
+    (MKOR, "hybrid_patience", [0, 1.5], "it must be an integer >= 1", "the default is 20"),
+    (MKOR, "hybrid_min_steps", [1, 2.0], "it must be an integer >= 2", "the default is 100"),
+    (MKOR, "hybrid_ema", [1.0, -0.1], r"it must lie in \[0, 1\)", "the default is 0.95"),
+    (MKOR, "output_gain", [0.0, -1.0], "it must be > 0", "the default is 1.0"),
+    (MKOR, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.999\]"),
+    (MKOR, "momentum", [-0.1, 1.0], r"it must lie in \[0, 1\)", "the default is 0.9"),
+    (MKOR, "nesterov", FLAGS, "it must be true or false", "the default is False"),
+    *[
+        check
+        for cls in CLASSES
+        for check in (
+            (cls, "lr", NEGATIVE[:1], "it must be >= 0", "the default is"),
+            (cls, "lr", [torch.tensor(-1.0)], "it must be >= 0", "the default is"),
+            (cls, "lr", [torch.ones(2)], "a tensor value must have one element", "pass a float or a 0-d tensor"),
+            (cls, "lr", NOT_A_NUMBER[:5], "it must be a finite number", "write e.g."),
+            (cls, "eps", NEGATIVE[:1], "it must be >= 0", "the default is 1e-08"),
+            (cls, "eps", NOT_A_NUMBER[:5], "it must be a finite number", "write e.g. 1e-08"),
+            (cls, "weight_decay", NEGATIVE[:1], "it must be >= 0", "the default is 0.0"),
+            (cls, "weight_decay", NOT_A_NUMBER[:5], "it must be a finite number", "write e.g. 0.0"),
+            (cls, "exclude", PATTERNS, "it must be a list of name patterns", r'write e.g. \["\*gate\*"\]'),
+        )
+    ],
+]
+BAD = [
+    pytest.param(cls, key, value, rule, fix, id=f"{cls.__name__}-{key}-{value}")
+    for cls, key, values, rule, fix in CHECKS
+    for value in values
+]
+
+
+def parameters() -> list[tuple[str, nn.Parameter]]:
+    return [("body.weight", nn.Parameter(torch.ones(80, 80))), ("body.bias", nn.Parameter(torch.ones(80)))]
+
+
+@pytest.mark.parametrize(("cls", "key", "value", "rule", "fix"), BAD)
+def test_bad_values(cls: type, key: str, value: Any, rule: str, fix: str) -> None:
+    with pytest.raises(OptionError, match=rf"(?s)^{cls.__name__}: {key}=.* is invalid: {rule}.*; .*{fix}") as caught:
+        cls(parameters(), **{key: value})
+    assert repr(value) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "value", "rule", "fix"),
+    [check for check in BAD if check.values[1] in check.values[0].group_options],  # type: ignore[attr-defined]
+)
+def test_bad_values_of_a_group(cls: type, key: str, value: Any, rule: str, fix: str) -> None:
+    first, second = parameters()
+    with pytest.raises(OptionError, match=rf"(?s)^{cls.__name__}: {key}=.* is invalid: {rule}.*; .*{fix}"):
+        cls([{"params": [first]}, {"params": [second], key: value}])
+    optimizer = cls([first])
+    with pytest.raises(OptionError, match=f"{key}="):
+        optimizer.add_param_group({"params": [second], key: value})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_option_is_checked_here(cls: type) -> None:
+    known = {field.name for field in fields(cls.options_type)}  # type: ignore[attr-defined]
+    assert known == {key for owner, key, *_ in CHECKS if owner is cls}
+    signature = inspect.signature(cls).parameters
+    assert known == set(signature) - {"params"}
+    defaults = {field.name: field.default for field in fields(cls.options_type)}  # type: ignore[attr-defined]
+    assert {name: signature[name].default for name in known} == defaults
+
+
+GOOD: list[tuple[type, dict[str, Any]]] = [
+    (MARS, {"clip": None, "lr_1d": 0.0, "gamma": 0.0, "betas": [0.0, 0.0], "exclude": ["other"]}),
+    (MARS, {"lr": torch.tensor(0.1), "ns_dtype": "float16", "variant": "muon"}),
+    (SONew, {"band": 0, "gamma": 0.0, "eps": 0.0, "graft_eps": 0.0, "lr": 1}),
+    (LDAdam, {"rank": 1, "rho": 1.0, "error_dtype": None}),
+    (LDAdam, {"rank": 1, "rho": 0.0, "error_dtype": "float16"}),
+    (MKOR, {"stabilizer": None, "rescale": None, "momentum": 0.0, "exclude": ("other",)}),
+    (MKOR, {"stabilizer": [1, 0], "hybrid_ema": 0.0, "hybrid_min_steps": 2, "hybrid_patience": 1}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), GOOD, ids=str)
+def test_limits_of_the_ranges_are_accepted(cls: type, options: dict[str, Any]) -> None:
+    assert cls(parameters(), **options).options.lr == options.get("lr", cls.options_type().lr)  # type: ignore[attr-defined]
+
+
+def test_lr_1d_needs_a_peak_lr() -> None:
+    with pytest.raises(OptionError, match="MARS: lr_1d=0.1 is invalid with lr=0: .*; pass the peak lr"):
+        MARS(parameters(), lr=0.0, lr_1d=0.1)
+    MARS(parameters(), lr=0.0)
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(OptionError, match="MKOR: nesterov=True is invalid: .*momentum above 0; set momentum to"):
+        MKOR(parameters(), backend="sgd", momentum=0.0, nesterov=True)
+
+
+def test_constructor_refuses_unknown_keywords() -> None:
+    for cls in CLASSES:
+        with pytest.raises(TypeError, match="weight_decoy"):
+            cls(parameters(), weight_decoy=0.1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "value"),
+    [
+        (MARS, "variant", "lion"),
+        (MARS, "lr_1d", 0.1),
+        (SONew, "band", 4),
+        (SONew, "chain", "tensor"),
+        (LDAdam, "error_dtype", "bfloat16"),
+        (MKOR, "update_interval", 3),
+    ],
+)
+def test_options_common_to_all_groups(cls: type, key: str, value: Any) -> None:
+    """Silently ignoring them in a group would be worse."""
+    with pytest.raises(OptionError, match=rf"{cls.__name__}: {key}={value!r} in a param group .* to the constructor"):
+        cls([{"params": parameters(), key: value}])
+    cls([{"params": parameters(), key: value, "name": "decayed"}], **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("gama", "did you mean 'gamma'?"),
+        ("weight_decy", "did you mean 'weight_decay'?"),
+        ("beta", "did you mean 'betas'?"),
+        ("optimise_1d", "did you mean 'optimize_1d'?"),
+        ("zzz", "valid keys are betas, betas_1d, clip, "),
+    ],
+)
+def test_unknown_keys_name_the_nearest(key: str, hint: str) -> None:
+    with pytest.raises(OptionError, match=f"MARS has no option '{key}': ") as caught:
+        check_keys(["lr", key], MARS.options_type.names(), "MARS")
+    assert hint in str(caught.value)
+    check_keys(["lr", "gamma"], MARS.options_type.names(), "MARS")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_model_without_matrices_is_refused(cls: type) -> None:
+    vectors = [("norm.weight", nn.Parameter(torch.ones(9))), ("norm.bias", nn.Parameter(torch.ones(9)))]
+    words = rf"{cls.__name__} would update none of the 2 parameters .* fallback: vector\)\. Pass parameters with matrices"
+    with pytest.raises(OptionError, match=words):
+        cls(vectors)
+    with pytest.raises(OptionError, match=r"none of the 2 .*: excluded by '\*body\*'.*loosen 'exclude', or use AdamW"):
+        cls(parameters(), exclude=["*body*"])
+
+
+def test_mars_with_vectors_on_its_rule_needs_no_matrix() -> None:
+    MARS([nn.Parameter(torch.ones(9))], optimize_1d=True)
+
+
+def test_ldadam_refuses_a_rank_that_saves_nothing() -> None:
+    with pytest.raises(OptionError, match="none of the 2 .* fallback: rank 27 saves nothing, vector"):
+        LDAdam(parameters(), rank=27)
+    LDAdam(parameters(), rank=26)  # 26 (80 + 2 * 80) + 6400 < 2 * 6400
+    LDAdam(parameters(), rank=53, error_feedback=False)
+
+
+def test_mkor_refuses_a_model_it_cannot_watch() -> None:
+    """Its parameters belong to none of the model's linear modules."""
+    optimizer = MKOR(parameters())
+    with pytest.raises(OptionError, match="MKOR would update none .*no linear module uses it, vector"):
+        optimizer.capture(nn.Linear(80, 80))
+
+
+def test_mkor_refuses_to_step_without_capture() -> None:
+    named = parameters()
+    optimizer = MKOR(named)
+    named[0][1].grad = torch.ones(80, 80)
+    with pytest.raises(OptionError, match=r"call optimizer\.capture\(model\) before the first step"):
+        optimizer.step()
+
+
+def test_paper_literal_warns(caplog: pytest.LogCaptureFixture) -> None:
+    MKOR(parameters(), rule="paper_literal")
+    assert "amplifies what it should damp" in caplog.text
+
+
+def test_an_empty_parameter_list_is_refused_as_in_torch() -> None:
+    for cls in CLASSES:
+        with pytest.raises(ValueError, match="empty parameter list"):
+            cls([])

@@ -1,0 +1,393 @@
+"""Which parameter takes which rule, and what explain() says of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BY_NAME, advance, cases, net, setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.optimizers.base import Explanation
+from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, annotate, describe, route
+
+MATRICES = RoutingPolicy(embeddings=False)
+ANY = RoutingPolicy(embeddings=True)
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer: its weight is (inputs, outputs)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+class RMSNorm2d(nn.Module):
+    """A norm torch does not know, with a weight of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+class VocabParallelEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, 4))
+
+
+class Experts(nn.Module):
+    """A stack of matrices, as mixture-of-experts layers keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(3, 8, 4))
+        self.scales = nn.Parameter(torch.ones(()))
+
+
+class Model(nn.Module):
+    """One of everything; the head shares the embedding's weight."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 4)
+        self.places = VocabParallelEmbedding()
+        self.up = nn.Linear(4, 8)
+        self.down = Conv1D(4, 8)
+        self.norm = nn.LayerNorm(4)
+        self.rms = nn.RMSNorm(4)
+        self.square_norm = RMSNorm2d()
+        self.patches = nn.Conv2d(3, 4, 2)
+        self.audio = nn.Conv1d(3, 4, 2)
+        self.experts = Experts()
+        self.temperature = nn.Parameter(torch.ones(4, 4))
+        self.output = nn.Linear(4, 9, bias=False)
+        if tied:
+            self.output.weight = self.tokens.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+
+def described(model: nn.Module) -> dict[str, ParameterInfo]:
+    return {info.name: info for info in describe(model).values()}
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+def test_roles_follow_module_types() -> None:
+    roles = {name: info.role for name, info in described(Model(tied=False)).items()}
+    assert roles == {
+        "tokens.weight": Role.EMBEDDING,
+        "places.weight": Role.EMBEDDING,
+        "up.weight": Role.LINEAR,
+        "up.bias": Role.LINEAR,
+        "down.weight": Role.LINEAR,
+        "down.bias": Role.LINEAR,
+        "norm.weight": Role.NORM,
+        "norm.bias": Role.NORM,
+        "rms.weight": Role.NORM,
+        "square_norm.weight": Role.NORM,
+        "patches.weight": Role.CONV,
+        "patches.bias": Role.CONV,
+        "audio.weight": Role.CONV,
+        "audio.bias": Role.CONV,
+        "experts.gate_up": Role.UNKNOWN,
+        "experts.scales": Role.UNKNOWN,
+        "temperature": Role.UNKNOWN,
+        "output.weight": Role.HEAD,
+    }
+
+
+def test_orientation_and_bias() -> None:
+    infos = described(Model())
+    assert [name for name, info in infos.items() if info.transposed] == ["down.weight"]
+    assert infos["down.weight"].logical_matrix_shape == (4, 8) and infos["down.weight"].matrix_shape == (8, 4)
+    assert infos["up.weight"].logical_matrix_shape == (8, 4)
+    assert {name: info.bias for name, info in infos.items() if info.bias} == {
+        "up.weight": "up.bias",
+        "down.weight": "down.bias",
+        "norm.weight": "norm.bias",
+        "patches.weight": "patches.bias",
+        "audio.weight": "audio.bias",
+    }
+    assert infos["experts.gate_up"].matrix_shape == (8, 4)
+
+
+def test_a_tied_head_is_one_parameter_and_keeps_a_special_role() -> None:
+    infos = described(Model(tied=True))
+    assert "output.weight" not in infos
+    assert infos["tokens.weight"].role in (Role.EMBEDDING, Role.HEAD)
+
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+            self.reader = nn.Linear(4, 9, bias=False)  # neither its name nor the model says it is a head
+            self.reader.weight = self.embed.weight
+
+    (info,) = described(Projected()).values()
+    assert info.role is Role.EMBEDDING
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_out", "output_layer", "score"])
+def test_heads_by_module_name(name: str) -> None:
+    model = nn.ModuleDict({"body": nn.ModuleDict({name: nn.Linear(4, 9)}), f"x{name}x": nn.Linear(4, 4)})
+    roles = {name: info.role for name, info in described(model).items()}
+    assert roles[f"body.{name}.weight"] is Role.HEAD
+    assert roles[f"x{name}x.weight"] is Role.LINEAR
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("transformer.wte.weight", "embedding"),
+        ("model.embed_tokens.weight", "embedding"),
+        ("lm_head.weight", "head"),
+        ("model.layers.0.input_layernorm.weight", "norm"),
+        ("transformer.ln_f.weight", "norm"),
+        ("model.layers.0.mlp.up_proj.weight", "unknown"),
+    ],
+)
+def test_names_stand_in_for_module_types(name: str, role: str) -> None:
+    """Of plain (name, parameter) pairs."""
+    info = ParameterInfo(name, (8, 8))
+    assert route(info, MATRICES) == Route("matrix" if role == "unknown" else "fallback", role)
+    assert route(info, ANY) == Route("fallback" if role == "norm" else "matrix", role)
+
+
+def test_the_module_type_goes_before_the_name() -> None:
+    """A Linear in a module called 'embedder' is still a Linear."""
+    model = nn.ModuleDict({"embedder_norm": nn.Linear(8, 8)})
+    (info, _) = describe(model).values()
+    assert route(info, MATRICES) == Route("matrix", "linear")
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("info", "policy", "expected"),
+    [
+        (ParameterInfo("w", (8, 8)), MATRICES, Route("matrix", "unknown")),
+        (ParameterInfo("w", (8, 8), Role.LINEAR), MATRICES, Route("matrix", "linear")),
+        (ParameterInfo("w", (3, 8, 8)), MATRICES, Route("matrix", "stack of matrices")),
+        (ParameterInfo("w", (8,)), MATRICES, Route("fallback", "vector")),
+        (ParameterInfo("w", ()), MATRICES, Route("fallback", "vector")),
+        (ParameterInfo("w", (8,)), RoutingPolicy(False, vectors=True), Route("matrix", "vector")),
+        (ParameterInfo("w", (2, 3, 4, 5)), MATRICES, Route("fallback", "4-D tensor")),
+        (ParameterInfo("w", (2, 3, 4), Role.CONV), MATRICES, Route("fallback", "convolution")),
+        (ParameterInfo("w", (8, 8), Role.NORM), ANY, Route("fallback", "norm")),
+        (ParameterInfo("w", (8, 8), Role.EMBEDDING), MATRICES, Route("fallback", "embedding")),
+        (ParameterInfo("w", (8, 8), Role.EMBEDDING), ANY, Route("matrix", "embedding")),
+        (ParameterInfo("w", (8, 8), Role.HEAD), MATRICES, Route("fallback", "head")),
+        (ParameterInfo("w", (8, 9)), RoutingPolicy(False, max_dim=8), Route("fallback", "side above 8")),
+        (ParameterInfo("w", (8, 8)), RoutingPolicy(False, max_dim=8), Route("matrix", "unknown")),
+        (
+            ParameterInfo("a.gate.weight", (8, 8)),
+            RoutingPolicy(True, exclude=("b*", "*gate*")),
+            Route("fallback", "excluded by '*gate*'"),
+        ),
+    ],
+)
+def test_routes(info: ParameterInfo, policy: RoutingPolicy, expected: Route) -> None:
+    assert route(info, policy) == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), max_size=4).map(tuple), role=st.sampled_from(list(Role)), embeddings=st.booleans()
+)
+def test_a_groups_key_decides_alone(shape: tuple[int, ...], role: Role, embeddings: bool) -> None:
+    info, policy = ParameterInfo("norm", shape, role), RoutingPolicy(embeddings, exclude=("*",), max_dim=1)
+    assert route(info, policy, True) == Route("fallback", "param group")
+    assert route(info, policy, False) == Route("matrix", "param group")
+
+
+PUBLISHED = {
+    # what takes the optimizer's own rule, of an annotated model
+    "mars-adamw": {"tokens.weight", "places.weight", "up.weight", "down.weight", "experts.gate_up", "temperature"},
+    "mars-lion": {"tokens.weight", "places.weight", "up.weight", "down.weight", "experts.gate_up", "temperature"},
+    "sonew-tridiagonal": {"tokens.weight", "places.weight", "up.weight", "down.weight", "experts.gate_up", "temperature"},
+    "mars-shampoo": {"up.weight", "down.weight", "experts.gate_up", "temperature"},
+    "mars-m": {"up.weight", "down.weight", "experts.gate_up", "temperature"},
+    "ldadam": {"up.weight", "down.weight", "experts.gate_up"},
+    "mkor-adamw": {"up.weight", "down.weight"},
+}
+
+
+@pytest.mark.parametrize("annotated", [True, False])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_each_optimizer_takes(name: str, annotated: bool) -> None:
+    model = Model()
+    if annotated:
+        annotate(model)
+    optimizer = BY_NAME[name].build(model.named_parameters(), model, **({"rank": 1} if name == "ldadam" else {}))
+    rules = {row.name: row.rule for row in optimizer.explain()}
+    chosen = {name for name, rule in rules.items() if rule == "matrix"}
+    expected = set(PUBLISHED[name])
+    if name == "ldadam":
+        expected |= {"temperature"}
+    if not annotated:
+        # Without the modules, names and shapes are all there is: a plain tensor says less.
+        assert "square_norm.weight" not in chosen and not any("bias" in name for name in chosen)
+        expected |= {"audio.weight"} if name != "mkor-adamw" else set()
+        expected |= {"tokens.weight", "places.weight"} if name != "mkor-adamw" else set()
+        if name in ("ldadam",):
+            expected -= {"audio.weight"} - chosen
+    assert chosen == expected
+
+
+def test_optimize_1d_takes_vectors_and_still_no_norm_of_two_dimensions() -> None:
+    model = Model()
+    annotate(model)
+    rules = {row.name: row.rule for row in MARS(model.parameters(), optimize_1d=True).explain()}
+    assert rules["norm.weight"] == rules["up.bias"] == rules["experts.scales"] == "matrix"
+    assert rules["square_norm.weight"] == rules["patches.weight"] == "fallback"
+
+
+@cases()
+def test_excluded_parameters_take_the_fallback(case) -> None:
+    model = net()
+    optimizer = case.build(model.named_parameters(), model, exclude=["2.*", "nothing"])
+    rows = {row.name: row for row in optimizer.explain()}
+    assert (rows["2.weight"].rule, rows["2.weight"].reason) == ("fallback", "excluded by '2.*'")
+    assert rows["0.weight"].rule == "matrix"
+    advance(model, optimizer, range(2))
+    assert "2.weight" not in optimizer.matrix_states and "2.weight" not in optimizer.owners()
+
+
+def test_exclude_sees_annotated_names() -> None:
+    model = Model()
+    annotate(model)
+    rows = {row.name: row for row in SONew(model.parameters(), exclude=["tokens.*"]).explain()}
+    assert rows["tokens.weight"].reason == "excluded by 'tokens.*'"
+
+
+def test_ldadam_leaves_matrices_it_cannot_shrink() -> None:
+    model = nn.ModuleDict({"small": nn.Linear(6, 6), "large": nn.Linear(60, 60)})
+    rows = {row.name: row for row in LDAdam(model.named_parameters(), rank=4).explain()}
+    assert (rows["small.weight"].rule, rows["small.weight"].reason) == ("fallback", "rank 4 saves nothing")
+    assert rows["large.weight"].rule == "matrix"
+    # Without the error buffer the bound is twice as high.
+    rows = {row.name: row for row in LDAdam(model.named_parameters(), rank=1, error_feedback=False).explain()}
+    assert rows["small.weight"].rule == "matrix"
+
+
+@pytest.mark.parametrize(
+    ("limit", "sides"),
+    [
+        (16384, {"0.weight": {"left": 10, "right": 7}, "2.weight": {"left": 10, "right": 10}}),
+        (10, {"0.weight": {"left": 10, "right": 7}, "2.weight": {"left": 10, "right": 10}}),
+        (9, {"0.weight": {"right": 7}, "2.weight": None}),
+        (5, {"0.weight": None, "2.weight": None, "5.weight": {"left": 4}}),
+    ],
+)
+def test_mkor_factor_sides(limit: int, sides: dict[str, dict[str, int] | None]) -> None:
+    """One-sided where one side is too long, the backend where both are; the bias column does not count."""
+    model, optimizer = setup(BY_NAME["mkor-adamw"], max_factor_dim=limit)
+    rows = {row.name: row for row in optimizer.explain()}
+    advance(model, optimizer, range(4))
+    for name, expected in sides.items():
+        if expected is None:
+            assert (rows[name].rule, rows[name].reason) == ("fallback", f"both sides above {limit}")
+            assert name not in optimizer.matrix_states
+        else:
+            state = optimizer.matrix_states[name]
+            assert {side: len(state[side]) for side in ("left", "right") if side in state} == expected
+            assert all(not torch.equal(state[side], torch.eye(size).double()) for side, size in expected.items())
+
+
+def test_mkor_says_why_a_matrix_has_no_statistics() -> None:
+    model = Model()
+    optimizer = MKOR(model.named_parameters())
+    optimizer.capture(model)
+    rows = {row.name: row for row in optimizer.explain()}
+    assert rows["temperature"].reason == "no linear module uses it"
+    assert rows["experts.gate_up"].reason == "only 2-D weights of linear modules are captured"
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+@cases()
+def test_explain_accounts_for_every_parameter_and_byte(case) -> None:
+    model, optimizer = setup(case)
+    before = optimizer.explain()
+    assert [row.name for row in before] == [name for name, _ in model.named_parameters()]
+    assert all(row.state_bytes == 0 and row.owner is None for row in before)
+    advance(model, optimizer, range(2))
+    rows = optimizer.explain()
+    assert [(row.name, row.rule, row.reason) for row in rows] == [(row.name, row.rule, row.reason) for row in before]
+    assert sum(row.state_bytes for row in rows) == sum(optimizer.state_bytes().values()) > 0
+    assert {row.name for row in rows if row.owner == 0} == set(optimizer.owners())
+    assert all(tuple(model.get_parameter(row.name).shape) == row.shape for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_element"),
+    [
+        ("mars-adamw", 3),
+        ("mars-adamw-exact", 4),
+        ("mars-lion", 2),
+        ("mars-shampoo", 2),
+        ("mars-m", 2),
+        ("sonew-diagonal", 2),
+        ("sonew-tridiagonal", 3),
+        ("sonew-band4", 7),
+        ("ldadam-no-feedback", None),
+        ("mkor-lamb", None),
+        ("mkor-sgd", None),
+    ],
+)
+def test_state_is_what_the_rule_needs(name: str, per_element: int | None) -> None:
+    """Elements of state per weight, fp64; the fallback has two."""
+    model, optimizer = setup(BY_NAME[name])
+    advance(model, optimizer, range(2))
+    held = {row.name: row.state_bytes // 8 for row in optimizer.explain()}
+    if per_element is not None:
+        assert held["2.weight"] == 100 * per_element
+        assert held["0.bias"] == 20
+    elif name == "ldadam-no-feedback":
+        assert held["2.weight"] == 2 * 10 + 2 * 2 * 10 + 1  # basis, moments, count
+    else:
+        moments = 1 if name == "mkor-sgd" else 2
+        assert held["0.weight"] == 60 * moments + 10 * 10 + 7 * 7  # and a 32-bit count of failures
+
+
+def test_rows_read_well() -> None:
+    row = Explanation("body.weight", (3, 8, 4), "matrix", "stack of matrices", 2, 1536)
+    assert str(row) == "body.weight  3x8x4  matrix (stack of matrices)  owner 2  1536 B"
+    row = Explanation("scale", (), "fallback", "vector", None, 8)
+    assert str(row) == "scale  scalar  fallback (vector)  owner -  8 B"
+
+
+def test_the_summary_is_announced_once() -> None:
+    model, optimizer = setup(BY_NAME["ldadam"])
+    lines: list[str] = []
+    optimizer.announce = lines.append
+    advance(model, optimizer, range(4))
+    assert lines == [optimizer.summary()]
+    assert "rankwise LDAdam: 2 of 7 tensors take its rule" in lines[0]
+    assert "MiB by element" in lines[0] and "sent to owners per step" in lines[0]
+
+
+def test_two_parameters_of_one_name_stay_apart() -> None:
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    for model in (first, second):
+        annotate(model)
+    optimizer = SONew([first.weight, second.weight])
+    assert [row.name for row in optimizer.explain()] == ["weight", "weight@group0.param1"]
+    first.weight.grad, second.weight.grad = torch.ones(8, 8), -torch.ones(8, 8)
+    before = second.weight.detach().clone()
+    optimizer.step()
+    assert (second.weight > before).all()

@@ -1,0 +1,117 @@
+"""Halos are what slicing the whole parameter would give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import recorded
+from random_layouts import random_fragments
+from ranks import run_ranks
+from torch import Tensor
+
+from rankwise.sharding import Fragment, HaloExchange, Layout
+
+CPU = torch.device("cpu")
+SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (3, 7), "e": (23,), "other": (6, 6)}
+FIELDS = 3
+
+
+def _whole() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {key: int(torch.Size(shape).numel()) for key, shape in SHAPES.items()}
+    return {key: torch.randn(FIELDS, size, dtype=torch.float64, generator=generator) for key, size in sizes.items()}
+
+
+def _expected(whole: Tensor, fragment: Fragment, width: int, by_row: bool) -> tuple[Tensor, Tensor]:
+    row = fragment.shape[-1] if by_row and len(fragment.shape) > 1 else whole.shape[1]
+    sides = []
+    for elements, inside in (
+        (range(fragment.start - width, fragment.start), fragment.start),
+        (range(fragment.end, fragment.end + width), fragment.end - 1),
+    ):
+        side = torch.zeros(FIELDS, width, dtype=torch.float64)
+        for at, element in enumerate(elements):
+            if 0 <= element < whole.shape[1] and element // row == inside // row:
+                side[:, at] = whole[:, element]
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def _crosses(layout: Layout, keys: list[str], width: int, by_row: bool) -> bool:
+    for key in keys:
+        owner = {
+            i: rank for rank, runs in layout.holders[key].items() for run in runs for i in range(run.start, run.end)
+        }
+        for i in owner:
+            for j in range(i + 1, i + width + 1):
+                row = SHAPES[key][-1] if by_row and len(SHAPES[key]) > 1 else len(owner)
+                # Only what lies beside a border is needed, so i must end its run.
+                ends = any(i == run.end - 1 for runs in layout.holders[key].values() for run in runs)
+                starts = any(j == run.start for runs in layout.holders[key].values() for run in runs)
+                if j in owner and owner[i] != owner[j] and i // row == j // row and (ends or starts):
+                    return True
+    return False
+
+
+def _check(rank: int, world: int) -> list[bool]:
+    return check(rank, world, dist.group.WORLD)
+
+
+def check(rank: int, world: int, group: object) -> list[bool]:
+    whole, keys, active = _whole(), ["w", "v", "e"], []
+    for seed in range(16):
+        for width in (0, 1, 2, 6):
+            for by_row in (False, True):
+                layout = Layout(random_fragments(SHAPES, world, seed), rank, group)  # type: ignore[arg-type]
+                halo = HaloExchange(layout, width, keys, CPU, torch.float64, by_row)
+                fields = [
+                    [whole[fragment.key][f, fragment.start : fragment.end] for fragment in layout.mine]
+                    for f in range(FIELDS)
+                ]
+                with recorded("all_to_all_single") as calls:
+                    found = halo(fields)
+                assert halo.active == _crosses(layout, keys, width, by_row)
+                assert len(calls["all_to_all_single"]) == int(halo.active)
+                for index, fragment in enumerate(layout.mine):
+                    selected = fragment.key in keys
+                    left, right = _expected(whole[fragment.key], fragment, width, by_row)
+                    for f in range(FIELDS):
+                        assert torch.equal(found[f][index][0], left[f] * selected)
+                        assert torch.equal(found[f][index][1], right[f] * selected)
+                    assert not halo.empty or (left.count_nonzero() + right.count_nonzero()) * selected == 0
+                active.append(halo.active)
+    return active
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_random_layouts(world: int) -> None:
+    ranks = [check(0, 1, None)] if world == 1 else run_ranks(world, _check)
+    assert all(other == ranks[0] for other in ranks)
+    assert any(ranks[0]) == (world > 1)
+
+
+def _far(rank: int, world: int) -> list[Tensor]:
+    # Two elements per rank and a halo of five: it spans three ranks.
+    fragment = Fragment("e", (2 * world,), 2 * rank, 2 * rank + 2, 0, 0)
+    layout = Layout.share([fragment], dist.group.WORLD)
+    halo = HaloExchange(layout, 5, ["e"], CPU, torch.float64)
+    return list(halo([[torch.tensor([2.0 * rank, 2.0 * rank + 1], dtype=torch.float64)]])[0][0])
+
+
+def test_a_halo_may_span_several_ranks() -> None:
+    left, right = run_ranks(4, _far)[3]
+    assert left.tolist() == [1, 2, 3, 4, 5] and right.tolist() == [0] * 5
+    left, right = run_ranks(4, _far)[1]
+    assert left.tolist() == [0, 0, 0, 0, 1] and right.tolist() == [4, 5, 6, 7, 0]
+
+
+def test_cuts_between_rows_need_nothing_when_chains_are_rows() -> None:
+    ranks = ((Fragment("w", (4, 6), 0, 12, 0, 0),), (Fragment("w", (4, 6), 12, 24, 0, 0),))
+    by_tensor, by_row = (HaloExchange(Layout(ranks), 3, ["w"], CPU, torch.float64, by) for by in (False, True))
+    assert by_tensor.active and not by_row.active and by_row.empty
+
+
+def test_replicas_need_nothing() -> None:
+    whole = (Fragment("w", (4, 6), 0, 24, 0, 0),)
+    assert HaloExchange(Layout((whole, whole), replicated=True), 3, ["w"], CPU, torch.float64).empty

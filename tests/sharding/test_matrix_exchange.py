@@ -1,0 +1,265 @@
+"""Whatever the cut, owners see whole matrices and holders get their pieces, with no message more than planned."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import recorded
+from random_layouts import random_fragments
+from ranks import run_ranks
+from torch import Tensor
+
+from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixTask, plan_matrices
+
+CPU = torch.device("cpu")
+SEEDS = 25
+PAYLOAD = 3
+
+
+def _shapes(seed: int) -> dict[str, tuple[int, ...]]:
+    """Matrices, some with a bias to travel with, and a vector that belongs to no task."""
+    rng = random.Random(seed)
+    shapes: dict[str, tuple[int, ...]] = {"free": (7,)}
+    for index in range(rng.randint(1, 6)):
+        shape = rng.choice([(4, 5), (3, 7), (6, 6), (1, 9)])
+        shapes[f"m{index}.weight"] = shape
+        if rng.random() < 0.5:
+            shapes[f"m{index}.bias"] = shape[:1]
+    return shapes
+
+
+def _tasks(shapes: dict[str, tuple[int, ...]]) -> list[MatrixTask]:
+    tasks = []
+    for key, shape in shapes.items():
+        if key.endswith("weight"):
+            bias = key.replace("weight", "bias")
+            parts = (key, bias) if bias in shapes else (key,)
+            tasks.append(MatrixTask(key, parts, (shape, len(parts)), float(prod(shape))))
+    return tasks
+
+
+def _whole(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    first, whole = 1, {}
+    for key, shape in shapes.items():
+        whole[key] = torch.arange(first, first + prod(shape), dtype=torch.float64)
+        first += prod(shape)
+    return whole
+
+
+@dataclass
+class Probe:
+    """Runs an exchange and compares everything it hands out with what it must be."""
+
+    layout: Layout
+    tasks: list[MatrixTask]
+    whole: dict[str, Tensor]
+    batch_elements: int = 50
+    events: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        world = self.layout.world_size
+        self.plan, _ = plan_matrices(self.layout, self.tasks, [0.0] * world, self.batch_elements)
+        self.exchange = MatrixExchange(self.layout, self.plan, CPU, torch.float64)
+
+    def matrix(self, task: MatrixTask) -> Tensor:
+        return torch.cat([self.whole[part] for part in task.parts])
+
+    def run(self, payload: bool) -> dict[str, list[int]]:
+        used = {part for task in self.tasks for part in task.parts}
+        sources = [
+            self.whole[fragment.key][fragment.start : fragment.end] if fragment.key in used else None
+            for fragment in self.layout.mine
+        ]
+        delivered: Counter[int] = Counter()
+        computed: Counter[str] = Counter()
+
+        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+            self.events.append(("compute", self.plan.batches.index(batch)))
+            assert tasks and all(self.plan.owners[task.key] == self.layout.rank for task in tasks)
+            assert torch.equal(stack, torch.stack([self.matrix(task) for task in tasks]))
+            computed.update(task.key for task in tasks)
+            return self.payload_of(stack) if payload else stack.square()
+
+        def deliver(task: MatrixTask, index: int, values: Tensor) -> None:
+            self.events.append(("deliver", task.key))
+            fragment = self.layout.mine[index]
+            assert fragment.key in task.parts
+            result = self.matrix(task).square()
+            first = sum(self.whole[part].numel() for part in task.parts[: task.parts.index(fragment.key)])
+            expected = result[first + fragment.start : first + fragment.end]
+            if payload:
+                expected = self.payload_of(self.matrix(task)[None])[0]
+            assert torch.equal(values, expected)
+            delivered[index] += 1
+
+        with recorded("all_to_all_single", "all_reduce", log=self.events.append) as calls:
+            self.exchange.run(sources, compute, deliver, (lambda batch: PAYLOAD) if payload else None)
+        expected_deliveries = {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
+        assert dict(delivered) == expected_deliveries
+        owned = [task.key for task in self.exchange.owned()]
+        assert dict(computed) == dict.fromkeys(owned, 1)
+        assert set(owned) == {key for key, owner in self.plan.owners.items() if owner == self.layout.rank}
+        assert not calls["all_reduce"]
+        return calls
+
+    @staticmethod
+    def payload_of(stack: Tensor) -> Tensor:
+        return torch.stack([stack.sum(1), stack[:, 0], stack[:, -1]], dim=1)
+
+    def crossing(self, batch: Batch) -> bool:
+        holders = self.layout.holders
+        return any(
+            holder != self.plan.owners[task.key]
+            for task in batch.tasks
+            for part in task.parts
+            for holder in holders[part]
+        )
+
+    def payload_bytes(self) -> int:
+        """What all ranks together send when payloads return."""
+        holders = self.layout.holders
+        recipients = sum(
+            len({holder for part in task.parts for holder in holders[part]} - {self.plan.owners[task.key]})
+            for task in self.tasks
+        )
+        return 8 * PAYLOAD * recipients
+
+
+def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
+    found = []
+    for seed in range(SEEDS):
+        for replicated in (False, True) if world > 1 else (False,):
+            for payload in (False, True):
+                shapes = _shapes(seed)
+                layout = Layout(random_fragments(shapes, world, seed, replicated), rank, group, replicated)
+                probe = Probe(layout, _tasks(shapes), _whole(shapes))
+                calls = probe.run(payload)["all_to_all_single"]
+                travelling = sum(map(probe.crossing, probe.plan.batches))
+                assert len(calls) == travelling * (1 if replicated else 2)
+                found.append(
+                    {
+                        "replicated": replicated,
+                        "payload": payload,
+                        "sent": sum(calls),
+                        "planned": probe.exchange.bytes_per_gather,
+                        "payload_bytes": probe.payload_bytes(),
+                        "numel": sum(probe.matrix(task).numel() for task in probe.tasks),
+                        "travelling": travelling,
+                    }
+                )
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_random_layouts(world: int) -> None:
+    ranks = [_check(0, 1, None)] if world == 1 else run_ranks(world, _check_in_world)
+    for cases in zip(*ranks, strict=True):
+        case, sent = cases[0], sum(other["sent"] for other in cases)
+        planned = sum(other["planned"] for other in cases)
+        if case["replicated"]:
+            assert planned == 0
+            assert sent == (case["payload_bytes"] if case["payload"] else 8 * case["numel"] * (world - 1))
+        else:
+            assert sent == planned + (case["payload_bytes"] if case["payload"] else planned)
+    assert world == 1 or any(case["travelling"] for case in ranks[0])
+
+
+def _check_in_world(rank: int, world: int) -> list[dict[str, Any]]:
+    return _check(rank, world, dist.group.WORLD)
+
+
+def _stay_at_home(rank: int, world: int) -> tuple[int, int]:
+    shapes = {f"m{index}.weight": (4, 5) for index in range(2 * world)}
+    ranks = [
+        tuple(Fragment(key, shape, 0, 20, 0, 0) for i, (key, shape) in enumerate(shapes.items()) if i % world == holder)
+        for holder in range(world)
+    ]
+    probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes))
+    return len(probe.run(False)["all_to_all_single"]), probe.exchange.bytes_per_gather
+
+
+def test_matrices_whole_on_their_owners_send_nothing() -> None:
+    assert run_ranks(3, _stay_at_home) == [(0, 0)] * 3
+
+
+def _pipeline(rank: int, world: int) -> list[Any]:
+    # Each matrix is cut in the middle and every rank owns one of each batch.
+    shapes = {f"m{index}.weight": (4, 5) for index in range(8)}
+    ranks: list[list[Fragment]] = [[], []]
+    for key, shape in shapes.items():
+        ranks[0].append(Fragment(key, shape, 0, 9, 0, 0))
+        ranks[1].append(Fragment(key, shape, 9, 20, 0, 0))
+    layout = Layout(tuple(map(tuple, ranks)), rank, dist.group.WORLD)
+    probe = Probe(layout, _tasks(shapes), _whole(shapes), batch_elements=20)
+    assert len(probe.plan.batches) == 4
+    batch_of = {task.key: index for index, batch in enumerate(probe.plan.batches) for task in batch.tasks}
+    probe.run(False)
+    return [("deliver", batch_of[event[1]]) if event[0] == "deliver" else event for event in probe.events]
+
+
+def test_the_next_gather_leaves_before_the_computation() -> None:
+    message = "all_to_all_single"
+    expected: list[Any] = [message]  # the first gather
+    for index in range(4):
+        expected += [message] * (index < 3)  # the next gather
+        expected += [("compute", index), message]  # and this batch's results
+        expected += [("deliver", index - 1)] * 2 * (index > 0)
+    expected += [("deliver", 3)] * 2
+    for events in run_ranks(2, _pipeline):
+        assert events == expected
+
+
+def test_a_single_process_skips_tasks_without_gradient() -> None:
+    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
+    fragments = [Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
+    layout, tasks, whole = Layout.single(fragments), _tasks(shapes), _whole(shapes)
+    plan, _ = plan_matrices(layout, tasks, [0.0])
+    exchange = MatrixExchange(layout, plan, CPU, torch.float64)
+    stacks: list[Tensor] = []
+    delivered: dict[int, Tensor] = {}
+
+    def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        stacks.append(stack)
+        return stack + 1
+
+    def run(missing: set[str]) -> None:
+        stacks.clear()
+        delivered.clear()
+        sources = [None if fragment.key in missing else whole[fragment.key] for fragment in fragments]
+        exchange.run(sources, compute, lambda task, index, values: delivered.__setitem__(index, values.clone()))
+
+    run({"a.weight", "a.bias"})
+    assert [tuple(stack.shape) for stack in stacks] == [(1, 8)] and set(delivered) == {2, 3}
+    # A frozen bias counts as zero: its weight is still updated.
+    run({"a.bias"})
+    assert torch.equal(stacks[0][0], torch.cat([whole["a.weight"], torch.zeros(2)]))
+    assert set(delivered) == {0, 2, 3} and torch.equal(delivered[0], whole["a.weight"] + 1)
+    run(set(shapes))
+    assert not stacks and not delivered
+
+
+def test_missing_values_on_several_ranks_are_refused() -> None:
+    ranks = ((Fragment("m.weight", (2, 2), 0, 3, 0, 0),), (Fragment("m.weight", (2, 2), 3, 4, 0, 0),))
+    layout = Layout(ranks, rank=1)
+    plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0, 5.0])
+    exchange = MatrixExchange(layout, plan, CPU, torch.float64)
+    with pytest.raises(RuntimeError, match="'m.weight' has no values on this rank"):
+        exchange.run([None], lambda batch, tasks, stack: stack, lambda task, index, values: None)
+
+
+def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
+    layout = Layout.single([Fragment("m.weight", (2, 2), 0, 4, 0, 0)])
+    plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0])
+    exchange = MatrixExchange(layout, plan, CPU, torch.float32)
+    found: list[Tensor] = []
+    values = torch.tensor([1.0, 2.0, 3.0, 1.0 + 2**-30], dtype=torch.float64)
+    exchange.run([values], lambda batch, tasks, stack: stack.double(), lambda task, index, piece: found.append(piece))
+    assert found[0].dtype == torch.float32 and torch.equal(found[0], values.float())
