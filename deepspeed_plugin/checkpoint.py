@@ -190,6 +190,11 @@ def _reshard(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> tuple[str, dict
     assert isinstance(layout, DeepSpeedLayout)
     group: dist.ProcessGroup = engine.seq_data_parallel_group
     content = _read(saved.model_file)
+    if saved.world_size not in (None, content["dp_world_size"]):
+        raise CheckpointError(
+            f"{saved.folder} holds the files of {saved.world_size} of {content['dp_world_size']} ranks: it was not "
+            "written to the end. Load an earlier tag."
+        )
     _refuse_frozen(engine, content)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     log_dist(

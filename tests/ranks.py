@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -21,12 +22,17 @@ def _main(rank: int, world: int, store: str, results: Any, fn: Callable[..., Any
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        results.send((True, fn(rank, world, *args)))
+        _send(results, True, fn(rank, world, *args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        results.send((False, traceback.format_exc()))
+        _send(results, False, traceback.format_exc())
         os._exit(1)
+
+
+def _send(results: Any, ok: bool, value: Any) -> None:
+    # Tensors by value: multiprocessing would pass them by a handle that dies with this process.
+    results.send_bytes(pickle.dumps((ok, value)))
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
@@ -64,7 +70,7 @@ def _collect(receivers: list[Any], timeout: float) -> list[Any]:
         assert ready, f"ranks {sorted(pending)} did not finish within {timeout:.0f} s: a collective hangs"
         for rank in [rank for rank, receiver in pending.items() if receiver in ready]:
             try:
-                ok, value = pending.pop(rank).recv()
+                ok, value = pickle.loads(pending.pop(rank).recv_bytes())
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a message") from None
             assert ok, f"rank {rank} failed:\n{value}"

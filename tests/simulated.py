@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -179,10 +179,10 @@ class Framework:
 
     Args:
         layout: One of `LAYOUTS`. ``replicated``: whole parameters everywhere. ``flat``: one padded partition per param
-            group, cut anywhere (ZeRO-1 and 2). ``cut``: every parameter cut over all ranks, the pieces padded and
-            joined (ZeRO-3). ``narrowed``: as ``flat``, but one ``step()`` per group, with ``param_groups`` narrowed to
-            it. ``views``: a bucket of all parameters cut unevenly into one 1-D tensor per parameter; one rank gets
-            nothing (Megatron's distributed optimizer).
+            group, cut anywhere (ZeRO-1 and 2), its runs named in two parts. ``cut``: every parameter cut over all
+            ranks, the pieces padded and joined (ZeRO-3). ``narrowed``: as ``flat``, but one ``step()`` per group, with
+            ``param_groups`` narrowed to it. ``views``: a bucket of all parameters cut unevenly into one 1-D tensor per
+            parameter; one rank gets nothing (Megatron's distributed optimizer).
         case: The optimizer.
         dtype: Type of weights and gradients.
         rank: This rank.
@@ -278,6 +278,8 @@ class Framework:
         for names in GROUPS:
             size = -(-sum(sizes[name] for name in names) // (2 * self.world)) * 2  # alignment: padding at the end
             runs = _runs(names, sizes, self.rank * size, (self.rank + 1) * size)
+            if self.layout == "flat":
+                runs = [part for run in runs for part in _halves(run)]
             found.append([(size, tuple(runs))])
         return found
 
@@ -303,6 +305,14 @@ class Framework:
             [(run.end - run.start, (Slice(run.name, run.start, run.end, 0),)) for run in runs if run.name in group]
             for group in GROUPS
         ]
+
+
+def _halves(run: Slice) -> list[Slice]:
+    """The run as two neighbouring ones: a layout may name several runs of a parameter on one rank."""
+    middle = run.start + (run.end - run.start) // 3
+    if middle == run.start:
+        return [run]
+    return [replace(run, end=middle), replace(run, start=middle, offset=run.offset + middle - run.start)]
 
 
 def _runs(names: tuple[str, ...], sizes: dict[str, int], first: int, last: int) -> list[Slice]:

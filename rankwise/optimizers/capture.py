@@ -184,6 +184,10 @@ class Capture:
         self._handles = []
         self.clear()
 
+    def window_id(self) -> Hashable:
+        """The present accumulation window, as `window` names it; None without one."""
+        return None if self._window is None else self._window()
+
     def begin_window(self, window_id: Hashable) -> None:
         """Name the accumulation window; sums of another one that nobody has taken are dropped.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -137,6 +137,7 @@ class MKOR(ShardedOptimizer):
         )
         self._switched = False
         self._losses: list[Tensor] = []
+        self._loss_window: Hashable = None
         super().__init__(params, options)
 
     def _prepare_copy(self) -> None:
@@ -214,6 +215,10 @@ class MKOR(ShardedOptimizer):
             loss: Scalar, not multiplied by a loss scale.
         """
         if self.options.hybrid and not self._switched:
+            if self._capture is not None and self._capture.window_id() != self._loss_window:
+                # Losses nobody has used belong to a step that was skipped, after an overflow for instance.
+                self._losses.clear()
+                self._loss_window = self._capture.window_id()
             self._losses.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -25,7 +25,7 @@ from rankwise.optimizers.routing import annotate
 GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS, ACCUMULATION = 12, 8, 17, 10, 2
 
 TYPES: dict[str, dict[str, Any]] = {
-    "MARS": {"lr": 5e-3, "variant": "lion", "optimize_1d": True},
+    "MARS": {"lr": 5e-3, "optimize_1d": True},
     "MARS-AdamW": {"lr": 5e-3},
     "MARS-Lion": {"lr": 1e-3},
     "MARS-Shampoo": {"lr": 1e-2, "ns_dtype": "float32"},
@@ -387,6 +387,12 @@ def run_plain(job: Job, noise: float = 0.0, seed: int = 0) -> tuple[dict[str, np
                 for source, target in zip(updated.parameters(), model.parameters(), strict=True):
                     target.copy_(source)
     return initial, weights_of(updated)
+
+
+def noise_response(job: Job, noise: float) -> float:
+    """How far gradient noise of that relative size moves one process: the conditioning of the rule itself."""
+    initial, expected = run_plain(job)
+    return max(error(run_plain(job, noise, seed)[1], expected, initial) for seed in range(4))
 
 
 def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:

@@ -86,8 +86,8 @@ def _random_point(index: int) -> tuple[str, int, str, int, int]:
     generator = random.Random(index)
     event = EVENTS[index % len(EVENTS)]
     stage = (2, 3, 1)[index // len(EVENTS) % 3]
-    victim = generator.randrange(2)
-    # Rank 0 saves the module's file too at stages 1 and 2; the first checkpoint must be complete.
+    # Rank 0 names a checkpoint: only another rank's death while saving can leave an incomplete one behind.
+    victim = 1 if event == "save" and index != 8 else generator.randrange(2)
     per_step = {"forward": ds.ACCUMULATION, "update": 1, "save": 1}[event]
     return TYPES[index % len(TYPES)], stage, event, victim, generator.randint(3, 7) * per_step + 1
 

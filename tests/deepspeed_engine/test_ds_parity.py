@@ -20,6 +20,7 @@ from ds_harness import (
     first_statistics,
     jobs,
     mid_row_cuts,
+    noise_response,
     replay_error,
     replay_tolerance,
     run_all,
@@ -53,11 +54,9 @@ def cell_jobs(tied: bool) -> list[Job]:
 
 
 @functools.cache
-def noise_response(tied: bool) -> float:
-    """How far rounding-sized gradient noise moves one process of SONew with its default tolerance."""
-    job = cell_jobs(tied)[-1]
-    initial, expected = plain(len(cell_jobs(tied)) - 1, tied)
-    return max(error(run_plain(job, 1e-7, seed)[1], expected, initial) for seed in range(4))
+def own_response(index: int, tied: bool) -> float:
+    """How far rounding-sized gradient noise moves one process."""
+    return noise_response(cell_jobs(tied)[index], 1e-7)
 
 
 @pytest.mark.slow
@@ -80,10 +79,11 @@ def test_engine_follows_one_process(world: int, stage: int) -> None:
         rows.append(row)
     _rows.extend(rows)
     adamw = rows[0]["end_to_end"]
-    for row in rows[1:]:
+    for index, row in enumerate(rows[1:], 1):
         tolerance = replay_tolerance(row["type"])
         assert row["same_gradients"] <= tolerance, row
-        yardstick = noise_response(tied) if row["params"] is SONEW_DEFAULTS else adamw
+        # SONew's default edge tolerance amplifies rounding in one process already, beyond what AdamW shows.
+        yardstick = own_response(index, tied) if row["params"] is SONEW_DEFAULTS else adamw
         # One process reduces in the plain run's order: where AdamW shows no error at all, ours may round.
         assert row["end_to_end"] <= max(ALLOWED * yardstick, tolerance), (row, yardstick)
 
