@@ -10,6 +10,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_plugin.layouts import layout_of, logical_shape
+from deepspeed_plugin.support import refuse_unsupported
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.routing import annotate
@@ -33,6 +34,7 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         LayoutError: The engine uses a wrapper this version does not know.
         OptionError: The optimizer has nothing to update.
     """
+    refuse_unsupported(engine, optimizer)
     optimizer.attach(layout_of(engine, optimizer))
     optimizer.announce = lambda text: log_dist(text, ranks=[0])
     if isinstance(optimizer, MKOR):

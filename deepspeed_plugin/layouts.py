@@ -49,6 +49,17 @@ def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeed
     )
 
 
+def _exchange_group(engine: DeepSpeedEngine) -> dist.ProcessGroup:
+    """The data-parallel group, or its twin for CPU tensors where offload keeps the partitions on the host."""
+    group: dist.ProcessGroup = engine.seq_data_parallel_group
+    if engine.zero_cpu_offload() and "gloo" not in dist.get_backend(group):
+        ranks = dist.get_process_group_ranks(group)
+        twin = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(twin, dist.ProcessGroup)
+        return twin
+    return group
+
+
 class DeepSpeedLayout:
     """Names the contents of the tensors in the param groups of an engine's basic optimizer.
 
@@ -62,7 +73,7 @@ class DeepSpeedLayout:
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
         self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
-        self.group: dist.ProcessGroup | None = engine.seq_data_parallel_group
+        self.group: dist.ProcessGroup | None = _exchange_group(engine)
 
     def contents(self, tensor: Tensor) -> TensorContents:
         """See :class:`rankwise.optimizers.unit.LayoutSource`."""

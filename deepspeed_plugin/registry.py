@@ -18,6 +18,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, prepare
+from deepspeed_plugin.support import refuse_replaced
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
 from rankwise.optimizers.options import OptionError, Options, check_keys
@@ -177,6 +178,7 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
     # Some wrappers step once on zero gradients while they are built: no state may come from that.
     with deferred_steps():
         _originals["_configure_optimizer"](engine, client_optimizer, model_parameters)
+    refuse_replaced(engine)
     if isinstance(engine.basic_optimizer, ShardedOptimizer):
         attach(engine, engine.basic_optimizer)
 

@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 
 from rankwise.configs import OPTIMIZERS
+from rankwise.optimizers.routing import annotate
 
 __all__ = ["explain_table"]
 
@@ -30,7 +31,8 @@ def explain_table(model: Any, block: dict[str, Any]) -> Table:
         ours = ", ".join(value for key, value in OPTIMIZERS.items() if key != "adamw")
         raise ValueError(f"optimizer.type is {name!r}, which is not one of ours ({ours}): there is nothing to explain")
     importlib.import_module("deepspeed_plugin")
-    optimizer = getattr(torch.optim, name)(list(model.named_parameters()), **block.get("params", {}))
+    annotate(model)
+    optimizer = getattr(torch.optim, name)(list(model.parameters()), **block.get("params", {}))
     if hasattr(optimizer, "capture"):
         optimizer.capture(model)
     tokens = torch.randint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ class ShardedOptimizer(Optimizer, ABC):
     on their owner only.
     """
 
+    instances: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
+    """Every living optimizer, for frameworks to notice that one of ours was replaced."""
     options_type: ClassVar[type[Options]]
     sums_cover_fallback: ClassVar[bool] = False
     """Whether per-parameter sums are taken over parameters on the fallback too."""
@@ -133,6 +136,7 @@ class ShardedOptimizer(Optimizer, ABC):
         defaults = {name: getattr(options, name) for name in self.group_options}
         super().__init__(params, {**defaults, **(extra_defaults or {})})
         self._refuse_if_idle()
+        ShardedOptimizer.instances.add(self)
 
     # --- what a subclass declares -------------------------------------------------------------------------------
 

@@ -333,7 +333,7 @@ class MKOR(ShardedOptimizer):
             failures = self.matrix_states.get(key, {}).get("failures")
             tail = torch.tensor([float(count)], dtype=dtype, device=unit.device)
             failed = torch.zeros(1, dtype=dtype, device=unit.device) if failures is None else failures.to(dtype).view(1)
-            parts += [inputs.to(dtype), outputs.to(dtype), tail, failed]
+            parts += [inputs.to(tail), outputs.to(tail), tail, failed]
         packed = torch.cat(parts)
         if unit.layout.world_size > 1:
             dist.all_reduce(packed, group=unit.layout.group)

@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["LDAdamOptions", "MARSOptions", "MKOROptions", "OptionError", "Options", "SONewOptions", "check_keys", "patterns"]
+__all__ = [
+    "LDAdamOptions",
+    "MARSOptions",
+    "MKOROptions",
+    "OptionError",
+    "Options",
+    "SONewOptions",
+    "check_keys",
+    "patterns",
+]
 
 
 class OptionError(ValueError):
@@ -271,7 +280,9 @@ class MKOROptions(Options):
         self._fraction("momentum")
         self._flag("nesterov")
         if self.nesterov and self.backend == "sgd" and self.momentum == 0:
-            self._fail("nesterov", "it must go with a momentum above 0", "set momentum to e.g. 0.9, or nesterov to false")
+            self._fail(
+                "nesterov", "it must go with a momentum above 0", "set momentum to e.g. 0.9, or nesterov to false"
+            )
 
     def _check_stabilizer(self) -> None:
         value = self.stabilizer

@@ -1,0 +1,98 @@
+"""No step of MARS and SONew waits for the device: nothing but the CPU step counts is read back to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import BY_NAME, advance, loss_of, setup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = {
+    torch.ops.aten._local_scalar_dense.default,  # item(), float(t), bool(t), tolist()
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,  # its size depends on the data
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._to_copy.default,  # only to the CPU, see below
+    torch.ops.aten.lift_fresh.default,  # torch.tensor(...): on an accelerator a blocking copy
+}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises on operations that would make the host wait, were these tensors on an accelerator.
+
+    Args:
+        on_host: Tensors that live on the CPU by design; they are told by their memory.
+    """
+
+    def __init__(self, on_host: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.exempt = {tensor.data_ptr() for tensor in on_host}
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if func in READS and args[0].data_ptr() not in self.exempt:
+            to_host = func is not torch.ops.aten._to_copy.default or str((kwargs or {}).get("device")) == "cpu"
+            assert not to_host, f"{func} makes the host wait for the device"
+        return func(*args, **(kwargs or {}))
+
+
+ELEMENT_WISE = [name for name, case in BY_NAME.items() if case.cls.__name__ in ("MARS", "SONew")]
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_a_step_reads_nothing_back(name: str) -> None:
+    model, optimizer = setup(BY_NAME[name])
+    advance(model, optimizer, range(2))  # plans and states are made at the first step
+    for index in range(2, 4):
+        optimizer._recorded = True  # exact mode: the reference of the step before will do
+        optimizer.zero_grad()
+        loss_of(model, index).backward()
+        with NoHostReads([state["step"] for state in optimizer.state.values()]) as guard:
+            optimizer.step()
+        assert guard.operations > 50
+
+
+@pytest.mark.parametrize("name", ["ldadam", "ldadam-no-feedback", "mkor-adamw"])
+def test_matrix_rules_copy_no_index_to_the_device(name: str) -> None:
+    """Their counts are on the CPU too; what factorisations read back is theirs."""
+    model, optimizer = setup(BY_NAME[name])
+    advance(model, optimizer, range(2))
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    counts = [state["step"] for part in (optimizer.state, optimizer.matrix_states) for state in part.values() if "step" in state]
+    with NoHostReads(counts):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: float(x[0, 0]),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([1, 2], device=x.device),
+        lambda x: x.to("cpu", torch.float32),
+    ],
+)
+def test_the_guard_sees_every_kind_of_read(read: Any) -> None:
+    x = torch.ones(2, 2)
+    with NoHostReads([]), pytest.raises(AssertionError, match="makes the host wait"):
+        read(x)
+    with NoHostReads([x]):
+        assert float(x.view(-1)[:1]) == 1.0  # exempt by its memory
+
+
+def test_counts_are_kept_on_the_cpu_in_fp32() -> None:
+    """As torch.optim keeps them: that is what exempts them above."""
+    for name in ("mars-adamw", "ldadam", "mkor-adamw"):
+        model, optimizer = setup(BY_NAME[name])
+        advance(model, optimizer, range(1))
+        for state in optimizer.state.values():
+            assert (state["step"].device.type, state["step"].dtype, float(state["step"])) == ("cpu", torch.float32, 1.0)

@@ -1,0 +1,181 @@
+"""The layers: who may import whom, read from the source without running it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("rankwise", "deepspeed_plugin", "megatron_patches")
+FRAMEWORKS = ("deepspeed", "megatron", "transformers", "accelerate", "transformer_engine")
+PARTS = ("rankwise", "deepspeed_plugin", "megatron_patches", "launch", "configs", "benchmarks")
+
+
+def module_name(path: Path) -> str:
+    """Dotted name under which a file is installed: launch and configs lie below rankwise."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] in ("launch", "configs"):
+        parts.insert(0, "rankwise")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Absolute names of everything a file imports, wherever in it; also by importlib with a literal name."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    return list(imports(ast.parse(path.read_text()), module_name(path), path.name == "__init__.py"))
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+# Part of the tree: what of ours it may import. The longest matching key counts.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "rankwise.updates": ("rankwise.updates",),
+    "rankwise.sharding": ("rankwise.sharding",),
+    "rankwise.kernels": ("rankwise.kernels", "rankwise.updates"),
+    "rankwise.optimizers": ("rankwise.optimizers", "rankwise.updates", "rankwise.kernels", "rankwise.sharding"),
+    "rankwise": ("rankwise.optimizers", "rankwise.sharding", "rankwise.updates", "rankwise.health", "rankwise.estimate"),
+    "deepspeed_plugin": ("deepspeed_plugin", "rankwise"),
+    "megatron_patches": ("megatron_patches", "rankwise"),
+    "rankwise.launch": OURS,
+    "rankwise.configs": ("rankwise.configs",),
+    "benchmarks": ("benchmarks", *OURS),
+}
+# Never, whatever the above says: the core and the framework packages do not know the command line.
+NOT_THE_COMMAND_LINE = ("rankwise.launch", "rankwise.configs")
+
+
+def layer_of(module: str) -> str:
+    return max((key for key in ALLOWED if within(module, key)), key=len)
+
+
+def violations(module: str, names: list[tuple[int, str]]) -> list[str]:
+    """Imports of ours that the layer of ``module`` may not make, and of frameworks it may not know."""
+    layer = layer_of(module)
+    found = []
+    for line, name in names:
+        allowed = within(name, *ALLOWED[layer])
+        if layer not in ("rankwise.launch", "rankwise.configs", "benchmarks"):
+            allowed = allowed and not within(name, *NOT_THE_COMMAND_LINE)
+        if within(name, *OURS) and not allowed:
+            found.append(f"{module}:{line} imports {name}")
+        if within(name, *FRAMEWORKS):
+            home = {"deepspeed_plugin": ("deepspeed",), "megatron_patches": ("megatron", "transformer_engine")}
+            free = ("rankwise.launch", "rankwise.configs", "benchmarks")
+            if layer not in free and not within(name, *home.get(layer, ())):
+                found.append(f"{module}:{line} imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_imports_point_downwards(part: str) -> None:
+    if not (ROOT / part).is_dir():
+        pytest.skip(f"there is no {part}/")
+    files = sources(part)
+    assert files or part in ("configs", "benchmarks")
+    assert [line for path in files for line in violations(module_name(path), imports_of(path))] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "forbidden"),
+    [
+        ("rankwise.updates.mars", "from rankwise.sharding import Layout", True),
+        ("rankwise.updates.mars", "from .adamw import Scalar", False),
+        ("rankwise.updates.mars", "from ..kernels import foreach", True),
+        ("rankwise.sharding.plan", "import rankwise.optimizers.base", True),
+        ("rankwise.sharding.plan", "from .layout import Layout", False),
+        ("rankwise.kernels.foreach", "from rankwise.updates.adamw import Scalar", False),
+        ("rankwise.kernels.foreach", "from rankwise.optimizers import base", True),
+        ("rankwise.optimizers.base", "from rankwise.sharding import Layout", False),
+        ("rankwise.optimizers.base", "def f():\n    import deepspeed_plugin", True),
+        ("rankwise.optimizers.base", "def f():\n    import deepspeed", True),
+        ("rankwise.optimizers.capture", "from transformers.pytorch_utils import Conv1D", True),
+        ("rankwise.optimizers.base", "import rankwise.launch.cli", True),
+        ("rankwise.optimizers.base", "importlib.import_module('megatron.core')", True),
+        ("deepspeed_plugin.registry", "import megatron_patches", True),
+        ("deepspeed_plugin.registry", "import deepspeed.ops", False),
+        ("deepspeed_plugin.registry", "import megatron", True),
+        ("deepspeed_plugin.registry", "from rankwise.launch import cli", True),
+        ("megatron_patches.registry", "from deepspeed_plugin import layouts", True),
+        ("megatron_patches.registry", "from megatron.core import parallel_state", False),
+        ("rankwise.launch.cli", "import deepspeed_plugin", False),
+        ("rankwise.launch.cli", "import megatron_patches", False),
+    ],
+)
+def test_the_check_itself(module: str, source: str, forbidden: bool) -> None:
+    found = violations(module, list(imports(ast.parse(source), module, is_package=False)))
+    assert bool(found) == forbidden, found
+
+
+def test_the_core_imports_without_any_framework() -> None:
+    """In a process in which importing one fails."""
+    program = (
+        "import sys\n"
+        f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"
+        "import rankwise, rankwise.optimizers.capture, rankwise.sharding\n"
+        f"assert not [n for n in sys.modules if n.split('.')[0] in {OURS[1:]!r} or n.startswith('rankwise.launch')]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+# --- host reads in the kernels ---------------------------------------------------------------------------------------
+
+
+def host_reads(tree: ast.AST) -> list[str]:
+    """Calls that read a tensor back, as far as the source shows them."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "tolist", "cpu", "nonzero", "numpy"):
+            found.append(f"line {node.lineno}: .{node.func.attr}()")
+        if isinstance(node.func, ast.Name) and node.func.id == "bool":
+            found.append(f"line {node.lineno}: bool()")
+    return found
+
+
+@pytest.mark.parametrize("path", sources("rankwise/kernels"), ids=lambda path: path.name)
+def test_kernels_read_nothing_back(path: Path) -> None:
+    assert host_reads(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize("source", ["x.item()", "bool(x)", "x.sum().tolist()", "x.cpu()"])
+def test_host_reads_are_seen(source: str) -> None:
+    assert len(host_reads(ast.parse(source))) == 1
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_long_files_are_reported(record_property: pytest.RecordProperty) -> None:
+    """Not an error: a reason to look whether a file does one thing."""
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(*PARTS)}
+    long = {path: length for path, length in sorted(lengths.items()) if length > 400}
+    record_property("files above 400 lines", long)
+    for path, length in long.items():
+        print(f"{path}: {length} lines")
+    assert lengths and max(lengths.values()) < 1000, long
