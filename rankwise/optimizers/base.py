@@ -208,8 +208,8 @@ class ShardedOptimizer(Optimizer, ABC):
         for name in self.options.names():
             if name in group and name not in self.group_options and group[name] != getattr(self.options, name):
                 raise OptionError(
-                    f"{type(self).__name__}: {name}={group[name]!r} in a param group is invalid: it must be the same for "
-                    f"all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"
+                    f"{type(self).__name__}: {name}={group[name]!r} in a param group is invalid: it must be the same "
+                    f"for all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"
                 )
 
     def _refuse_if_idle(self) -> None:
@@ -471,12 +471,9 @@ class ShardedOptimizer(Optimizer, ABC):
         result = super().state_dict()
         states = {**self._loaded_matrix_states, **self.matrix_states}
         if self._source.replicated and self._source.group is not None:
-            everyone: list[tuple[dict[str, MatrixState], ...]] = [({}, {})] * dist.get_world_size(self._source.group)
-            dist.all_gather_object(everyone, (self._loaded_matrix_states, self.matrix_states), group=self._source.group)
-            # What an owner holds goes before what anyone loaded and has not put to use.
-            states = {
-                key: state for part in zip(*everyone, strict=True) for held in part for key, state in held.items()
-            }
+            everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(self._source.group))]
+            dist.all_gather_object(everyone, states, group=self._source.group)
+            states = {key: state for rank_states in everyone for key, state in rank_states.items()}
         result["matrix_states"] = {key: dict(state) for key, state in states.items()}
         result["rankwise"] = self.identity
         result["layout"] = [self._layout_record(tensor) for group in self.param_groups for tensor in group["params"]]

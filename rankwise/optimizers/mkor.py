@@ -144,6 +144,7 @@ class MKOR(ShardedOptimizer):
         super()._prepare_copy()
         self._capture = None
         self._records = {}
+        self._loss_window = None
 
     # --- routing ------------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class MKOR(ShardedOptimizer):
             self._drop_factors()
 
     def _learn_roles(self, model: nn.Module) -> None:
-        """Route by module type what the constructor knew by name or shape alone: heads and embeddings to the backend."""
+        """Route by module type what the constructor knew by name or shape alone."""
         found = {id(parameter): info for parameter, info in describe(model).items()}
         for name, (info, index) in self._catalog.items():
             learnt = found.get(id(self.parameters_by_name[name]))

@@ -96,8 +96,12 @@ SKIPPED = (0, 4)
 def digest(optimizer: Any) -> str:
     """A hash of every byte of optimizer state and of the weights the optimizer updates."""
     found = hashlib.sha256()
-    for tensor, state in optimizer.state.items():
-        found.update(tensor.detach().numpy().tobytes())
+    for unit in optimizer._units.values():
+        for fragment in (entry.fragment for entry in unit.entries):
+            # Not the whole tensor: ZeRO-3 pads with whatever the memory held.
+            run = slice(fragment.offset, fragment.offset + fragment.numel)
+            found.update(unit.tensors[fragment.tensor].detach().reshape(-1)[run].numpy().tobytes())
+    for state in optimizer.state.values():
         for name in sorted(state):
             found.update(name.encode() + np.asarray(state[name]).tobytes())
     for key in sorted(optimizer.matrix_states):

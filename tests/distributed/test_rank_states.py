@@ -111,3 +111,14 @@ def test_resume_is_bitwise(outcomes: list[dict[tuple[str, str], dict[str, Any]]]
         assert all(rank["keys"] == everything for rank in ranks)
     else:
         assert all(rank["keys"] == rank["owned"] for rank in ranks)
+
+
+def test_loaded_states_move_to_the_device_of_the_computation() -> None:
+    optimizer = Framework("replicated", CASES["ldadam-ef"], torch.float32).optimizer
+    optimizer._loaded_matrix_states["a.weight"] = {"basis": torch.ones(2), "step": torch.tensor(3)}
+
+    def fresh() -> dict[str, Tensor]:
+        return {"basis": torch.empty(2, device="meta"), "step": torch.tensor(0)}
+
+    state = optimizer._matrix_state("a.weight", fresh)
+    assert state["basis"].device.type == "meta" and state["step"].device.type == "cpu" and int(state["step"]) == 3

@@ -57,7 +57,14 @@ CASES = [
     Case(
         "mkor-sgd",
         MKOR,
-        {"lr": 1e-2, "update_interval": 2, "backend": "sgd", "nesterov": True, "rule": "ema", "factor_dtype": "float64"},
+        {
+            "lr": 1e-2,
+            "update_interval": 2,
+            "backend": "sgd",
+            "nesterov": True,
+            "rule": "ema",
+            "factor_dtype": "float64",
+        },
     ),
     Case("mkor-hybrid", MKOR, {"lr": 1e-2, "update_interval": 2, "hybrid": True, "hybrid_min_steps": 4}),
 ]

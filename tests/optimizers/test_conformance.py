@@ -668,6 +668,8 @@ def test_copies_continue_on_their_own(case: Case, copied: Any, steps: int) -> No
     advance(model, optimizer, range(steps, steps + 4))
     assert_same(weights_of(other), weights_of(model))
     assert [str(row) for row in twin.explain()] == [str(row) for row in optimizer.explain()]
+    torchs_own = vars(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).keys()
+    assert vars(twin).keys() - torchs_own == vars(optimizer).keys() - torchs_own
 
 
 def test_a_copied_mkor_asks_for_its_own_capture() -> None:

@@ -458,7 +458,9 @@ def test_a_tied_weight_is_preconditioned_once() -> None:
         weight.data -= 1e-2 * dense.apply(weight.grad, True)
     assert list(optimizer.matrix_states) == ["a.weight"]
     torch.testing.assert_close(model.a.weight.detach(), weight.detach(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(optimizer.matrix_states["a.weight"]["left"], dense.inverse["left"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        optimizer.matrix_states["a.weight"]["left"], dense.inverse["left"], rtol=1e-9, atol=1e-11
+    )
 
 
 def test_a_head_tied_to_the_embedding_takes_the_backend() -> None:
@@ -667,7 +669,9 @@ def test_after_the_switch_it_is_the_backend(backend: str) -> None:
     for step, value in enumerate(losses):
         if step == 5:
             snapshot = {"model": weights(model), "state": optimizer.state_dict()}
-            state = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+            state = {
+                name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()
+            }
         optimizer.zero_grad()
         loss(model, step).backward()
         optimizer.record_loss(value)

@@ -203,7 +203,9 @@ def test_unknown_keys_name_the_nearest(key: str, hint: str) -> None:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_model_without_matrices_is_refused(cls: type) -> None:
     vectors = [("norm.weight", nn.Parameter(torch.ones(9))), ("norm.bias", nn.Parameter(torch.ones(9)))]
-    words = rf"{cls.__name__} would update none of the 2 parameters .* fallback: vector\)\. Pass parameters with matrices"
+    words = (
+        rf"{cls.__name__} would update none of the 2 parameters .* fallback: vector\)\. Pass parameters with matrices"
+    )
     with pytest.raises(OptionError, match=words):
         cls(vectors)
     with pytest.raises(OptionError, match=r"none of the 2 .*: excluded by '\*body\*'.*loosen 'exclude', or use AdamW"):

@@ -55,12 +55,12 @@ def test_a_sole_holder_keeps_its_matrix_when_balanced(world: int, per_rank: int)
 
 def test_the_largest_share_wins_and_an_overloaded_rank_gives_away() -> None:
     tasks = [MatrixTask(key, (key,), (), 1.0) for key in "abcd"]
-    mostly_first = {key: {0: 9, 1: 1} for key in "abcd"}
-    assert assign_owners(tasks[:1], mostly_first, [0.0, 0.0], tolerance=2.0)[0] == {"a": 0}
-    owners, loads = assign_owners(tasks, mostly_first, [0.0, 0.0])
+    mostly_second = {key: {0: 1, 1: 9} for key in "abcd"}
+    assert assign_owners(tasks[:1], mostly_second, [0.0, 0.0], tolerance=2.0)[0] == {"a": 1}
+    owners, loads = assign_owners(tasks, mostly_second, [0.0, 0.0])
     assert loads == [2.0, 2.0]
     # A rank already loaded by another param group is spared.
-    assert set(assign_owners(tasks, mostly_first, [100.0, 0.0])[0].values()) == {1}
+    assert set(assign_owners(tasks, mostly_second, [0.0, 100.0])[0].values()) == {0}
 
 
 def _gpt(layers: int, width: int) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Measurements anyone can repeat: ``python -m benchmarks --help``."""

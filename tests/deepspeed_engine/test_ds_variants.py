@@ -1,0 +1,148 @@
+"""Settings of ZeRO and of training that change where things are, and must not change what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import ds_harness as ds
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+STEPS = 6
+WARMUP = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 5e-3, "warmup_num_steps": 4},
+    }
+}
+
+ZERO: dict[str, dict[str, Any]] = {
+    "round_robin_gradients": {"stage": 2, "round_robin_gradients": True},
+    "scattered_gradients": {"stage": 2, "contiguous_gradients": False},
+    "all_reduce": {"stage": 2, "reduce_scatter": False},
+    "all_reduce_stage3": {"stage": 3, "reduce_scatter": False},
+    "overlap_comm": {"stage": 2, "overlap_comm": True},
+    "overlap_comm_stage3": {"stage": 3, "overlap_comm": True},
+    "small_sub_groups": {"stage": 3, "sub_group_size": 150},
+    "small_buckets": {"stage": 2, "reduce_bucket_size": 100, "allgather_bucket_size": 100},
+    "host_memory": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "host_memory_stage3": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def check_replay(job: ds.Job, ranks: list[ds.Record]) -> None:
+    """The run follows its own reduced gradients, and the model has the weights it ended with."""
+    assert ds.replay_error(job, ranks) <= ds.replay_tolerance(job.name), job.name
+    final = ds.whole(record.final for record in ranks)
+    for name, values in final.items():
+        assert all(np.array_equal(record.model[name], values) for record in ranks), (job.name, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ZERO)
+def test_zero_settings(variant: str) -> None:
+    cell = ds.ours(steps=STEPS, config={"zero_allow_untested_optimizer": False})
+    for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, ZERO[variant]), strict=True):
+        check_replay(job, ranks)
+        calls = {count for record in ranks for count in record.calls}
+        assert min(calls) > 3 if variant == "small_sub_groups" else calls == {1}
+        assert ranks[0].matrices == expected_matrices(job)
+
+
+def expected_matrices(job: ds.Job) -> int:
+    """Matrices that one process of plain PyTorch updates by the rule."""
+    model = ds.model_of(job)
+    ds.annotate(model)
+    optimizer = ds.build(job.name, ds.groups_of(model, job), **job.params)
+    if isinstance(optimizer, ds.MKOR):
+        optimizer.capture(model)
+    return sum(chosen.rule == "matrix" for chosen in optimizer._routes.values())
+
+
+@pytest.mark.slow
+def test_zero_init_routes_by_logical_shape() -> None:
+    # Under zero.Init every parameter is an empty placeholder when the optimizer is built.
+    for split in (False, True):
+        cell = ds.ours(steps=STEPS, zero_init=True, split=split)
+        for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": 3}), strict=True):
+            assert ranks[0].matrices == expected_matrices(job), job.name
+            check_replay(job, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_param_groups(stage: int) -> None:
+    cell = ds.ours(steps=STEPS, split=True)
+    for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
+        check_replay(job, ranks)
+        lrs = ranks[0].lrs[0]
+        assert lrs["up.weight"] == job.params["lr"] and lrs["norm.bias"] == 2e-3
+        assert ranks[0].matrices == expected_matrices(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_mkor_with_recomputed_activations(stage: int) -> None:
+    # Recomputation runs every forward hook twice; the statistics must be those of one pass.
+    plain = [job for job in ds.ours() if "MKOR" in job.name]
+    cell = [replace(job, steps=STEPS, checkpointing=flag) for job in plain for flag in (False, True)]
+    results = run_ranks(2, ds.run_all, cell, {"stage": stage})
+    for index in range(0, len(cell), 2):
+        for rank in results:
+            once, twice = rank[index], rank[index + 1]
+            for found, expected in zip(twice.statistics, once.statistics, strict=True):
+                assert found.keys() == expected.keys()
+                for key in expected:
+                    assert all(np.array_equal(a, b) for a, b in zip(found[key], expected[key], strict=True)), key
+            assert all(np.array_equal(twice.model[name], once.model[name]) for name in once.model)
+        assert once.statistics[0] and not once.statistics[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_warmup_from_zero(stage: int) -> None:
+    # DeepSpeed's warm-up starts at lr 0: the first step must move the states and not the weights.
+    cell = ds.ours(steps=STEPS, config=WARMUP)
+    for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
+        rates = [step["up.weight"] for step in ranks[0].lrs]
+        assert rates[0] == 0.0 and rates[-1] > rates[1] > 0.0
+        check_replay(job, ranks)
+
+
+def _lonely_matrix(rank: int, world: int) -> list[float]:
+    """Train a model one of whose param groups is a matrix too small for every rank to hold a part of it."""
+    deepspeed.init_distributed("gloo")
+    losses = []
+    for name, params in ds.TYPES.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2), nn.Linear(2, 1, bias=False))
+        tiny = model[3].weight
+        rest = [parameter for parameter in model.parameters() if parameter is not tiny]
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": name, "params": dict(params)},
+        }
+        groups = [{"params": rest}, {"params": [tiny]}]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+        inputs = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))[2 * rank : 2 * rank + 2]
+        for _ in range(8):
+            loss = (engine(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss.detach()))
+        engine.destroy()
+    return losses
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_nothing_of_a_group() -> None:
+    # Such a rank has no step count of its own, yet must enter every collective of the others.
+    for losses in run_ranks(3, _lonely_matrix, timeout=60.0):
+        assert np.isfinite(losses).all()
