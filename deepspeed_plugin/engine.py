@@ -10,6 +10,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_plugin.layouts import layout_of, logical_shape
+from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.support import refuse_unsupported
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
@@ -18,9 +19,17 @@ from rankwise.optimizers.routing import annotate
 __all__ = ["attach", "prepare"]
 
 
-def prepare(engine: DeepSpeedEngine) -> None:
-    """Attach names, roles and logical shapes to the model's parameters before the optimizer is built."""
+def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
+    """Attach names, roles and logical shapes to the model's parameters before the optimizer is built.
+
+    Args:
+        engine: The engine, its model wrapped.
+        client_optimizer: What the user passed to ``deepspeed.initialize``; an instance of ours, built before anything
+            was known of the parameters but their shapes, learns it now.
+    """
     annotate(engine.module, logical_shape)
+    if isinstance(client_optimizer, ShardedOptimizer):
+        client_optimizer.reroute()
 
 
 def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
@@ -36,6 +45,7 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """
     refuse_unsupported(engine, optimizer)
     optimizer.attach(layout_of(engine, optimizer))
+    report_health(engine, optimizer)
     optimizer.announce = lambda text: log_dist(text, ranks=[0])
     if isinstance(optimizer, MKOR):
         optimizer.capture(engine.module, window=lambda: engine.global_steps)

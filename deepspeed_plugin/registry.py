@@ -174,7 +174,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:
     """DeepSpeed's method, with names attached before it and the layout after it."""
-    prepare(engine)
+    prepare(engine, client_optimizer)
     # Some wrappers step once on zero gradients while they are built: no state may come from that.
     with deferred_steps():
         _originals["_configure_optimizer"](engine, client_optimizer, model_parameters)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rankwise.health import Health
 from rankwise.optimizers.options import OptionError, Options
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule, info_of, route
 from rankwise.optimizers.unit import (
@@ -26,13 +27,14 @@ from rankwise.optimizers.unit import (
     TensorContents,
     cut_into_matrices,
 )
-from rankwise.sharding import Layout
+from rankwise.sharding import Layout, Traffic
 
 __all__ = ["Explanation", "MatrixState", "ShardedOptimizer", "StateTypes", "WholeParameters", "deferred_steps"]
 
 MatrixState = dict[str, Tensor]
 StateTypes = Mapping[str, torch.dtype | None]
 logger = logging.getLogger(__name__)
+_COMMON_TOTALS = ("bytes_sent", "collectives", "matrices_updated", "steps")
 _deferrals = 0
 
 
@@ -117,6 +119,10 @@ class ShardedOptimizer(Optimizer, ABC):
     instances: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
     """Every living optimizer, for frameworks to notice that one of ours was replaced."""
     options_type: ClassVar[type[Options]]
+    health_means: ClassVar[tuple[str, ...]] = ()
+    """Metrics of :attr:`health` beyond the common ones, reported as means."""
+    health_totals: ClassVar[tuple[str, ...]] = ()
+    """The same, reported as totals over ranks."""
     sums_cover_fallback: ClassVar[bool] = False
     """Whether per-parameter sums are taken over parameters on the fallback too."""
 
@@ -126,6 +132,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self._loaded_matrix_states: dict[str, MatrixState] = {}
         self._catalog: dict[str, tuple[ParameterInfo, int]] = {}
         self._routes: dict[str, Route] = {}
+        self.health = Health(self.health_means, (*_COMMON_TOTALS, *self.health_totals))
+        self._reported = Traffic()
         self.parameters_by_name: dict[str, Tensor] = {}
         self._plain = WholeParameters()
         self._source: LayoutSource = self._plain
@@ -184,7 +192,29 @@ class ShardedOptimizer(Optimizer, ABC):
         if isinstance(param_group, dict):
             self._validate_group(param_group)
         super().add_param_group(param_group)
-        index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        self._route_group(len(self.param_groups) - 1)
+        self._forget_plans()
+
+    def reroute(self) -> None:
+        """Route again by what is known of the parameters by now; see :func:`rankwise.optimizers.routing.annotate`.
+
+        Names become those of the annotation. Does nothing once there is state, which is kept by name.
+
+        Raises:
+            OptionError: No parameter takes this optimizer's own rule any more.
+        """
+        if self.state or self.matrix_states or self._loaded_matrix_states:
+            return
+        self._catalog.clear()
+        self._routes.clear()
+        self.parameters_by_name.clear()
+        for index in range(len(self.param_groups)):
+            self._route_group(index)
+        self._forget_plans()
+        self._refuse_if_idle()
+
+    def _route_group(self, index: int) -> None:
+        group = self.param_groups[index]
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
         for position, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
             info = info_of(parameter, name, f"group{index}.param{position}")
@@ -195,7 +225,6 @@ class ShardedOptimizer(Optimizer, ABC):
             chosen = route(info, self.policy, group.get("fallback"))
             self._routes[info.name] = self._adjust_route(info, group, chosen)
             self._plain.register(parameter, info.name, index)
-        self._forget_plans()
 
     def _forget_plans(self) -> None:
         self._units.clear()
@@ -256,6 +285,8 @@ class ShardedOptimizer(Optimizer, ABC):
             weights, grads = opened
             self._update(unit, self._buckets(unit, weights, grads))
             self._close(unit, weights)
+            if unit is next(iter(self._units.values())):
+                self.health.add("steps", 1.0)
             self._forget_foreign_states(unit)
         return loss
 
@@ -644,6 +675,25 @@ class ShardedOptimizer(Optimizer, ABC):
         self._announced = False
 
     # --- reports ------------------------------------------------------------------------------------------------
+
+    def read_health(self) -> dict[str, float]:
+        """What happened since the last reading; every data-parallel rank must call it.
+
+        Returns:
+            Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); and the optimizer's
+            own metrics, see its ``health_means`` and ``health_totals``.
+        """
+        total = Traffic()
+        for unit in self._units.values():
+            sent = unit.total_traffic
+            total.collectives += sent.collectives
+            total.bytes += sent.bytes
+        self.health.add("collectives", total.collectives - self._reported.collectives)
+        self.health.add("bytes_sent", total.bytes - self._reported.bytes)
+        self._reported = total
+        found = self.health.read(self._source.group)
+        steps = max(found.pop("steps"), 1.0)
+        return {name: value / steps if name in _COMMON_TOTALS else value for name, value in found.items()}
 
     def owners(self) -> dict[str, int]:
         """Owner rank of every planned matrix."""

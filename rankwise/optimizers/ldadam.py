@@ -46,6 +46,7 @@ class LDAdam(ShardedOptimizer):
 
     options_type: ClassVar[type[Options]] = LDAdamOptions
     options: LDAdamOptions
+    health_means = ("subspace_rotation",)
     group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
     structural_options = ("fallback", "rank", "error_feedback")
 
@@ -150,6 +151,7 @@ class LDAdam(ShardedOptimizer):
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
             rows, columns, rank, position = batch.signature
             group = self.param_groups[position]
+            self.health.add("matrices_updated", len(tasks))
             matrices = updates.side_normalized(stack.view(-1, rows, columns))
             states = [self._subspace(task.key, matrices, rank) for task in tasks]
             counts = sorted({int(state["step"]) for state in states})
@@ -204,11 +206,13 @@ class LDAdam(ShardedOptimizer):
 
         return self._matrix_state(key, fresh)
 
-    @staticmethod
-    def _step_subspaces(matrices: Tensor, states: list[MatrixState], step: int, group: Mapping[str, Any]) -> Tensor:
+    def _step_subspaces(
+        self, matrices: Tensor, states: list[MatrixState], step: int, group: Mapping[str, Any]
+    ) -> Tensor:
+        previous = torch.stack([state["basis"] for state in states])
         basis, exp_avg, exp_avg_sq, direction = updates.ldadam_step(
             matrices,
-            torch.stack([state["basis"] for state in states]),
+            previous,
             torch.stack([state["exp_avg"] for state in states]),
             torch.stack([state["exp_avg_sq"] for state in states]),
             step,
@@ -217,6 +221,10 @@ class LDAdam(ShardedOptimizer):
             eps=group["eps"],
             error_feedback=group["error_feedback"],
         )
+        if step > 1:
+            # Share of the old subspace that the new one has left: 0 stands still, 1 is orthogonal.
+            kept = (basis.mT @ previous).square().sum((-2, -1)) / basis.shape[-1]
+            self.health.add("subspace_rotation", (1 - kept).sum(), len(states))
         for index, state in enumerate(states):
             state["basis"].copy_(basis[index])
             state["exp_avg"].copy_(exp_avg[index])

@@ -70,6 +70,7 @@ class MARS(ShardedOptimizer):
 
     options_type: ClassVar[type[Options]] = MARSOptions
     options: MARSOptions
+    health_means = ("clip_rate",)
     copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
     group_options = (
         "lr",
@@ -203,6 +204,8 @@ class MARS(ShardedOptimizer):
         corrected = self._correct(unit, [bucket for bucket in buckets if bucket.rule == "matrix"])
         for part in corrected:
             self._element_wise(part)
+            if not part.orthogonal:
+                self.health.add("matrices_updated", len(part.entries))
         if unit.exchange is not None:
             self._orthogonalise(unit, [part for part in corrected if part.orthogonal])
 
@@ -244,6 +247,7 @@ class MARS(ShardedOptimizer):
             position = span.stop
             if bucket.group["clip"] is not None:
                 coefficients = updates.clip_coefficient(squares[span], bucket.group["clip"]).to(unit.dtype)
+                self.health.add("clip_rate", (coefficients < 1).sum(), len(bucket.entries))
                 foreach.scale_by_(corrected[span], coefficients)
 
     def _advance_reference(self, unit: StepUnit, bucket: Bucket, references: list[Tensor]) -> None:
@@ -316,6 +320,7 @@ class MARS(ShardedOptimizer):
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
             rows, columns, logical, position = batch.signature
+            self.health.add("matrices_updated", len(tasks))
             group = self.param_groups[position]
             direction = updates.orthogonal_direction(
                 stack.view(-1, rows, columns),

@@ -71,6 +71,7 @@ class MKOR(ShardedOptimizer):
 
     options_type: ClassVar[type[Options]] = MKOROptions
     options: MKOROptions
+    health_totals = ("factors_updated", "factors_skipped")
     group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
     copied_attributes = (*ShardedOptimizer.copied_attributes, "_first_order", "_detector", "_switched", "_losses")
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
@@ -267,7 +268,16 @@ class MKOR(ShardedOptimizer):
             return None
         names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
         name = names.get(id(record.bias))
-        return name if name in unit.layout.shapes and unit.group_position[name] == unit.group_position[key] else None
+        if name in unit.layout.shapes:
+            return name if unit.group_position[name] == unit.group_position[key] else None
+        if name is not None and self._catalog[name][1] == self._catalog[key][1]:
+            logger.warning(
+                "MKOR: '%s' is stepped apart from its weight and takes %s alone; a ZeRO-3 sub_group_size that keeps "
+                "them together avoids it.",
+                name,
+                self.options.backend,
+            )
+        return None
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -292,6 +302,7 @@ class MKOR(ShardedOptimizer):
                 sources[entry.index] = bucket.grads[position]
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+            self.health.add("matrices_updated", len(tasks))
             states = [self._factors(task) for task in tasks]
             if due:
                 self._move_factors(tasks, states, vectors)
@@ -337,6 +348,7 @@ class MKOR(ShardedOptimizer):
             parts += [inputs.to(tail), outputs.to(tail), tail, failed]
         packed = torch.cat(parts)
         if unit.layout.world_size > 1:
+            unit.traffic.count(packed)
             dist.all_reduce(packed, group=unit.layout.group)
         divisor = self._gradient_divisor(unit)
         found, position = {}, 0
@@ -413,6 +425,8 @@ class MKOR(ShardedOptimizer):
             for state, factor in zip(states, committed, strict=True):
                 state[side].copy_(factor)
             healthy &= ok | ~seen
+        self.health.add("factors_updated", (healthy & seen).sum())
+        self.health.add("factors_skipped", (~healthy).sum())
         for state, ok in zip(states, healthy, strict=True):
             state["failures"].copy_(torch.where(ok, 0, state["failures"] + 1))
 

@@ -48,6 +48,7 @@ class SONew(ShardedOptimizer):
 
     options_type: ClassVar[type[Options]] = SONewOptions
     options: SONewOptions
+    health_means = ("graft_ratio",)
     group_options = ("lr", "betas", "eps", "weight_decay", "graft_eps", "gamma")
 
     def __init__(
@@ -98,7 +99,7 @@ class SONew(ShardedOptimizer):
     def _plan(self, unit: StepUnit) -> None:
         keys = unit.keys("matrix") if self.options.band else []
         by_row = self.options.chain == "row"
-        unit.scratch["halo"] = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
+        unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
@@ -114,6 +115,7 @@ class SONew(ShardedOptimizer):
             grafts += bucket_grafts
             entries += bucket.entries
         ratios = self._graft_ratios(unit, entries, directions, grafts)
+        self.health.add("matrices_updated", len(entries))
         position = 0
         for bucket in matrices:
             span = slice(position, position + len(bucket.entries))
@@ -142,7 +144,8 @@ class SONew(ShardedOptimizer):
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """For each cut fragment, the (left, right) neighbours of gradient, momentum, diagonal and covariances."""
-        halo: HaloExchange = unit.scratch["halo"]
+        halo = unit.halo
+        assert halo is not None
         if halo.empty:
             return {}
         count = 3 + self.options.band
@@ -221,7 +224,9 @@ class SONew(ShardedOptimizer):
         squares = unit.sum_over_ranks(
             entries, [norm.square() for norm in graft_norms], [norm.square() for norm in norms]
         )
-        return updates.graft_ratio(squares[0], squares[1]).to(unit.dtype)
+        ratios = updates.graft_ratio(squares[0], squares[1]).to(unit.dtype)
+        self.health.add("graft_ratio", ratios.sum(), len(entries))
+        return ratios
 
 
 class _Window:

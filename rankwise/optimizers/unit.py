@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
-from rankwise.sharding import Fragment, FragmentSums, Layout, MatrixExchange, MatrixTask, plan_matrices
+from rankwise.sharding import (
+    Fragment,
+    FragmentSums,
+    HaloExchange,
+    Layout,
+    MatrixExchange,
+    MatrixTask,
+    Traffic,
+    plan_matrices,
+)
 
 __all__ = ["Bucket", "Entry", "LayoutSource", "Slice", "StepUnit", "TensorContents"]
 
@@ -102,11 +111,20 @@ class StepUnit:
     sum_all: bool = False
     sums: FragmentSums = field(init=False)
     exchange: MatrixExchange | None = None
+    halo: HaloExchange | None = None
+    traffic: Traffic = field(default_factory=Traffic)  # of collectives an optimizer starts itself
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         keys = self.layout.shapes if self.sum_all else self.keys("matrix")
         self.sums = FragmentSums(self.layout, self.device, set(keys))
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """What this rank has sent for the unit since it was planned."""
+        parts = [self.traffic, self.sums.traffic]
+        parts += [exchange.traffic for exchange in (self.exchange, self.halo) if exchange is not None]
+        return Traffic(sum(part.collectives for part in parts), sum(part.bytes for part in parts))
 
     def keys(self, rule: Rule) -> list[str]:
         """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""

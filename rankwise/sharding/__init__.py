@@ -5,6 +5,7 @@ from .halo import HaloExchange
 from .layout import Fragment, Layout, LayoutError
 from .plan import Batch, MatrixPlan, MatrixTask, plan_matrices
 from .reduce import FragmentSums
+from .traffic import Traffic
 
 __all__ = [
     "Batch",
@@ -16,5 +17,6 @@ __all__ = [
     "MatrixExchange",
     "MatrixPlan",
     "MatrixTask",
+    "Traffic",
     "plan_matrices",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .layout import Fragment, Layout
 from .plan import Batch, MatrixPlan, MatrixTask
+from .traffic import Traffic
 
 __all__ = ["Compute", "Deliver", "MatrixExchange"]
 
@@ -119,6 +120,7 @@ class MatrixExchange:
             dtype: Type of gathered matrices and of results, also on the wire.
         """
         self.layout, self.plan = layout, plan
+        self.traffic = Traffic()
         self._device, self._dtype = device, dtype
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._batches = [self._plan_batch(batch, index_of) for batch in plan.batches]
@@ -289,6 +291,7 @@ class MatrixExchange:
         return torch.cat([value.to(self._dtype) for value in values])
 
     def _all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]) -> _Message:
+        self.traffic.count(sent)
         received = torch.empty(sum(receive_counts), dtype=self._dtype, device=self._device)
         work = dist.all_to_all_single(
             received, sent, receive_counts, send_counts, group=self.layout.group, async_op=True

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
+from .traffic import Traffic
 
 __all__ = ["HaloExchange"]
 
@@ -65,6 +66,7 @@ class HaloExchange:
             by_row: Chains end with the rows: elements of other rows than the fragment's own are not fetched.
         """
         self.layout = layout
+        self.traffic = Traffic()
         self.width = width
         self._by_row = by_row
         self._device, self._dtype = device, dtype
@@ -146,6 +148,7 @@ class HaloExchange:
         outgoing = [self._read(fields, run).reshape(-1) for run in self._send]
         send = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=self._dtype, device=self._device)
         receive = torch.empty(count * sum(self._receive_sizes), dtype=self._dtype, device=self._device)
+        self.traffic.count(send)
         dist.all_to_all_single(
             receive,
             send,

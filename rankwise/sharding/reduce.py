@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
+from .traffic import Traffic
 
 __all__ = ["FragmentSums"]
 
@@ -28,6 +29,7 @@ class FragmentSums:
             keys: Parameters whose sums are wanted; the columns of others stay local.
         """
         self.layout = layout
+        self.traffic = Traffic()
         slots = {key: index for index, key in enumerate(key for key in layout.straddlers if key in keys)}
         self.straddlers = len(slots)
         for fragment in layout.mine:
@@ -47,6 +49,7 @@ class FragmentSums:
         totals = partial.new_zeros(partial.shape[0], self._size).index_add_(1, self._slot, partial)
         if self.straddlers:
             shared = totals[:, : self.straddlers].contiguous()
+            self.traffic.count(shared)
             dist.all_reduce(shared, group=self.layout.group)
             totals[:, : self.straddlers] = shared
         return totals.index_select(1, self._slot)

@@ -1,0 +1,61 @@
+"""Counters an optimizer keeps while it steps: on the device, read only when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Health"]
+
+
+class Health:
+    """Sums and counts by name since the last reading; adding to them never waits for the device.
+
+    Args:
+        means: Metrics reported as a mean; all others are totals.
+        totals: Metrics reported as a total over ranks.
+    """
+
+    def __init__(self, means: Sequence[str] = (), totals: Sequence[str] = ()) -> None:
+        self._names = (*sorted(means), *sorted(totals))
+        self._means = frozenset(means)
+        self._sums: dict[str, Tensor | float] = dict.fromkeys(self._names, 0.0)
+        self._counts: dict[str, int] = dict.fromkeys(self._names, 0)
+
+    def add(self, name: str, value: Tensor | float, count: int = 1) -> None:
+        """Add to a metric.
+
+        Args:
+            name: One of the names given to the constructor.
+            value: A number or 0-d tensor: a total, or the sum of ``count`` observations of a mean.
+            count: Observations in ``value``.
+        """
+        self._sums[name] = self._sums[name] + (value.detach() if isinstance(value, Tensor) else value)
+        self._counts[name] += count
+
+    def read(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Report and start afresh; waits for the device.
+
+        Args:
+            group: Ranks that read together; totals and means are then theirs.
+
+        Returns:
+            A number per metric; a mean without observations is left out.
+        """
+        rows = [[float(self._sums[name]), float(self._counts[name])] for name in self._names]
+        self._sums = dict.fromkeys(self._names, 0.0)
+        self._counts = dict.fromkeys(self._names, 0)
+        if group is not None and self._names:
+            packed = torch.tensor(rows, dtype=torch.float64)
+            if "gloo" not in dist.get_backend(group):
+                packed = packed.to(torch.accelerator.current_accelerator() or "cpu")
+            dist.all_reduce(packed, group=group)
+            rows = packed.tolist()
+        return {
+            name: total / count if name in self._means else total
+            for name, (total, count) in zip(self._names, rows, strict=True)
+            if count or name not in self._means
+        }

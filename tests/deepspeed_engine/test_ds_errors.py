@@ -1,0 +1,108 @@
+"""A configuration that cannot work ends on every rank before the first step, with the key, the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import ds_harness as ds
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import deepspeed_plugin
+from rankwise.optimizers.options import OptionError
+from rankwise.sharding import LayoutError
+
+# Type, params, and what the message must contain: key, value, rule, fix.
+BAD_BLOCKS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("MKORR", {}, ["optimizer.type", "'MKORR'", "neither DeepSpeed, torch.optim nor rankwise", "did you mean 'MKOR'"]),
+    ("Mars_lion", {}, ["optimizer.type", "'Mars_lion'", "did you mean 'MARS-Lion'"]),
+    ("LDAdam", {"rnak": 4}, ["'LDAdam'", "no option 'rnak'", "did you mean 'rank'"]),
+    ("LDAdam", {"rank": 0}, ["rank=0", "it must be an integer >= 1", "the default is 16"]),
+    ("MARS-AdamW", {"betas": [1.2, 0.9]}, ["betas=(1.2, 0.9)", "two numbers in [0, 1)", "[0.95, 0.99]"]),
+    ("MARS-M", {"variant": "lion"}, ["'MARS-M'", "no option 'variant'"]),
+    ("SONew", {"band": -1}, ["band=-1", "it must be an integer >= 0", "the default is 1"]),
+    ("MKOR", {"lr": float("nan")}, ["lr=nan", "it must be a finite number"]),
+    ("MKOR", {"factor_dtype": "int8"}, ["factor_dtype='int8'", "floating-point type", "float32"]),
+    ("MKOR-H", {"hybrid_patience": "auto"}, ["hybrid_patience='auto'", "only lr, betas, eps, weight_decay"]),
+    ("MKOR-H", {"hybrid": False}, ["'MKOR-H'", "no option 'hybrid'"]),
+]
+
+
+class Vectors(nn.Module):
+    """A model with nothing for a matrix rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).square().mean()
+
+
+def _attempt(initialize: Callable[..., Any], model: nn.Module, name: str, params: dict[str, Any], stage: int) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": name, "params": params},
+    }
+    try:
+        initialize(model=model, model_parameters=model.parameters(), config=config)
+    except OptionError as failure:
+        return str(failure)
+    return "accepted"
+
+
+def _bad_blocks(rank: int, world: int) -> list[str]:
+    deepspeed.init_distributed("gloo")
+    found = []
+    for index, (name, params, _) in enumerate(BAD_BLOCKS):
+        for initialize in (deepspeed.initialize, deepspeed_plugin.initialize):
+            found.append(_attempt(initialize, nn.Linear(4, 4), name, dict(params), index % 4))
+    for stage in range(4):
+        found.append(_attempt(deepspeed.initialize, Vectors(), "LDAdam", {}, stage))
+    return found
+
+
+@pytest.mark.slow
+def test_bad_blocks_end_before_the_first_step_on_every_rank() -> None:
+    for messages in run_ranks(2, _bad_blocks, timeout=60.0):
+        for index, (name, params, parts) in enumerate(BAD_BLOCKS):
+            for message in messages[2 * index : 2 * index + 2]:
+                assert all(part in message for part in parts), (name, params, message)
+        for message in messages[2 * len(BAD_BLOCKS) :]:
+            assert "LDAdam would update none of the 2 parameters" in message and "vector" in message, message
+
+
+def _corrupted(rank: int, world: int, config: dict[str, Any]) -> list[str]:
+    """Change one model weight behind the wrapper's back, and take a step."""
+    deepspeed.init_distributed("gloo")
+    found = []
+    for name in ("MARS-AdamW", "MKOR"):
+        job = ds.Job(name, ds.TYPES[name], config=config, dtype=torch.bfloat16)
+        engine = ds.engine_of(job, world)
+        for parameter in engine.module.parameters():
+            held = getattr(parameter, "ds_tensor", parameter)
+            with torch.no_grad():
+                held.add_(1.0)
+        try:
+            ds.train_step(engine, rank, world, 0)
+            found.append("accepted")
+        except LayoutError as failure:
+            found.append(str(failure))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "BF16_Optimizer"])
+def test_a_misread_layout_is_refused(stage: int | str) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 1 if stage == "BF16_Optimizer" else stage}}
+    if stage == "BF16_Optimizer":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    for messages in run_ranks(2, _corrupted, config, timeout=60.0):
+        assert all("differs from the model's weight" in message for message in messages), messages

@@ -1,0 +1,67 @@
+"""Matrix states lie on their owners only, and the owners carry about equal amounts."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import deepspeed
+import ds_harness as ds  # noqa: F401  (registers the types)
+import pytest
+import torch
+from ranks import run_ranks
+
+from rankwise.launch.models import build_model
+
+LARGEST_SHARE = 1.25
+
+
+def reference_model() -> torch.nn.Module:
+    """The model of the reference launch, with a small vocabulary: embeddings have no matrix states."""
+    torch.manual_seed(0)
+    return build_model("gpt2", vocab_size=256, layers=4, hidden=192, heads=6, seq_len=32)
+
+
+def _held(rank: int, world: int, stages: list[int]) -> dict[tuple[str, int], tuple[int, int, float, list[str]]]:
+    """Per type and stage: bytes of matrix state here, sum of planned loads, the largest load over mean, keys."""
+    deepspeed.init_distributed("gloo")
+    found = {}
+    for stage in stages:
+        for name in ("ldadam", "mkor"):
+            config: dict[str, Any] = json.loads(
+                (files("rankwise.configs") / f"deepspeed/zero{stage}/{name}.json").read_text()
+            )
+            config.update(train_micro_batch_size_per_gpu=1, steps_per_print=10**9)
+            config.pop("train_batch_size", None)
+            model = reference_model()
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            tokens = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(rank))
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+            optimizer = engine.basic_optimizer
+            loads = optimizer._loads
+            balance = max(loads) / (sum(loads) / world)
+            keys = sorted(optimizer.matrix_states)
+            assert all(optimizer.owners()[key] == rank for key in keys)
+            found[optimizer.__class__.__name__, stage] = (
+                optimizer.state_bytes()["matrix"],
+                len(optimizer.owners()),
+                balance,
+                keys,
+            )
+            engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_matrix_states_fall_as_one_over_world(world: int) -> None:
+    results = run_ranks(world, _held, [0, 1, 2, 3])
+    for cell in results[0]:
+        held = [rank[cell][0] for rank in results]
+        keys = [key for rank in results for key in rank[cell][3]]
+        # Every matrix is somewhere, and nowhere twice.
+        assert len(keys) == len(set(keys)) == results[0][cell][1] == 16, cell
+        print(world, cell, "bytes", max(held) / (sum(held) / world), "load", results[0][cell][2])
+        assert max(held) <= LARGEST_SHARE * sum(held) / world, (cell, held)
