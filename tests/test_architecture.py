@@ -57,7 +57,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise.updates": ("rankwise.updates",),
     "rankwise.sharding": ("rankwise.sharding",),
     "rankwise.kernels": ("rankwise.kernels", "rankwise.updates"),
-    "rankwise.optimizers": ("rankwise.optimizers", "rankwise.updates", "rankwise.kernels", "rankwise.sharding"),
+    "rankwise.optimizers": (
+        "rankwise.optimizers",
+        "rankwise.updates",
+        "rankwise.kernels",
+        "rankwise.sharding",
+        "rankwise.health",
+    ),
     "rankwise": (
         "rankwise.optimizers",
         "rankwise.sharding",

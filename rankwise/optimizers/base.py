@@ -132,7 +132,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self._loaded_matrix_states: dict[str, MatrixState] = {}
         self._catalog: dict[str, tuple[ParameterInfo, int]] = {}
         self._routes: dict[str, Route] = {}
-        self.health = Health(self.health_means, (*_COMMON_TOTALS, *self.health_totals))
+        self.health = self._new_health()
         self._reported = Traffic()
         self.parameters_by_name: dict[str, Tensor] = {}
         self._plain = WholeParameters()
@@ -537,12 +537,9 @@ class ShardedOptimizer(Optimizer, ABC):
                     ]
                     for entry in entries
                 ],
+                # Per run, where its part of the state begins; None if its rule keeps no such state.
                 "states": {
-                    name: {
-                        entry.key: offset
-                        for entry in entries
-                        if (offset := self._state_offsets(unit, index, name).get(entry.index)) is not None
-                    }
+                    name: [self._state_offsets(unit, index, name).get(entry.index) for entry in entries]
                     for name in self.state[tensor]
                     if name != "step"
                 },
@@ -673,6 +670,11 @@ class ShardedOptimizer(Optimizer, ABC):
         self._loads = []
         self.announce = logger.info
         self._announced = False
+        self.health = self._new_health()
+        self._reported = Traffic()
+
+    def _new_health(self) -> Health:
+        return Health(self.health_means, (*_COMMON_TOTALS, *self.health_totals))
 
     # --- reports ------------------------------------------------------------------------------------------------
 

@@ -36,12 +36,12 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
         state = state_dict["state"].get(index, {})
         if "step" in state:
             found[f"step/{record['group']}"] = state["step"].reshape(())
-        for key, shape, start, end, offset in record["runs"]:
+        for run, (key, shape, start, end, offset) in enumerate(record["runs"]):
             numel = prod(shape)
             _add(found, f"weight/{key}", numel, start, flat.reshape(-1)[offset : offset + end - start])
             for name, offsets in record["states"].items():
-                if key in offsets and name in state:
-                    first = offsets[key]
+                first = offsets[run]
+                if first is not None and name in state:
                     values = state[name].reshape(-1)[first : first + end - start]
                     _add(found, f"element/{name}/{key}", numel, start, values)
     for key, matrix in state_dict["matrix_states"].items():

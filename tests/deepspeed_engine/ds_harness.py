@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -298,6 +299,25 @@ def model_weights(engine: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def digest(optimizer: Any) -> str:
+    """A hash of every byte of optimizer state and of the weights the optimizer updates."""
+    found = hashlib.sha256()
+    for unit in optimizer._units.values():
+        for fragment in (entry.fragment for entry in unit.entries):
+            # Not the whole tensor: ZeRO-3 pads with whatever the memory held.
+            run = slice(fragment.offset, fragment.offset + fragment.numel)
+            found.update(unit.tensors[fragment.tensor].detach().reshape(-1)[run].numpy().tobytes())
+    for state in optimizer.state.values():
+        for name in sorted(state):
+            found.update(name.encode() + np.asarray(state[name]).tobytes())
+    for key in sorted(optimizer.matrix_states):
+        for name, value in sorted(optimizer.matrix_states[key].items()):
+            found.update(f"{key}.{name}".encode() + value.detach().float().numpy().tobytes())
+    if isinstance(optimizer, MKOR):
+        found.update(repr(sorted(optimizer._detector.state_dict().items())).encode())
+    return found.hexdigest()
+
+
 def master_weights(engine: Any) -> dict[str, np.ndarray]:
     """The fp32 weights, whole, through DeepSpeed's own accessor where the wrapper serves it."""
     wrapper = engine.optimizer
@@ -489,12 +509,7 @@ def replay_error(job: Job, ranks: list[Record]) -> float:
 def mid_row_cuts(ranks: list[Record]) -> list[str]:
     """Matrices that some fragment border cuts in the middle of a row."""
     return sorted(
-        {
-            key
-            for record in ranks
-            for key, shape, start, _ in record.grads[0]
-            if len(shape) > 1 and start % shape[-1]
-        }
+        {key for record in ranks for key, shape, start, _ in record.grads[0] if len(shape) > 1 and start % shape[-1]}
     )
 
 

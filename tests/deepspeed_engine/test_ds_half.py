@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import replace
-from typing import Any
 
 import deepspeed
 import numpy as np
@@ -14,10 +12,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from ds_harness import (
     STEPS,
+    TYPES,
     Job,
     Record,
+    digest,
     engine_of,
     error,
+    first_statistics,
     jobs,
     mid_row_cuts,
     noise_response,
@@ -30,8 +31,6 @@ from ds_harness import (
     whole,
 )
 from ranks import run_ranks
-
-from rankwise import MKOR
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 WRAPPERS = {
@@ -93,25 +92,6 @@ def test_bf16_master_weights_follow_one_process(wrapper: str) -> None:
 SKIPPED = (0, 4)
 
 
-def digest(optimizer: Any) -> str:
-    """A hash of every byte of optimizer state and of the weights the optimizer updates."""
-    found = hashlib.sha256()
-    for unit in optimizer._units.values():
-        for fragment in (entry.fragment for entry in unit.entries):
-            # Not the whole tensor: ZeRO-3 pads with whatever the memory held.
-            run = slice(fragment.offset, fragment.offset + fragment.numel)
-            found.update(unit.tensors[fragment.tensor].detach().reshape(-1)[run].numpy().tobytes())
-    for state in optimizer.state.values():
-        for name in sorted(state):
-            found.update(name.encode() + np.asarray(state[name]).tobytes())
-    for key in sorted(optimizer.matrix_states):
-        for name, value in sorted(optimizer.matrix_states[key].items()):
-            found.update(f"{key}.{name}".encode() + value.detach().float().numpy().tobytes())
-    if isinstance(optimizer, MKOR):
-        found.update(repr(sorted(optimizer._detector.state_dict().items())).encode())
-    return found.hexdigest()
-
-
 def train_with_overflows(rank: int, world: int, job: Job, stage: int, overflows: bool) -> tuple[str, float, int, int]:
     """Train; before some of the steps, offer one whose gradients are infinite."""
     job = replace(job, config={**job.config, "zero_optimization": {"stage": stage}})
@@ -149,3 +129,25 @@ def test_overflow_steps_leave_no_trace(stage: int) -> None:
         for name, (clean, interrupted) in table.items():
             assert interrupted[2] == len(SKIPPED)
             assert interrupted[:2] == clean[:2], f"{name}: the run with skipped steps ended elsewhere"
+
+
+def statistics_main(rank: int, world: int, stage: int) -> Record:
+    get_accelerator().is_fp16_supported = lambda: True
+    return run_all(rank, world, [MKOR_FP16], {"stage": stage})[0]
+
+
+MKOR_FP16 = Job("MKOR", TYPES["MKOR"], dtype=torch.float16, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_statistics_do_not_carry_the_loss_scale(stage: int) -> None:
+    ranks = run_ranks(2, statistics_main, stage)
+    expected = first_statistics(replace(MKOR_FP16, dtype=torch.float32))
+    for key, (inputs, outputs, count) in expected.items():
+        found_inputs, found_outputs, found_count = ranks[0].statistics[0][key]
+        assert found_count == count
+        # fp16 keeps 11 bits; a loss scale left in would be a factor of 256 or more.
+        assert np.abs(found_inputs - inputs).max() <= 0.02 * np.abs(inputs).max()
+        assert np.abs(found_outputs - outputs).max() <= 0.02 * np.abs(outputs).max()
+    assert replay_error(MKOR_FP16, ranks) <= replay_tolerance("MKOR")

@@ -63,5 +63,4 @@ def test_matrix_states_fall_as_one_over_world(world: int) -> None:
         keys = [key for rank in results for key in rank[cell][3]]
         # Every matrix is somewhere, and nowhere twice.
         assert len(keys) == len(set(keys)) == results[0][cell][1] == 16, cell
-        print(world, cell, "bytes", max(held) / (sum(held) / world), "load", results[0][cell][2])
         assert max(held) <= LARGEST_SHARE * sum(held) / world, (cell, held)

@@ -13,6 +13,7 @@ from simulated import CASES, Case, Framework, Model, reference, world_group
 from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.optimizers.unit import Slice, TensorContents
 
 REPEATED = ("mars-adamw", "mars-shampoo", "sonew-4-tensor-rmsprop", "ldadam-ef", "mkor-official-lamb")
 WORLD = 3
@@ -189,3 +190,34 @@ def test_frozen_bias_does_not_stop_its_weight() -> None:
         parameter.grad = None if name == "a.bias" else torch.ones_like(parameter)
     optimizer.step()
     assert bool((model.a.weight != before).all())
+
+
+class _HalfEach:
+    """One (4, 6) matrix, two whole rows on each of two ranks."""
+
+    replicated = False
+
+    def __init__(self, rank: int) -> None:
+        self.group = dist.group.WORLD
+        self._rank = rank
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        return TensorContents(0, (Slice("w", 12 * self._rank, 12 * self._rank + 12, 0),))
+
+
+def _row_cuts(rank: int, world: int) -> dict[str, int]:
+    found = {}
+    for chain in ("row", "tensor"):
+        optimizer = SONew([("w", torch.zeros(4, 6, requires_grad=True))], chain=chain)
+        half = torch.zeros(12, requires_grad=True)
+        half.grad = torch.ones(12)
+        optimizer.param_groups[0]["params"] = [half]
+        optimizer.attach(_HalfEach(rank))
+        with recorded("all_to_all_single") as calls:
+            optimizer.step()
+        found[chain] = len(calls["all_to_all_single"])
+    return found
+
+
+def test_row_chains_cut_between_rows_fetch_no_neighbours() -> None:
+    assert run_ranks(2, _row_cuts) == [{"row": 0, "tensor": 1}] * 2

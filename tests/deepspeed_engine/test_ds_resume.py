@@ -1,0 +1,53 @@
+"""save_checkpoint, new processes, load_checkpoint: every bit as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import deepspeed
+import ds_harness as ds
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+HALF = ds.STEPS // 2
+
+
+def _train(
+    rank: int, world: int, jobs: list[ds.Job], folder: str, resume: bool
+) -> list[tuple[str, dict[str, np.ndarray]]]:
+    """Train ten steps and save after the fifth, or load and train the last five."""
+    deepspeed.init_distributed("gloo")
+    found = []
+    for index, job in enumerate(jobs):
+        engine = ds.engine_of(job, world)
+        if resume:
+            path, client = engine.load_checkpoint(f"{folder}/{index}")
+            assert path is not None and client["note"] == job.name and engine.global_steps == HALF
+        for step in range(HALF if resume else 0, ds.STEPS):
+            if step == HALF and not resume:
+                engine.save_checkpoint(f"{folder}/{index}", client_state={"note": job.name})
+            ds.train_step(engine, rank, world, step)
+        found.append((ds.digest(engine.basic_optimizer), ds.model_weights(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        *(pytest.param(stage, torch.float32, marks=pytest.mark.slow) for stage in range(4)),
+        *(pytest.param(stage, torch.bfloat16, marks=pytest.mark.exhaustive) for stage in range(4)),
+    ],
+    ids=str,
+)
+def test_resume_is_bitwise(tmp_path: Path, stage: int, dtype: torch.dtype) -> None:
+    jobs = [replace(job, config={"zero_optimization": {"stage": stage}}) for job in ds.ours(dtype=dtype)]
+    straight = run_ranks(2, _train, jobs, str(tmp_path), False)
+    resumed = run_ranks(2, _train, jobs, str(tmp_path), True)
+    for expected_rank, found_rank in zip(straight, resumed, strict=True):
+        for job, (digest, weights), (found_digest, found_weights) in zip(jobs, expected_rank, found_rank, strict=True):
+            assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job.name
+            assert found_digest == digest, f"{job.name}: the weights agree, the optimizer states do not"
