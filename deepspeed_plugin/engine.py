@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed_plugin.layouts import layout_of, logical_shape
 from deepspeed_plugin.monitor import report_health
-from deepspeed_plugin.support import refuse_unsupported
+from deepspeed_plugin.support import refuse_settings, refuse_wrapper
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.routing import annotate
@@ -43,7 +43,8 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         LayoutError: The engine uses a wrapper this version does not know.
         OptionError: The optimizer has nothing to update.
     """
-    refuse_unsupported(engine, optimizer)
+    refuse_settings(engine, type(optimizer).__name__)
+    refuse_wrapper(engine, type(optimizer).__name__)
     optimizer.attach(layout_of(engine, optimizer))
     report_health(engine, optimizer)
     optimizer.announce = lambda text: log_dist(text, ranks=[0])

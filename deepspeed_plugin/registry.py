@@ -18,7 +18,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, prepare
-from deepspeed_plugin.support import refuse_replaced
+from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
 from rankwise.optimizers.options import OptionError, Options, check_keys
@@ -174,6 +174,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:
     """DeepSpeed's method, with names attached before it and the layout after it."""
+    if client_optimizer is None and engine.optimizer_name() in _types_by_spelling():
+        refuse_settings(engine, engine.optimizer_name())
     prepare(engine, client_optimizer)
     # Some wrappers step once on zero gradients while they are built: no state may come from that.
     with deferred_steps():

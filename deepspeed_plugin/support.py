@@ -2,68 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
 
-__all__ = ["refuse_replaced", "refuse_unsupported"]
+__all__ = ["refuse_replaced", "refuse_settings", "refuse_wrapper"]
 
 
-def refuse_unsupported(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
-    """Refuse engine settings under which a rankwise optimizer would not do what it says.
+def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
+    """Refuse engine settings under which a rankwise optimizer would not do what it says, before anything is built.
 
     Args:
-        engine: The engine, its wrapper built.
-        optimizer: Its basic optimizer.
+        engine: The engine, its configuration read.
+        name: The optimizer's type.
 
     Raises:
         OptionError: Names the key, its value, the reason and the fix.
     """
-    for key, value, reason, fix in _conflicts(engine):
-        raise OptionError(f"{type(optimizer).__name__} under DeepSpeed: {key}={value!r} is invalid: {reason}; {fix}")
-
-
-def _conflicts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Any, str, str]]:
-    ratio = engine.zero_partial_offload()
-    if engine.zero_offload_optimizer() is not None and ratio is not None and ratio != 1.0:
-        yield (
+    offload = engine.zero_offload_optimizer()
+    if offload is not None and offload.ratio != 1.0:
+        _refuse(
+            name,
             "zero_optimization.offload_optimizer.ratio",
-            ratio,
+            offload.ratio,
             "DeepSpeed steps the part that stays on the device with torch.optim.AdamW, whatever the type says",
             "set ratio to 1.0",
         )
-    if engine.zero_nvme_offload_optimizer():
-        yield (
+    if offload is not None and offload.device == "nvme":
+        _refuse(
+            name,
             "zero_optimization.offload_optimizer.device",
             "nvme",
             "DeepSpeed swaps one flat tensor's state at a time; matrix states are no part of it",
             "use device 'cpu'",
         )
-    if engine.zenflow:
-        yield (
-            "zero_optimization.zenflow",
-            True,
-            "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
-            "remove the zenflow block",
-        )
-    if engine.super_offload():
-        yield (
+    if offload is not None and engine.super_offload():
+        _refuse(
+            name,
             "zero_optimization.offload_optimizer.super_offload",
             True,
             "SuperOffload runs Adam kernels of its own in place of the optimizer",
             "set super_offload to false",
         )
+    if engine.zenflow:
+        _refuse(
+            name,
+            "zero_optimization.zenflow",
+            True,
+            "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
+            "remove the zenflow block",
+        )
     if engine.has_moe_layers:
-        yield (
+        _refuse(
+            name,
             "expert layers",
             "deepspeed.moe",
             "expert groups have process groups of their own, which the layout does not cover yet",
             "use a dense model, or AdamW",
         )
+
+
+def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
+    """Refuse a wrapper that would hand over wrong gradients.
+
+    Args:
+        engine: The engine, its wrapper built.
+        name: The optimizer's type.
+
+    Raises:
+        OptionError: As :func:`refuse_settings`.
+    """
+    wrapper = engine.optimizer
+    if isinstance(wrapper, FP16_UnfusedOptimizer) and wrapper.loss_scale != 1:
+        _refuse(
+            name,
+            "fp16 with zero_optimization.stage",
+            0,
+            f"at stage 0 DeepSpeed divides gradients by a loss scale ({wrapper.loss_scale:g}) that its backward pass "
+            "does not apply",
+            "use stage 1, or bf16, or fp16.loss_scale 1.0",
+        )
+
+
+def _refuse(name: str, key: str, value: Any, reason: str, fix: str) -> None:
+    raise OptionError(f"{name} under DeepSpeed: {key}={value!r} is invalid: {reason}; {fix}")
 
 
 def refuse_replaced(engine: DeepSpeedEngine) -> None:

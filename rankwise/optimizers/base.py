@@ -694,7 +694,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.health.add("bytes_sent", total.bytes - self._reported.bytes)
         self._reported = total
         found = self.health.read(self._source.group)
-        steps = max(found.pop("steps"), 1.0)
+        ranks = 1 if self._source.group is None else dist.get_world_size(self._source.group)
+        steps = max(found.pop("steps") / ranks, 1.0)
         return {name: value / steps if name in _COMMON_TOTALS else value for name, value in found.items()}
 
     def owners(self) -> dict[str, int]:

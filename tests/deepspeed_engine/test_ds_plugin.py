@@ -81,31 +81,29 @@ def _same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
 CLIENTS = {"MARS-AdamW": MARS, "SONew": SONew, "LDAdam": LDAdam, "MKOR": MKOR}
 
 
+def _client_engine(job: ds.Job, world: int, kind: str) -> Any:
+    """An engine whose optimizer the user brought along."""
+    cls, model, config = CLIENTS[job.name], ds.model_of(job), job.ds_config(world)
+    del config["optimizer"]
+    optimizer: Any = lambda parameters: cls(parameters, **job.params)  # noqa: E731
+    if kind != "callable":
+        optimizer = optimizer(model.parameters() if kind == "instance" else model.named_parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config
+    )
+    return engine
+
+
 def _ways_in(rank: int, world: int, stage: int) -> list[str]:
     """Optimizers that came in by another way than the JSON block and trained differently."""
     deepspeed.init_distributed("gloo")
     zero = {"zero_optimization": {"stage": stage}}
     different = []
-    for name, cls in CLIENTS.items():
+    for name in CLIENTS:
         job = ds.Job(name, ds.TYPES[name], config=zero)
         expected = _trained(ds.engine_of(job, world), rank, world)
-        bare = job.ds_config(world)
-        del bare["optimizer"]
-
-        def client(kind: str) -> Any:
-            model = ds.model_of(job)
-            build = {
-                "instance": lambda: cls(model.parameters(), **job.params),
-                "named instance": lambda: cls(model.named_parameters(), **job.params),
-                "callable": lambda: lambda parameters: cls(parameters, **job.params),
-            }[kind]
-            engine, *_ = deepspeed.initialize(
-                model=model, model_parameters=model.parameters(), optimizer=build(), config=bare
-            )
-            return engine
-
         for kind in ("instance", "named instance", "callable"):
-            if not _same(_trained(client(kind), rank, world), expected):
+            if not _same(_trained(_client_engine(job, world, kind), rank, world), expected):
                 different.append(f"{name} as {kind}")
         lowered = ds.Job(name.lower(), {**job.params, "eps": "auto", "weight_decay": "auto"}, config=zero)
         if not _same(_trained(ds.engine_of(lowered, world), rank, world), expected):

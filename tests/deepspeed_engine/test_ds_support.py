@@ -1,0 +1,122 @@
+"""What cannot work is refused with a way out, and health reaches DeepSpeed's monitor."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import ds_harness as ds
+import pytest
+import torch
+from ranks import run_ranks
+
+from deepspeed_plugin.support import refuse_settings
+from rankwise import MARS
+from rankwise.optimizers.options import OptionError
+
+
+def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
+    found = None if offload is None else SimpleNamespace(**{"ratio": 1.0, "device": "cpu", **offload})
+    defaults = {
+        "zero_offload_optimizer": lambda: found,
+        "super_offload": lambda: getattr(found, "super_offload", False),
+        "zenflow": False,
+        "has_moe_layers": False,
+    }
+    return SimpleNamespace(**{**defaults, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "fix"),
+    [
+        ({"offload": {"ratio": 0.5}}, "offload_optimizer.ratio=0.5", "set ratio to 1.0"),
+        ({"offload": {"device": "nvme"}}, "offload_optimizer.device='nvme'", "device 'cpu'"),
+        ({"offload": {"super_offload": True}}, "super_offload=True", "set super_offload to false"),
+        ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
+        ({"has_moe_layers": True}, "expert layers='deepspeed.moe'", "dense model"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], key: str, fix: str) -> None:
+    refuse_settings(_fake_engine(), "MARS")
+    refuse_settings(_fake_engine(offload={}), "MARS")
+    with pytest.raises(OptionError) as refusal:
+        refuse_settings(_fake_engine(**settings), "MARS")
+    assert key in str(refusal.value)
+    assert fix in str(refusal.value)
+
+
+def _partial_offload(rank: int, world: int) -> str:
+    deepspeed.init_distributed("gloo")
+    job = ds.ours()[1]
+    offload = {"device": "cpu", "ratio": 0.5}
+    try:
+        ds.engine_of(replace(job, config={"zero_optimization": {"stage": 3, "offload_optimizer": offload}}), world)
+    except OptionError as error:
+        return str(error)
+    return "started"
+
+
+def _replaced(rank: int, world: int) -> str:
+    deepspeed.init_distributed("gloo")
+    model = ds.model_of(ds.ours()[0])
+    mine = MARS(model.parameters())
+    theirs = torch.optim.AdamW(model.parameters())
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    try:
+        deepspeed.initialize(model=model, optimizer=theirs, config=config)
+    except OptionError as error:
+        return str(error)
+    return f"{type(mine).__name__} was forgotten"
+
+
+@pytest.mark.slow
+def test_real_engines_refuse_alike_on_every_rank() -> None:
+    for fn, words in ((_partial_offload, "ratio=0.5"), (_replaced, "a framework replaced it")):
+        messages = run_ranks(2, fn)
+        assert len(set(messages)) == 1
+        assert words in messages[0]
+
+
+def _with_monitor(rank: int, world: int, folder: str) -> dict[str, int]:
+    deepspeed.init_distributed("gloo")
+    found = {}
+    for job in ds.ours():
+        monitor = {"enabled": True, "output_path": folder, "job_name": job.name}
+        config = {"csv_monitor": monitor, "steps_per_print": 2, "zero_optimization": {"stage": 2}}
+        engine = ds.engine_of(replace(job, config=config), world)
+        for step in range(5):
+            ds.train_step(engine, rank, world, step)
+        found[job.name] = sum(len(unit.keys("matrix")) for unit in engine.basic_optimizer._units.values())
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+def test_health_reaches_the_monitor(tmp_path: Path) -> None:
+    matrices = run_ranks(2, _with_monitor, str(tmp_path))[0]
+    own = {
+        "MARS-AdamW": "clip_rate",
+        "SONew": "graft_ratio",
+        "LDAdam": "subspace_rotation",
+        "MKOR": "factors_updated",
+    }
+    for name, count in matrices.items():
+        files = {path.stem: path for path in (tmp_path / name).rglob("*.csv")}
+        label = f"optim_{name.lower()}"
+        rows = list(csv.reader(files[f"{label}_matrices_updated"].open()))
+        values = [float(row[1]) for row in rows[1:]]
+        assert values, rows
+        if name == "MKOR-H":
+            continue  # its matrices end at the switch
+        if "MARS" in name or name == "SONew":
+            # Element-wise rules count fragments: a cut matrix is updated in parts.
+            assert all(value >= count for value in values)
+        else:
+            assert values == [count] * len(values)
+        assert f"{label}_bytes_sent" in files
+        if name in own:
+            assert f"{label}_{own[name]}" in files, sorted(files)
