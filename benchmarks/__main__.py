@@ -46,5 +46,16 @@ def traffic(
         output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+@app.command()
+def parity(
+    figures: Annotated[Path, typer.Argument(help="JSON written by the parity tests.", exists=True)],
+    page: Annotated[Path, typer.Argument(help="Markdown page to write.")],
+) -> None:
+    """Turn the parity tests' figures into a page of the documentation."""
+    from benchmarks.parity import parity_page
+
+    page.write_text(parity_page(json.loads(figures.read_text())))
+
+
 if __name__ == "__main__":
     app()
