@@ -2,14 +2,14 @@
 # make train    small GPT on real text, AdamW against OPTIMIZER (see below), two ranks
 # make test     the test suite          make lint    ruff and mypy
 #
-# Variables: OPTIMIZER=mkor (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
+# Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
 # separated by commas, or all), ARGS="--steps 1000 --stage 3" (rankwise train --help), PYTHON, VENV, TORCH, PIP_ARGS.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
-OPTIMIZER ?= mkor
+OPTIMIZER ?= mars-m
 ARGS ?=
 PYTEST_ARGS ?=
 

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.unit import Slice, TensorContents
+from rankwise.optimizers.sources import Slice, TensorContents
 from rankwise.sharding import LayoutError
 
 __all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
@@ -76,7 +76,7 @@ class DeepSpeedLayout:
         self.group: dist.ProcessGroup | None = _exchange_group(engine)
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.optimizers.unit.LayoutSource`."""
+        """See :class:`rankwise.optimizers.sources.LayoutSource`."""
         raise NotImplementedError
 
     def units(self) -> list[list[tuple[Tensor, int]]]:

@@ -41,7 +41,7 @@ def _root() -> None:
 def train(
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(help="Optimizer to train with; repeat it, separate with commas, or say 'all'. [adamw, mkor]"),
+        typer.Option(help="Optimizer to train with; repeat it, separate with commas, or say 'all'. [adamw, mars-m]"),
     ] = None,
     config: _Config = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; by default the config's, or 2.")] = None,
@@ -81,7 +81,7 @@ def train(
     try:
         names = split_names(optimizer or [])
         if not names and config is None:
-            names = ["adamw", "mkor"]
+            names = ["adamw", "mars-m"]
         cpu, processes = choose_device(device, ranks)
         overrides = Overrides(stage, micro_batch, accumulation, lr)
         configs = planned_configs(None if config is None else read_config(config), names, overrides)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.unit import Slice, TensorContents
+from rankwise.optimizers.sources import Slice, TensorContents
 
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views")
 STEPS = 10

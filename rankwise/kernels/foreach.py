@@ -27,6 +27,7 @@ __all__ = [
     "mars_lion_",
     "momentum_",
     "scale_by_",
+    "squared_norms",
 ]
 
 Tensors = list[Tensor]
@@ -69,6 +70,12 @@ def scale_by_(tensors: Tensors, coefficients: Coefficients) -> None:
         raise ValueError(f"coefficients has {len(factors)} entries for {len(tensors)} tensors; pass one for each")
     if tensors:
         torch._foreach_mul_(tensors, factors)
+
+
+def squared_norms(tensors: Tensors) -> Tensors:
+    """Squared 2-norm of every tensor: 0-d, in fp64 so that partial sums can be added over ranks."""
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64) if tensors else ()
+    return [norm.square() for norm in norms]
 
 
 def momentum_(exp_avgs: Tensors, grads: Tensors, beta1: float) -> None:

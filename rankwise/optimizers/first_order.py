@@ -1,17 +1,36 @@
-"""The first-order rules that follow MKOR's preconditioning."""
+"""First-order rules: AdamW of every fallback, and the backends that follow MKOR's preconditioning."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from rankwise.kernels import foreach
-from rankwise.optimizers.unit import Bucket, StepUnit
+from rankwise.optimizers.unit import Bucket, StepUnit, spans
 from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction
 
-__all__ = ["FirstOrder"]
+__all__ = ["FirstOrder", "adamw_step"]
+
+
+def adamw_step(bucket: Bucket, **overrides: Any) -> None:
+    """AdamW on a bucket's fragments, with the element states ``exp_avg`` and ``exp_avg_sq``.
+
+    Args:
+        bucket: Weights and states are updated in place.
+        overrides: ``lr``, ``betas``, ``eps`` or ``weight_decay``, where they are not those of the param group.
+    """
+    hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    foreach.adamw_(
+        bucket.weights,
+        bucket.grads,
+        bucket.state("exp_avg"),
+        bucket.state("exp_avg_sq"),
+        step=bucket.step,
+        **{**hyper, **overrides},
+    )
 
 
 class FirstOrder:
@@ -31,11 +50,6 @@ class FirstOrder:
         """Names of the element states."""
         return ("momentum_buffer",) if self.backend == "sgd" else ("exp_avg", "exp_avg_sq")
 
-    @property
-    def needs_norms(self) -> bool:
-        """Whether a step sums over whole parameters."""
-        return self.backend == "lamb"
-
     def apply(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Update weights and states in place.
 
@@ -48,24 +62,9 @@ class FirstOrder:
             return
         for bucket in buckets:
             if self.backend == "adamw":
-                self._adamw(bucket)
+                adamw_step(bucket)
             else:
                 self._sgd(bucket)
-
-    @staticmethod
-    def _adamw(bucket: Bucket) -> None:
-        group = bucket.group
-        foreach.adamw_(
-            bucket.weights,
-            bucket.grads,
-            bucket.state("exp_avg"),
-            bucket.state("exp_avg_sq"),
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=bucket.step,
-        )
 
     def _sgd(self, bucket: Bucket) -> None:
         group = bucket.group
@@ -97,15 +96,9 @@ class FirstOrder:
                 directions.append(direction)
         weights = [weight for bucket in buckets for weight in bucket.weights]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        squares = [
-            [norm.square() for norm in torch._foreach_norm(tensors, 2, dtype=torch.float64)] if tensors else []
-            for tensors in (weights, directions)
-        ]
+        squares = [foreach.squared_norms(tensors) for tensors in (weights, directions)]
         norms = unit.sum_over_ranks(entries, *squares).sqrt()
         ratios = trust_ratio(norms[0], norms[1], max_weight_norm=None).to(unit.dtype)
         foreach.scale_by_(directions, ratios)
-        position = 0
-        for bucket in buckets:
-            span = slice(position, position + len(bucket.entries))
-            position = span.stop
+        for bucket, span in spans(buckets):
             foreach.decoupled_step_(bucket.weights, directions[span], bucket.group["lr"], 0.0)

@@ -8,8 +8,16 @@ learning-rate scheduler of the paper's appendix, and so are its default values.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
+from typing import Any
 
-__all__ = ["KneeDetector"]
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.sharding import Layout
+
+__all__ = ["KneeDetector", "LossWindow"]
 
 _State = dict[str, int | float | bool]
 
@@ -116,3 +124,52 @@ class KneeDetector:
             f"KneeDetector(beta={self.beta}, patience={self.patience}, min_steps={self.min_steps}, ema={self.ema}, "
             f"switched={self.switched})"
         )
+
+
+class LossWindow:
+    """Losses of the micro-batches since the last step."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._id: Hashable = None
+
+    def add(self, loss: Tensor | float, window_id: Hashable) -> None:
+        """Take a micro-batch's loss.
+
+        Args:
+            loss: A scalar.
+            window_id: Names the accumulation window; losses of another one that nobody has used belong to a step that
+                was skipped, after an overflow for instance, and are dropped.
+        """
+        if window_id != self._id:
+            self.clear()
+            self._id = window_id
+        self._losses.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
+
+    def clear(self) -> None:
+        """Forget the losses."""
+        self._losses.clear()
+
+    def take_mean(self, layout: Layout, device: torch.device) -> float | None:
+        """Mean over micro-batches and ranks, the same on every rank; the window is empty afterwards.
+
+        Args:
+            layout: Names the ranks, which must call this together.
+            device: Where to sum.
+
+        Returns:
+            The mean, or None if no rank has a loss.
+        """
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        if self._losses:
+            total[0] = torch.stack([loss.to(device) for loss in self._losses]).sum()
+            total[1] = len(self._losses)
+        self.clear()
+        if layout.world_size > 1:
+            dist.all_reduce(total, group=layout.group)
+        loss_sum, count = total.tolist()
+        return loss_sum / count if count else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no framework that could go on naming its windows.
+        return {**self.__dict__, "_id": None}

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import foreach
-from rankwise.optimizers.base import MatrixState, ShardedOptimizer, StateTypes
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.element_states import StateTypes
+from rankwise.optimizers.first_order import adamw_step
+from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
@@ -107,8 +110,7 @@ class LDAdam(ShardedOptimizer):
             rank = updates.effective_rank(unit.planned_groups[position]["rank"], rows, columns)
             cost = float(10 * rows * columns * rank + 6 * max(rows, columns) * rank**2)
             tasks.append(MatrixTask(key, (key,), (rows, columns, rank, position), cost))
-        if tasks:
-            self._loads = unit.plan_exchange(tasks, self._loads, unit.dtype)
+        self._choose_owners(unit, tasks)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         sources: list[Tensor | None] = [None] * len(unit.entries)
@@ -116,7 +118,7 @@ class LDAdam(ShardedOptimizer):
         for bucket in buckets:
             group = bucket.group
             if bucket.rule == "fallback":
-                self._fallback(bucket)
+                adamw_step(bucket)
                 continue
             errors = bucket.state("error") if group["error_feedback"] else [None] * len(bucket.entries)
             foreach.decay_(bucket.weights, group["lr"], group["weight_decay"])
@@ -125,20 +127,6 @@ class LDAdam(ShardedOptimizer):
                 targets[entry.index] = (weight, error, group)
         if unit.exchange is not None:
             self._follow_subspaces(unit, sources, targets)
-
-    def _fallback(self, bucket: Bucket) -> None:
-        group = bucket.group
-        foreach.adamw_(
-            bucket.weights,
-            bucket.grads,
-            bucket.state("exp_avg"),
-            bucket.state("exp_avg_sq"),
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=bucket.step,
-        )
 
     def _follow_subspaces(
         self,
@@ -204,7 +192,7 @@ class LDAdam(ShardedOptimizer):
                 "step": torch.tensor(0, dtype=torch.int64),
             }
 
-        return self._matrix_state(key, fresh)
+        return self.matrix_states.obtain(key, fresh)
 
     def _step_subspaces(
         self, matrices: Tensor, states: list[MatrixState], step: int, group: Mapping[str, Any]

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import foreach
-from rankwise.optimizers.base import ShardedOptimizer, StateTypes
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.element_states import StateTypes
+from rankwise.optimizers.entries import Entry
+from rankwise.optimizers.first_order import adamw_step
 from rankwise.optimizers.options import MARSOptions, OptionError, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
-from rankwise.optimizers.unit import Bucket, Entry, LayoutSource, StepUnit
+from rankwise.optimizers.sources import LayoutSource
+from rankwise.optimizers.unit import Bucket, StepUnit, spans
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.updates import mars as updates
 
@@ -176,10 +180,10 @@ class MARS(ShardedOptimizer):
                 continue
             if tensor.grad is not None:
                 flat = tensor.grad.reshape(-1)[entry.fragment.offset : entry.fragment.offset + entry.fragment.numel]
-                self._state_views(unit)("next_reference", [entry])[0].copy_(flat)
+                unit.states.views(self.state, "next_reference", [entry])[0].copy_(flat)
             elif "next_reference" in self.state.get(tensor, {}):
                 # The batch does not touch it: what is there belongs to an earlier step.
-                self._state_views(unit)("next_reference", [entry])[0].zero_()
+                unit.states.views(self.state, "next_reference", [entry])[0].zero_()
         self._recorded = True
 
     def _plan(self, unit: StepUnit) -> None:
@@ -191,8 +195,7 @@ class MARS(ShardedOptimizer):
                 short, long = min(rows, columns), max(rows, columns)
                 signature = (rows, columns, info.logical_matrix_shape, unit.group_position[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
-        if tasks:
-            self._loads = unit.plan_exchange(tasks, self._loads, unit.dtype)
+        self._choose_owners(unit, tasks)
 
     def _is_orthogonal(self, info: ParameterInfo) -> bool:
         return self.options.variant in _ORTHOGONAL and len(info.shape) >= 2
@@ -211,17 +214,11 @@ class MARS(ShardedOptimizer):
 
     def _fallback(self, bucket: Bucket) -> None:
         group = bucket.group
-        decay = group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"]
-        foreach.adamw_(
-            bucket.weights,
-            bucket.grads,
-            bucket.state("exp_avg"),
-            bucket.state("exp_avg_sq"),
+        adamw_step(
+            bucket,
             lr=group["lr"] * group["lr_1d_ratio"],
             betas=group["betas_1d"],
-            eps=group["eps"],
-            weight_decay=decay,
-            step=bucket.step,
+            weight_decay=group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"],
         )
 
     def _correct(self, unit: StepUnit, buckets: list[Bucket]) -> list[_Corrected]:
@@ -239,12 +236,8 @@ class MARS(ShardedOptimizer):
         return self._split(buckets, corrected)
 
     def _clip(self, unit: StepUnit, buckets: list[Bucket], entries: list[Entry], corrected: list[Tensor]) -> None:
-        norms = torch._foreach_norm(corrected, 2, dtype=torch.float64) if corrected else ()
-        squares = unit.sum_over_ranks(entries, [norm.square() for norm in norms])[0]
-        position = 0
-        for bucket in buckets:
-            span = slice(position, position + len(bucket.entries))
-            position = span.stop
+        squares = unit.sum_over_ranks(entries, foreach.squared_norms(corrected))[0]
+        for bucket, span in spans(buckets):
             if bucket.group["clip"] is not None:
                 coefficients = updates.clip_coefficient(squares[span], bucket.group["clip"]).to(unit.dtype)
                 self.health.add("clip_rate", (coefficients < 1).sum(), len(bucket.entries))
@@ -262,10 +255,8 @@ class MARS(ShardedOptimizer):
 
     def _split(self, buckets: list[Bucket], corrected: list[Tensor]) -> list[_Corrected]:
         parts = []
-        position = 0
-        for bucket in buckets:
-            clipped = corrected[position : position + len(bucket.entries)]
-            position += len(bucket.entries)
+        for bucket, span in spans(buckets):
+            clipped = corrected[span]
             for orthogonal in (False, True):
                 chosen = [i for i, e in enumerate(bucket.entries) if self._is_orthogonal(e.info) == orthogonal]
                 if chosen:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankwise.optimizers.base import MatrixState, ShardedOptimizer, StateTypes
+from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.capture import Capture, Record
+from rankwise.optimizers.element_states import StateTypes
+from rankwise.optimizers.factors import KroneckerFactors, LayerSignature
 from rankwise.optimizers.first_order import FirstOrder
-from rankwise.optimizers.hybrid import KneeDetector
+from rankwise.optimizers.hybrid import KneeDetector, LossWindow
+from rankwise.optimizers.layer_statistics import LayerVectors, reduce_statistics, refuse_broken_factors
+from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions, OptionError, Options, patterns
-from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, Rule, describe
+from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
-from rankwise.updates import mkor as updates
 
 __all__ = ["MKOR"]
 
 logger = logging.getLogger(__name__)
-# Consecutive factor steps a matrix may fail before the run stops with an explanation.
-TOLERATED_FAILURES = 3
 
 
 class MKOR(ShardedOptimizer):
@@ -73,7 +72,14 @@ class MKOR(ShardedOptimizer):
     options: MKOROptions
     health_totals = ("factors_updated", "factors_skipped")
     group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
-    copied_attributes = (*ShardedOptimizer.copied_attributes, "_first_order", "_detector", "_switched", "_losses")
+    copied_attributes = (
+        *ShardedOptimizer.copied_attributes,
+        "_first_order",
+        "_factors",
+        "_detector",
+        "_switched",
+        "_losses",
+    )
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
     def __init__(
@@ -130,22 +136,19 @@ class MKOR(ShardedOptimizer):
         )
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
-        self._capture: Capture | None = None
-        self._records: dict[str, Record] = {}
         self._first_order = FirstOrder(options.backend, options.nesterov)
+        self._factors = KroneckerFactors(options)
         self._detector = KneeDetector(
             options.hybrid_beta, options.hybrid_patience, options.hybrid_min_steps, options.hybrid_ema
         )
         self._switched = False
-        self._losses: list[Tensor] = []
-        self._loss_window: Hashable = None
+        self._losses = LossWindow()
         super().__init__(params, options)
 
-    def _prepare_copy(self) -> None:
-        super()._prepare_copy()
-        self._capture = None
-        self._records = {}
-        self._loss_window = None
+    def _detach(self) -> None:
+        super()._detach()
+        self._capture: Capture | None = None
+        self._records: dict[str, Record] = {}
 
     # --- routing ------------------------------------------------------------------------------------------------
 
@@ -201,15 +204,6 @@ class MKOR(ShardedOptimizer):
         if self._switched:
             self._drop_factors()
 
-    def _learn_roles(self, model: nn.Module) -> None:
-        """Route by module type what the constructor knew by name or shape alone."""
-        found = {id(parameter): info for parameter, info in describe(model).items()}
-        for name, (info, index) in self._catalog.items():
-            learnt = found.get(id(self.parameters_by_name[name]))
-            if learnt is not None and info.role is Role.UNKNOWN:
-                self._catalog[name] = (replace(info, role=learnt.role, transposed=learnt.transposed), index)
-        self._route_again()
-
     def record_loss(self, loss: Tensor | float) -> None:
         """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
 
@@ -217,11 +211,7 @@ class MKOR(ShardedOptimizer):
             loss: Scalar, not multiplied by a loss scale.
         """
         if self.options.hybrid and not self._switched:
-            if self._capture is not None and self._capture.window_id() != self._loss_window:
-                # Losses nobody has used belong to a step that was skipped, after an overflow for instance.
-                self._losses.clear()
-                self._loss_window = self._capture.window_id()
-            self._losses.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
+            self._losses.add(loss, None if self._capture is None else self._capture.window_id())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics of a step that was skipped are forgotten."""
@@ -253,13 +243,10 @@ class MKOR(ShardedOptimizer):
         for key in unit.keys("matrix"):
             record, position = self._records[key], unit.group_position[key]
             bias = self._bundled_bias(key, unit)
-            outputs, inputs = record.shape.out_features, record.shape.in_features
-            columns = inputs + (bias is not None)
-            cost = float(2 * outputs * columns * (outputs + columns))
-            signature = (outputs, inputs, bias is not None, record.transposed, position)
-            tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, cost))
-        if tasks:
-            self._loads = unit.plan_exchange(tasks, self._loads, unit.dtype)
+            inputs, outputs, transposed = record.shape
+            signature = LayerSignature(outputs, inputs, bias is not None, transposed, position)
+            tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, signature.cost))
+        self._choose_owners(unit, tasks)
         unit.scratch["statistics"] = [task.key for task in sorted(tasks, key=lambda task: task.key)]
 
     def _bundled_bias(self, key: str, unit: StepUnit) -> str | None:
@@ -290,7 +277,7 @@ class MKOR(ShardedOptimizer):
     def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Replace the gradients of preconditioned matrices, in the buckets, by their preconditioned forms."""
         assert unit.exchange is not None
-        step = self._common_step(unit)
+        step = unit.common_step(self.state)
         due = (step - 1) % self.options.update_interval == 0
         vectors = self._reduced_statistics(unit) if due else {}
         self._drop_statistics(unit)
@@ -303,10 +290,11 @@ class MKOR(ShardedOptimizer):
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
             self.health.add("matrices_updated", len(tasks))
-            states = [self._factors(task) for task in tasks]
+            fresh = partial(self._factors.fresh, batch.signature, unit.device)
+            states = [self.matrix_states.obtain(task.key, fresh) for task in tasks]
             if due:
                 self._move_factors(tasks, states, vectors)
-            return self._apply_factors(batch.signature, states, stack)
+            return self._factors.apply(batch.signature, states, stack)
 
         def deliver(task: MatrixTask, index: int, piece: Tensor) -> None:
             bucket, position = places[index]
@@ -314,16 +302,6 @@ class MKOR(ShardedOptimizer):
 
         unit.exchange.run(sources, compute, deliver)
         self._prepare_capture(step)
-
-    def _common_step(self, unit: StepUnit) -> int:
-        """The step all ranks are at; a rank that holds no tensor has no count of its own."""
-        counts = [int(self.state[tensor]["step"]) for tensor in unit.tensors if tensor in self.state]
-        step = max(counts, default=0)
-        if all(unit.layout.ranks):
-            return step
-        agreed = torch.tensor(step, device=unit.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=unit.layout.group)
-        return int(agreed)
 
     def _drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
@@ -334,129 +312,27 @@ class MKOR(ShardedOptimizer):
         assert self._capture is not None
         self._capture.enabled = step % self.options.update_interval == 0
 
-    def _reduced_statistics(self, unit: StepUnit) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """Mean input, virtual-bias gradient and token count of every matrix of the unit, in one collective."""
+    def _reduced_statistics(self, unit: StepUnit) -> dict[str, LayerVectors]:
+        """Statistics of every matrix of the unit over all ranks."""
+        assert self._capture is not None
         keys: list[str] = unit.scratch["statistics"]
-        dtype = unit.dtype
-        parts: list[Tensor] = []
-        for key in keys:
-            assert self._capture is not None
-            inputs, count, outputs = self._capture.take(self._records[key].parameter)
-            failures = self.matrix_states.get(key, {}).get("failures")
-            tail = torch.tensor([float(count)], dtype=dtype, device=unit.device)
-            failed = torch.zeros(1, dtype=dtype, device=unit.device) if failures is None else failures.to(dtype).view(1)
-            parts += [inputs.to(tail), outputs.to(tail), tail, failed]
-        packed = torch.cat(parts)
-        if unit.layout.world_size > 1:
-            unit.traffic.count(packed)
-            dist.all_reduce(packed, group=unit.layout.group)
-        divisor = self._gradient_divisor(unit)
-        found, position = {}, 0
-        failed_matrices = []
-        for index, key in enumerate(keys):
-            sizes = [part.numel() for part in parts[4 * index : 4 * index + 4]]
-            inputs, outputs, tokens, failures = packed[position : position + sum(sizes)].split(sizes)
-            position += sum(sizes)
-            found[key] = (inputs / tokens.clamp(min=1), outputs / divisor, tokens)
-            failed_matrices.append(failures)
-        self._refuse_broken_factors(keys, torch.cat(failed_matrices))
-        return found
+        sums = [self._capture.take(self._records[key].parameter) for key in keys]
+        failures = [self.matrix_states.get(key, {}).get("failures") for key in keys]
+        vectors, failures_of_all = reduce_statistics(unit, sums, failures, self._gradient_divisor(unit))
+        refuse_broken_factors(keys, failures_of_all)
+        return dict(zip(keys, vectors, strict=True))
 
     def _gradient_divisor(self, unit: StepUnit) -> float:
         """What the framework divides summed gradients by: ranks, and the loss scale."""
         loss_scale = getattr(self._source, "loss_scale", None)
         return unit.layout.world_size * (float(loss_scale()) if callable(loss_scale) else 1.0)
 
-    def _refuse_broken_factors(self, keys: Sequence[str], failures: Tensor) -> None:
-        # The counts travelled with the statistics, so all ranks stop together. One host read per factor step.
-        broken = [key for key, count in zip(keys, failures.tolist(), strict=True) if count >= TOLERATED_FAILURES]
-        if broken:
-            raise RuntimeError(
-                f"MKOR: the factors of {', '.join(broken)} were not finite {TOLERATED_FAILURES} factor steps in a row. "
-                "Lower the learning rate, exclude the layer ('exclude'), or set factor_dtype to 'float32'."
-            )
-
-    # --- factors ------------------------------------------------------------------------------------------------
-
-    def _factors(self, task: MatrixTask) -> MatrixState:
-        outputs, inputs, has_bias, _, _ = task.signature
-        limit = self.options.max_factor_dim
-        parameter = self.parameters_by_name[task.key]
-
-        def fresh() -> MatrixState:
-            dtype = getattr(torch, self.options.factor_dtype)
-            device = self._factor_device(parameter)
-            sides = {"left": outputs, "right": inputs + has_bias}
-            state = {
-                name: torch.eye(size, dtype=dtype, device=device)
-                for name, size in sides.items()
-                if size - (has_bias and name == "right") <= limit
-            }
-            return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
-
-        return self._matrix_state(task.key, fresh)
-
-    def _factor_device(self, parameter: Tensor) -> torch.device:
-        unit = next(iter(self._units.values()), None)
-        return parameter.device if unit is None else unit.device
-
     def _move_factors(
-        self,
-        tasks: Sequence[MatrixTask],
-        states: Sequence[MatrixState],
-        vectors: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+        self, tasks: Sequence[MatrixTask], states: Sequence[MatrixState], vectors: Mapping[str, LayerVectors]
     ) -> None:
-        """One guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors."""
-        has_bias = tasks[0].signature[2]
-        tokens = torch.cat([vectors[task.key][2] for task in tasks])
-        seen = tokens > 0
-        healthy = torch.ones_like(seen)
-        for side, place in (("right", 0), ("left", 1)):
-            if side not in states[0]:
-                continue
-            vector = torch.stack([vectors[task.key][place] for task in tasks])
-            if side == "right" and has_bias:
-                vector = torch.cat([vector, torch.ones_like(vector[:, :1])], dim=1)
-            if side == "left":
-                vector = vector * self.options.output_gain
-            old = torch.stack([state[side] for state in states])
-            new, ok = self._moved(old, vector)
-            committed = torch.where(seen[:, None, None], new, old)
-            for state, factor in zip(states, committed, strict=True):
-                state[side].copy_(factor)
-            healthy &= ok | ~seen
-        self.health.add("factors_updated", (healthy & seen).sum())
-        self.health.add("factors_skipped", (~healthy).sum())
-        for state, ok in zip(states, healthy, strict=True):
-            state["failures"].copy_(torch.where(ok, 0, state["failures"] + 1))
-
-    def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        options = self.options
-        if options.stabilizer is None:
-            moved = updates.rank1_inverse_update(old, vector, options.factor_decay, options.rule)  # type: ignore[arg-type]
-            return updates.guarded(moved, old)
-        return updates.update_factor(
-            old,
-            vector,
-            options.factor_decay,
-            options.rule,  # type: ignore[arg-type]
-            *options.stabilizer,
-            norm=options.stabilizer_norm,  # type: ignore[arg-type]
-        )
-
-    def _apply_factors(self, signature: Any, states: Sequence[MatrixState], stack: Tensor) -> Tensor:
-        outputs, inputs, has_bias, transposed, _ = signature
-        weight, bias = stack[:, : outputs * inputs], stack[:, outputs * inputs :]
-        matrix = weight.view(-1, inputs, outputs).mT if transposed else weight.view(-1, outputs, inputs)
-        if has_bias:
-            matrix = torch.cat([matrix, bias.unsqueeze(-1)], dim=2)
-        left, right = (
-            torch.stack([state[side] for state in states]) if side in states[0] else None for side in ("left", "right")
-        )
-        result = updates.precondition(matrix, left, right, self.options.rescale, has_bias)  # type: ignore[arg-type]
-        weight = result[..., :inputs]
-        flat = (weight.mT if transposed else weight).reshape(len(states), -1)
-        return torch.cat([flat, result[..., inputs]], dim=1) if has_bias else flat
+        updated, skipped = self._factors.move(tasks, states, vectors)
+        self.health.add("factors_updated", updated)
+        self.health.add("factors_skipped", skipped)
 
     # --- MKOR-H -------------------------------------------------------------------------------------------------
 
@@ -464,15 +340,8 @@ class MKOR(ShardedOptimizer):
         """Feed the detector this step's loss, once per step, the same on every rank."""
         if not self.options.hybrid or self._switched or unit is not next(iter(self._units.values())):
             return
-        total = torch.zeros(2, dtype=torch.float64, device=unit.device)
-        if self._losses:
-            total[0] = torch.stack([loss.to(unit.device) for loss in self._losses]).sum()
-            total[1] = len(self._losses)
-        self._losses.clear()
-        if unit.layout.world_size > 1:
-            dist.all_reduce(total, group=unit.layout.group)
-        loss_sum, count = total.tolist()
-        if count and self._detector.update(loss_sum / count):
+        mean = self._losses.take_mean(unit.layout, unit.device)
+        if mean is not None and self._detector.update(mean):
             self._switched = True
             self._drop_factors()
             logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self.options.backend)
@@ -480,8 +349,7 @@ class MKOR(ShardedOptimizer):
     def _drop_factors(self) -> None:
         if self._capture is not None:
             self._capture.remove()
-        self.matrix_states.clear()
-        self._loaded_matrix_states.clear()
+        self.matrix_states.forget()
 
     @property
     def switched(self) -> bool:

@@ -189,7 +189,7 @@ class SONewOptions(Options):
     weight_decay: float = 0.0
     graft: str = "adam"
     graft_eps: float = 1e-8
-    gamma: float = 1e-4
+    gamma: float = 1e-2
     chain: str = "row"
     exclude: tuple[str, ...] = ()
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import foreach
-from rankwise.optimizers.base import ShardedOptimizer, StateTypes
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.element_states import StateTypes
+from rankwise.optimizers.entries import Entry
+from rankwise.optimizers.first_order import adamw_step
 from rankwise.optimizers.options import Options, SONewOptions, patterns
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
-from rankwise.optimizers.unit import Bucket, Entry, StepUnit
+from rankwise.optimizers.unit import Bucket, StepUnit, spans
 from rankwise.sharding import Fragment, HaloExchange
 from rankwise.updates import sonew as updates
 from rankwise.updates.adamw import bias_corrections
@@ -61,7 +64,7 @@ class SONew(ShardedOptimizer):
         weight_decay: float = 0.0,
         graft: str = "adam",
         graft_eps: float = 1e-8,
-        gamma: float = 1e-4,
+        gamma: float = 1e-2,
         chain: str = "row",
         exclude: Sequence[str] = (),
     ) -> None:
@@ -108,39 +111,22 @@ class SONew(ShardedOptimizer):
         directions: list[Tensor] = []
         grafts: list[Tensor | None] = []
         entries: list[Entry] = []
-        for bucket in matrices:
-            norms = None if grad_norms is None else grad_norms[len(entries) : len(entries) + len(bucket.entries)]
+        for bucket, span in spans(matrices):
+            norms = None if grad_norms is None else grad_norms[span]
             bucket_directions, bucket_grafts = self._directions(bucket, halos, norms)
             directions += bucket_directions
             grafts += bucket_grafts
             entries += bucket.entries
         ratios = self._graft_ratios(unit, entries, directions, grafts)
         self.health.add("matrices_updated", len(entries))
-        position = 0
-        for bucket in matrices:
-            span = slice(position, position + len(bucket.entries))
-            position = span.stop
+        for bucket, span in spans(matrices):
             if ratios is not None:
                 foreach.scale_by_(directions[span], ratios[span])
             lr, decay = bucket.group["lr"], bucket.group["weight_decay"]
             foreach.decoupled_step_(bucket.weights, directions[span], lr, decay)
         for bucket in buckets:
             if bucket.rule == "fallback":
-                self._fallback(bucket)
-
-    def _fallback(self, bucket: Bucket) -> None:
-        group = bucket.group
-        foreach.adamw_(
-            bucket.weights,
-            bucket.grads,
-            bucket.state("exp_avg"),
-            bucket.state("exp_avg_sq"),
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=bucket.step,
-        )
+                adamw_step(bucket)
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """For each cut fragment, the (left, right) neighbours of gradient, momentum, diagonal and covariances."""
@@ -168,8 +154,7 @@ class SONew(ShardedOptimizer):
     def _grad_norms(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor:
         grads = [grad for bucket in buckets for grad in bucket.grads]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float64) if grads else ()
-        return unit.sum_over_ranks(entries, [norm.square() for norm in norms])[0].sqrt().to(unit.dtype)
+        return unit.sum_over_ranks(entries, foreach.squared_norms(grads))[0].sqrt().to(unit.dtype)
 
     def _directions(
         self, bucket: Bucket, halos: Mapping[int, list[tuple[Tensor, Tensor]]], grad_norms: Tensor | None
@@ -219,11 +204,7 @@ class SONew(ShardedOptimizer):
         if self.options.graft == "none":
             return None
         present = [graft for graft in grafts if graft is not None]
-        graft_norms = torch._foreach_norm(present, 2, dtype=torch.float64) if present else ()
-        norms = torch._foreach_norm(directions, 2, dtype=torch.float64) if directions else ()
-        squares = unit.sum_over_ranks(
-            entries, [norm.square() for norm in graft_norms], [norm.square() for norm in norms]
-        )
+        squares = unit.sum_over_ranks(entries, foreach.squared_norms(present), foreach.squared_norms(directions))
         ratios = updates.graft_ratio(squares[0], squares[1]).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
         return ratios

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.optimizers.element_states import ElementStates, States
+from rankwise.optimizers.entries import Entry
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
 from rankwise.sharding import (
-    Fragment,
     FragmentSums,
     HaloExchange,
     Layout,
@@ -24,56 +24,7 @@ from rankwise.sharding import (
     plan_matrices,
 )
 
-__all__ = ["Bucket", "Entry", "LayoutSource", "Slice", "StepUnit", "TensorContents"]
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor."""
-
-    name: str
-    start: int
-    end: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class TensorContents:
-    """What one optimizer tensor stores.
-
-    Attributes:
-        group: Index of the param group it came from, as passed to the constructor.
-        slices: The runs of parameters in it; padding belongs to none.
-    """
-
-    group: int
-    slices: tuple[Slice, ...]
-
-
-class LayoutSource(Protocol):
-    """What a framework tells the optimizer about the tensors it put into the param groups."""
-
-    group: dist.ProcessGroup | None
-    replicated: bool
-
-    def contents(self, tensor: Tensor) -> TensorContents:
-        """Name the parameters stored in ``tensor``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A local fragment with the rule its parameter takes."""
-
-    index: int
-    fragment: Fragment
-    info: ParameterInfo
-    route: Route
-
-    @property
-    def key(self) -> str:
-        """Name of the parameter, or of one matrix of a stack."""
-        return self.fragment.key
+__all__ = ["Bucket", "StepUnit", "spans"]
 
 
 @dataclass
@@ -93,6 +44,14 @@ class Bucket:
         return self._states(name, self.entries if entries is None else entries)
 
 
+def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
+    """Where each bucket's part lies in a list that runs over the entries of all of them."""
+    position = 0
+    for bucket in buckets:
+        yield bucket, slice(position, position + len(bucket.entries))
+        position += len(bucket.entries)
+
+
 @dataclass
 class StepUnit:
     """The planned-once part of a step: layout, routes, sums and matrix exchange."""
@@ -103,6 +62,7 @@ class StepUnit:
     planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
     layout: Layout
     entries: list[Entry]
+    states: ElementStates
     infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
     routes: Mapping[str, Route]
     group_position: Mapping[str, int]
@@ -154,14 +114,28 @@ class StepUnit:
             cache[positions] = torch.tensor(positions, dtype=torch.long, device=self.device)
         return cache[positions]
 
-    def plan_exchange(self, tasks: Sequence[MatrixTask], loads: list[float], dtype: torch.dtype) -> list[float]:
+    def common_step(self, states: States) -> int:
+        """The step all ranks are at; a rank that holds no tensor has no count of its own."""
+        counts = [int(states[tensor]["step"]) for tensor in self.tensors if tensor in states]
+        step = max(counts, default=0)
+        if all(self.layout.ranks):
+            return step
+        agreed = torch.tensor(step, device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.layout.group)
+        return int(agreed)
+
+    def plan_exchange(self, tasks: Sequence[MatrixTask], loads: list[float]) -> list[float]:
         """Choose owners for ``tasks``.
+
+        Args:
+            tasks: The matrices to place, at least one.
+            loads: What each rank carries already; empty for nothing.
 
         Returns:
             The ranks' loads including these tasks.
         """
         plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size)
-        self.exchange = MatrixExchange(self.layout, plan, self.device, dtype)
+        self.exchange = MatrixExchange(self.layout, plan, self.device, self.dtype)
         return loads
 
     def compare_across_ranks(self, settings: object) -> None:
@@ -187,37 +161,3 @@ class StepUnit:
                 f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
                 "optimizer options differ. Build the same model with the same options on every rank."
             )
-
-
-def cut_into_matrices(
-    contents: Sequence[TensorContents],
-    infos: Mapping[str, ParameterInfo],
-    routes: Mapping[str, Route],
-) -> Iterator[tuple[str, Fragment]]:
-    """Turn slices into fragments, splitting a stack of matrices into its matrices.
-
-    Yields:
-        Parameter name and fragment, in storage order.
-    """
-    for tensor, content in enumerate(contents):
-        for piece in content.slices:
-            info = infos[piece.name]
-            if piece.start == piece.end:
-                continue
-            if routes[piece.name].rule != "matrix" or len(info.shape) != 3:
-                yield piece.name, Fragment(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset)
-                continue
-            size = prod(info.matrix_shape)
-            for index in range(piece.start // size, (piece.end - 1) // size + 1):
-                start, end = max(piece.start, index * size), min(piece.end, (index + 1) * size)
-                yield (
-                    piece.name,
-                    Fragment(
-                        f"{piece.name}[{index}]",
-                        info.matrix_shape,
-                        start - index * size,
-                        end - index * size,
-                        tensor,
-                        piece.offset + start - piece.start,
-                    ),
-                )

@@ -73,7 +73,7 @@ def banded_factors(
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(
             f"tolerance={tolerance} must be in [0, 1): a conditional variance is compared with this share of the "
-            "variance; use 1e-4 for float32, 0.0 for the published behaviour"
+            "variance; use 1e-2, 0.0 for the published behaviour"
         )
     edges = check_edges(diagonal, covariances)
     n = diagonal.shape[-1]

@@ -86,7 +86,7 @@ def direction(
     diagonal_hat: Tensor,
     covariances_hat: Sequence[Tensor] | Tensor,
     eps: float | Tensor = 1e-8,
-    tolerance: float = 1e-4,
+    tolerance: float = 1e-2,
     relative_damping: float = 0.0,
 ) -> Tensor:
     r"""Preconditioned direction ``u = X m``.

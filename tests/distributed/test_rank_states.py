@@ -86,7 +86,7 @@ def _resume_one(case: str, layout: str, rank: int, world: int) -> dict[str, Any]
         "keys": keys,
         "owned": sorted(straight.optimizer.matrix_states),
         "owned after": sorted(resumed.optimizer.matrix_states),
-        "left over": sorted(resumed.optimizer._loaded_matrix_states),
+        "left over": sorted(resumed.optimizer.matrix_states.loaded),
     }
 
 
@@ -115,10 +115,10 @@ def test_resume_is_bitwise(outcomes: list[dict[tuple[str, str], dict[str, Any]]]
 
 def test_loaded_states_move_to_the_device_of_the_computation() -> None:
     optimizer = Framework("replicated", CASES["ldadam-ef"], torch.float32).optimizer
-    optimizer._loaded_matrix_states["a.weight"] = {"basis": torch.ones(2), "step": torch.tensor(3)}
+    optimizer.matrix_states.loaded["a.weight"] = {"basis": torch.ones(2), "step": torch.tensor(3)}
 
     def fresh() -> dict[str, Tensor]:
         return {"basis": torch.empty(2, device="meta"), "step": torch.tensor(0)}
 
-    state = optimizer._matrix_state("a.weight", fresh)
+    state = optimizer.matrix_states.obtain("a.weight", fresh)
     assert state["basis"].device.type == "meta" and state["step"].device.type == "cpu" and int(state["step"]) == 3

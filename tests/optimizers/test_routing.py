@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.base import Explanation
+from rankwise.optimizers.reports import Explanation
 from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, annotate, describe, route
 
 MATRICES = RoutingPolicy(embeddings=False)

@@ -186,3 +186,13 @@ def test_bad_arguments():
         foreach.scale_by_(x, [torch.ones(())])
     with pytest.raises(ValueError, match="step must be at least 1, got 0"):
         foreach.adamw_(x, x, x, x, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=0)
+
+
+@given(sizes=SIZES, dtype=DTYPES, seed=st.integers(0, 2**16))
+@settings(deadline=None, max_examples=20)
+def test_squared_norms_are_taken_in_double_precision(sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+    tensors = fragments(sizes, dtype, seed)
+    expected = [x.double().square().sum() for x in tensors]
+    got = foreach.squared_norms(tensors)
+    assert all(norm.dtype == torch.float64 and norm.shape == () for norm in got)
+    assert_lists_close(got, expected, torch.float64)

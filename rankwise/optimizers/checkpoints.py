@@ -1,0 +1,145 @@
+"""Saving, restoring and copying an optimizer, and taking over states that another layout has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.optimizers.element_states import StoredRun
+from rankwise.optimizers.groups import RoutedOptimizer
+from rankwise.optimizers.matrix_states import MatrixState
+from rankwise.optimizers.sources import LayoutSource
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints(RoutedOptimizer):
+    """The part of :class:`rankwise.optimizers.base.ShardedOptimizer` that outlives the process."""
+
+    structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
+    """Keys of a param group on which routes and shapes of states depend."""
+
+    copied_attributes: ClassVar[tuple[str, ...]] = (
+        "options",
+        "matrix_states",
+        "_catalog",
+        "_routes",
+        "parameters_by_name",
+    )
+    """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
+
+    # --- dictionaries -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`torch.optim.Optimizer.state_dict`, plus this rank's matrix states by parameter name.
+
+        Where a framework saves only one rank's dictionary (parameters replicated), the owners' states are collected
+        first; every rank must then call this.
+        """
+        result = super().state_dict()
+        states = self.matrix_states.everything()
+        if self._source.replicated and self._source.group is not None:
+            everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(self._source.group))]
+            dist.all_gather_object(everyone, states, group=self._source.group)
+            states = {key: state for rank_states in everyone for key, state in rank_states.items()}
+        result["matrix_states"] = {key: dict(state) for key, state in states.items()}
+        result["rankwise"] = self.identity
+        result["layout"] = [self._layout_record(tensor) for tensor in self._tensors()]
+        return result
+
+    @property
+    def identity(self) -> str:
+        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        return type(self).__name__
+
+    def _layout_record(self, tensor: Tensor) -> dict[str, Any]:
+        """What ``tensor`` stores, in plain data, so that a checkpoint can be read on another layout."""
+        for unit in self._units.values():
+            for index, candidate in enumerate(unit.tensors):
+                if candidate is tensor:
+                    names = [name for name in self.state[tensor] if name != "step"]
+                    return {"group": unit.tensor_groups[index], **unit.states.record(names, index)}
+        return {"group": 0, "runs": [], "states": {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore; element states keep the type they were saved with, matrix states go to whoever owns them now."""
+        before = self._structure()
+        super().load_state_dict(state_dict)
+        self._restore_types(state_dict)
+        if self._structure() != before:
+            self._route_again()
+        saved: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
+        self.matrix_states.load(
+            {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
+        )
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what is neither weight, element state nor matrix state."""
+
+    def _restore_types(self, state_dict: Mapping[str, Any]) -> None:
+        # torch casts floating-point states to the parameter's type, which would round fp32 states of bf16 weights.
+        saved_ids: Iterable[Any] = (key for group in state_dict["param_groups"] for key in group["params"])
+        for key, tensor in zip(saved_ids, self._tensors(), strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor):
+                    # Copies, the count included: it is advanced in place.
+                    device = value.device if name == "step" else tensor.device
+                    self.state[tensor][name] = value.to(device=device, copy=True)
+
+    def _structure(self) -> list[list[Any]]:
+        return [[group.get(name) for name in self.structural_options] for group in self.param_groups]
+
+    # --- moving to another layout -------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's position among the data-parallel ranks."""
+        group = self._source.group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def layout_source(self) -> LayoutSource:
+        """The framework's description of the param groups' tensors."""
+        return self._source
+
+    def storage(self) -> Iterator[tuple[Tensor, list[StoredRun]]]:
+        """Every planned tensor with its runs and views of its element states, allocated if they were not."""
+        for unit in self._units.values():
+            for index, tensor in enumerate(unit.tensors):
+                yield tensor, unit.states.runs(self.state, index)
+
+    def adopt(
+        self,
+        matrix_states: Mapping[str, MatrixState],
+        steps: Mapping[int, Tensor],
+        param_groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take over matrix states, step counts by group and hyper-parameters from another layout's checkpoint."""
+        device = next((unit.device for unit in self._units.values()), torch.device("cpu"))
+        self.matrix_states.load(
+            {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
+        )
+        for unit in self._units.values():
+            for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
+                step = steps.get(group_index)
+                if step is not None:
+                    self.state[tensor]["step"] = step.clone()
+        for group, saved in zip(self.param_groups, param_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    # --- copies -------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied_attributes}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's load_state_dict comes here too, with states and groups alone.
+        if "options" in state:
+            self._detach()
+        super().__setstate__(state)
+        for name, parameter in state.get("parameters_by_name", {}).items():
+            self._plain.register(parameter, name, self._catalog[name][1])

@@ -1,0 +1,157 @@
+"""What an optimizer knows before its first step: options, param groups, names, routes, the framework's layout."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankwise.optimizers.matrix_states import MatrixStates
+from rankwise.optimizers.options import OptionError, Options
+from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, describe, info_of, route
+from rankwise.optimizers.sources import LayoutSource, WholeParameters
+from rankwise.optimizers.unit import StepUnit
+
+__all__ = ["RoutedOptimizer"]
+
+
+class RoutedOptimizer(Optimizer, ABC):
+    """The part of :class:`rankwise.optimizers.base.ShardedOptimizer` that names parameters and picks their rules."""
+
+    options_type: ClassVar[type[Options]]
+    group_options: ClassVar[tuple[str, ...]]
+    """Options that may differ between param groups."""
+
+    @property
+    @abstractmethod
+    def policy(self) -> RoutingPolicy:
+        """Which parameters take the matrix rule."""
+
+    def _adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        """Last word on a parameter's route."""
+        return chosen
+
+    def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
+        self.options = options
+        self.matrix_states = MatrixStates()
+        self.parameters_by_name: dict[str, Tensor] = {}
+        self._catalog: dict[str, tuple[ParameterInfo, int]] = {}
+        self._routes: dict[str, Route] = {}
+        self._detach()
+        defaults = {name: getattr(options, name) for name in self.group_options}
+        super().__init__(params, {**defaults, **(extra_defaults or {})})
+        self._refuse_if_idle()
+
+    def _detach(self) -> None:
+        """Belong to no framework and have nothing planned, as a new optimizer and a copy do."""
+        self._plain = WholeParameters()
+        self._source: LayoutSource = self._plain
+        self._units: dict[tuple[int, ...], StepUnit] = {}
+        self._loads: list[float] = []
+
+    # --- param groups -------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and route its parameters; see :class:`torch.optim.Optimizer`.
+
+        Raises:
+            OptionError: A value of the group is outside its range.
+        """
+        if isinstance(param_group, dict):
+            self._validate_group(param_group)
+        super().add_param_group(param_group)
+        self._route_group(len(self.param_groups) - 1)
+        self._forget_plans()
+
+    def reroute(self) -> None:
+        """Route again by what is known of the parameters by now; see :func:`rankwise.optimizers.routing.annotate`.
+
+        Names become those of the annotation. Does nothing once there is state, which is kept by name.
+
+        Raises:
+            OptionError: No parameter takes this optimizer's own rule any more.
+        """
+        if self.state or self.matrix_states.everything():
+            return
+        self._catalog.clear()
+        self._routes.clear()
+        self.parameters_by_name.clear()
+        for index in range(len(self.param_groups)):
+            self._route_group(index)
+        self._forget_plans()
+        self._refuse_if_idle()
+
+    def _route_group(self, index: int) -> None:
+        group = self.param_groups[index]
+        names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        for position, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+            info = info_of(parameter, name, f"group{index}.param{position}")
+            if info.name in self._catalog:
+                info = replace(info, name=f"{info.name}@group{index}.param{position}")
+            self._catalog[info.name] = (info, index)
+            self.parameters_by_name[info.name] = parameter
+            self._routes[info.name] = self._choose_rule(info, group)
+            self._plain.register(parameter, info.name, index)
+
+    def _route_again(self) -> None:
+        for name, (info, index) in self._catalog.items():
+            self._routes[name] = self._choose_rule(info, self.param_groups[index])
+        self._forget_plans()
+
+    def _learn_roles(self, model: nn.Module) -> None:
+        """Route by module type what the constructor knew by name or shape alone."""
+        found = {id(parameter): info for parameter, info in describe(model).items()}
+        for name, (info, index) in self._catalog.items():
+            learnt = found.get(id(self.parameters_by_name[name]))
+            if learnt is not None and info.role is Role.UNKNOWN:
+                self._catalog[name] = (replace(info, role=learnt.role, transposed=learnt.transposed), index)
+        self._route_again()
+
+    def _choose_rule(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
+        return self._adjust_route(info, group, route(info, self.policy, group.get("fallback")))
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for group in self.param_groups for tensor in group["params"]]
+
+    def _forget_plans(self) -> None:
+        self._units.clear()
+        self._loads = []
+
+    def _validate_group(self, group: Mapping[str, Any]) -> None:
+        values = {name: getattr(self.options, name) for name in self.options.names()}
+        values.update({name: group[name] for name in self.group_options if name in group})
+        type(self.options)(**values)
+        for name in self.options.names():
+            if name in group and name not in self.group_options and group[name] != getattr(self.options, name):
+                raise OptionError(
+                    f"{type(self).__name__}: {name}={group[name]!r} in a param group is invalid: it must be the same "
+                    f"for all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"
+                )
+
+    def _refuse_if_idle(self) -> None:
+        if any(chosen.rule == "matrix" for chosen in self._routes.values()):
+            return
+        reasons = ", ".join(sorted({chosen.reason for chosen in self._routes.values()}))
+        raise OptionError(
+            f"{type(self).__name__} would update none of the {len(self._routes)} parameters with its own rule (all are "
+            f"on the first-order fallback: {reasons}). Pass parameters with matrices, loosen 'exclude', or use AdamW."
+        )
+
+    def _base_name(self, key: str) -> str:
+        """The parameter a key belongs to: itself, or the stack it is a matrix of."""
+        return key if key in self._catalog else key.rpartition("[")[0]
+
+    # --- frameworks ---------------------------------------------------------------------------------------------
+
+    def attach(self, source: LayoutSource) -> None:
+        """Tell the optimizer how a framework stores the parameters it was constructed with.
+
+        Args:
+            source: Names the parameters in each tensor that ``step()`` will meet.
+        """
+        self._source = source
+        self._forget_plans()

@@ -1,0 +1,66 @@
+"""The states of the matrices a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+__all__ = ["MatrixState", "MatrixStates"]
+
+MatrixState = dict[str, Tensor]
+
+
+class MatrixStates(dict[str, MatrixState]):
+    """States in use by key; beside them those loaded from a checkpoint whose matrix has not been stepped since.
+
+    Attributes:
+        loaded: States nobody has asked for yet. Only stepping shows which matrices this rank owns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, MatrixState] = {}
+
+    def obtain(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
+        """An owned matrix's states: those in use, else those loaded, else fresh ones."""
+        state = self.get(key)
+        if state is None:
+            state = initial()
+            loaded = self.loaded.pop(key, None)
+            if loaded is not None:
+                # A checkpoint may have been read into another device's memory.
+                state = {
+                    name: value.to(state[name].device) if name in state else value for name, value in loaded.items()
+                }
+            self[key] = state
+        return state
+
+    def load(self, states: Mapping[str, MatrixState]) -> None:
+        """Replace everything by states to be taken up when their matrices are stepped."""
+        self.clear()
+        self.loaded = dict(states)
+
+    def drop_foreign(self, owners: Mapping[str, int], rank: int) -> None:
+        """Drop loaded states of matrices that another rank owns: they would only take memory and go stale."""
+        if self.loaded:
+            for key, owner in owners.items():
+                if owner != rank:
+                    self.loaded.pop(key, None)
+
+    def everything(self) -> dict[str, MatrixState]:
+        """What a checkpoint takes: states in use and loaded ones."""
+        return {**self.loaded, **self}
+
+    def forget(self) -> None:
+        """Drop all states."""
+        self.load({})
+
+    def bytes_of(self, key: str) -> int:
+        """Memory of the states in use of one matrix."""
+        return sum(value.nbytes for value in self.get(key, {}).values())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all states in use."""
+        return sum(map(self.bytes_of, self))

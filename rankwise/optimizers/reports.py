@@ -1,0 +1,132 @@
+"""What an optimizer says about itself: rules and owners, memory, health."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.health import Health
+from rankwise.optimizers.groups import RoutedOptimizer
+from rankwise.sharding import Traffic
+
+__all__ = ["Explanation", "Reports"]
+
+_PER_STEP = ("bytes_sent", "collectives", "matrices_updated", "steps")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What happens to one parameter, as reported by :meth:`Reports.explain`."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    reason: str
+    owner: int | None
+    state_bytes: int
+
+    def __str__(self) -> str:
+        owner = "-" if self.owner is None else str(self.owner)
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.name}  {shape}  {self.rule} ({self.reason})  owner {owner}  {self.state_bytes} B"
+
+
+class Reports(RoutedOptimizer):
+    """The part of :class:`rankwise.optimizers.base.ShardedOptimizer` that is only read."""
+
+    health_means: ClassVar[tuple[str, ...]] = ()
+    """Metrics of :attr:`health` beyond the common ones, reported as means."""
+    health_totals: ClassVar[tuple[str, ...]] = ()
+    """The same, reported as totals over ranks."""
+
+    def _detach(self) -> None:
+        super()._detach()
+        self.health = Health(self.health_means, (*_PER_STEP, *self.health_totals))
+        self._reported = Traffic()
+
+    def read_health(self) -> dict[str, float]:
+        """What happened since the last reading; every data-parallel rank must call it.
+
+        Returns:
+            Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); and the optimizer's
+            own metrics, see its ``health_means`` and ``health_totals``.
+        """
+        sent = [unit.total_traffic for unit in self._units.values()]
+        total = Traffic(sum(part.collectives for part in sent), sum(part.bytes for part in sent))
+        self.health.add("collectives", total.collectives - self._reported.collectives)
+        self.health.add("bytes_sent", total.bytes - self._reported.bytes)
+        self._reported = total
+        found = self.health.read(self._source.group)
+        ranks = 1 if self._source.group is None else dist.get_world_size(self._source.group)
+        steps = max(found.pop("steps") / ranks, 1.0)
+        return {name: value / steps if name in _PER_STEP else value for name, value in found.items()}
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""
+        element = sum(value.nbytes for state in self.state.values() for value in _element_states(state).values())
+        return {"element": element, "matrix": self.matrix_states.nbytes}
+
+    def owners(self) -> dict[str, int]:
+        """Owner rank of every planned matrix."""
+        return {
+            key: owner
+            for unit in self._units.values()
+            if unit.exchange is not None
+            for key, owner in unit.exchange.plan.owners.items()
+        }
+
+    def summary(self) -> str:
+        """One line: matrices routed, balance over owners, state of this rank, bytes it sends to owners per step."""
+        exchanges = [unit.exchange for unit in self._units.values() if unit.exchange is not None]
+        matrices = sum(len(unit.keys("matrix")) for unit in self._units.values())
+        total = sum(len(unit.layout.shapes) for unit in self._units.values())
+        mean = sum(self._loads) / max(len(self._loads), 1)
+        balance = f", owners' load max/mean {max(self._loads) / mean:.2f}" if mean else ""
+        held = self.state_bytes()
+        sent = sum(exchange.bytes_per_gather for exchange in exchanges)
+        return (
+            f"rankwise {type(self).__name__}: {matrices} of {total} tensors take its rule, the rest the first-order "
+            f"fallback{balance}; state on this rank {held['element'] / 2**20:.1f} MiB by element and "
+            f"{held['matrix'] / 2**20:.1f} MiB in matrices; {sent / 2**20:.2f} MiB sent to owners per step"
+        )
+
+    def explain(self) -> list[Explanation]:
+        """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
+        owners = self.owners()
+        state_bytes = self._element_bytes()
+        owner_of: dict[str, int] = {}
+        for key, owner in owners.items():
+            owner_of.setdefault(self._base_name(key), owner)
+        for key in self.matrix_states:
+            name = self._base_name(key)
+            state_bytes[name] = state_bytes.get(name, 0) + self.matrix_states.bytes_of(key)
+        return [
+            Explanation(
+                name,
+                info.shape,
+                self._routes[name].rule,
+                self._routes[name].reason,
+                owner_of.get(name),
+                state_bytes.get(name, 0),
+            )
+            for name, (info, _) in self._catalog.items()
+        ]
+
+    def _element_bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for unit in self._units.values():
+            for entry in unit.entries:
+                name = self._base_name(entry.key)
+                states = _element_states(self.state.get(unit.tensors[entry.fragment.tensor], {}))
+                for state_name, value in states.items():
+                    if unit.states.offset(state_name, entry) is not None:
+                        found[name] = found.get(name, 0) + entry.fragment.numel * value.element_size()
+        return found
+
+
+def _element_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}

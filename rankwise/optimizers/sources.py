@@ -1,0 +1,76 @@
+"""Which parameters the tensors in the param groups store: the one thing a framework must tell an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["LayoutSource", "Slice", "TensorContents", "WholeParameters"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor."""
+
+    name: str
+    start: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TensorContents:
+    """What one optimizer tensor stores.
+
+    Attributes:
+        group: Index of the param group it came from, as passed to the constructor.
+        slices: The runs of parameters in it; padding belongs to none.
+    """
+
+    group: int
+    slices: tuple[Slice, ...]
+
+
+class LayoutSource(Protocol):
+    """What a framework tells the optimizer about the tensors it put into the param groups."""
+
+    group: dist.ProcessGroup | None
+    replicated: bool
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """Name the parameters stored in ``tensor``."""
+        ...
+
+
+class WholeParameters:
+    """The layout of plain PyTorch: every tensor of the param groups is a whole parameter of this process."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.replicated = False
+        self._contents: dict[int, TensorContents] = {}
+
+    def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
+        """The same parameters, held alike by every rank of a data-parallel group."""
+        source = WholeParameters()
+        source.group, source.replicated, source._contents = group, dist.get_world_size(group) > 1, self._contents
+        return source
+
+    def register(self, tensor: Tensor, name: str, group: int) -> None:
+        """Name a parameter of the constructor."""
+        whole = Slice(name, 0, tensor.numel(), 0)
+        self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """See :class:`LayoutSource`."""
+        try:
+            return self._contents[id(tensor)]
+        except KeyError:
+            raise RuntimeError(
+                f"step() met a tensor of shape {tuple(tensor.shape)} that was not among the constructor's parameters. "
+                "A framework replaced the parameters; import deepspeed_plugin before deepspeed.initialize so that "
+                "the optimizer is told their layout."
+            ) from None
