@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ds_harness import (
-    SONEW_BANDED,
+    SONEW_DEFAULTS,
     STEPS,
     Job,
     Record,
@@ -20,6 +20,7 @@ from ds_harness import (
     first_statistics,
     jobs,
     mid_row_cuts,
+    noise_response,
     replay_error,
     replay_tolerance,
     run_all,
@@ -47,9 +48,15 @@ def plain(index: int, tied: bool) -> tuple[dict[str, np.ndarray], dict[str, np.n
 
 
 def cell_jobs(tied: bool) -> list[Job]:
-    """AdamW first, every type, and SONew once more with a wider band."""
+    """AdamW first, every type, and SONew once more with its default tolerance."""
     *types, adamw = jobs(tied=tied)
-    return [adamw, *types, replace(types[0], name="SONew", params=SONEW_BANDED)]
+    return [adamw, *types, replace(types[0], name="SONew", params=SONEW_DEFAULTS)]
+
+
+@functools.cache
+def own_response(index: int, tied: bool) -> float:
+    """How far rounding-sized gradient noise moves one process."""
+    return noise_response(cell_jobs(tied)[index], 1e-7)
 
 
 @pytest.mark.slow
@@ -72,11 +79,13 @@ def test_engine_follows_one_process(world: int, stage: int) -> None:
         rows.append(row)
     _rows.extend(rows)
     adamw = rows[0]["end_to_end"]
-    for row in rows[1:]:
+    for index, row in enumerate(rows[1:], 1):
         tolerance = replay_tolerance(row["type"])
         assert row["same_gradients"] <= tolerance, row
+        # SONew's default edge tolerance amplifies rounding in one process already, beyond what AdamW shows.
+        yardstick = own_response(index, tied) if row["params"] is SONEW_DEFAULTS else adamw
         # One process reduces in the plain run's order: where AdamW shows no error at all, ours may round.
-        assert row["end_to_end"] <= max(ALLOWED * adamw, tolerance), (row, adamw)
+        assert row["end_to_end"] <= max(ALLOWED * yardstick, tolerance), (row, yardstick)
 
 
 def check_cell(job: Job, ranks: list[Record], initial: dict[str, np.ndarray], world: int, stage: int) -> None:
