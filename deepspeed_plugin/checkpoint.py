@@ -84,6 +84,15 @@ class SavedCheckpoint:
         return saved, [content["module"][name] if name is not None else torch.empty(0) for name in names]
 
     @property
+    def author(self) -> str | None:
+        """Which of our optimizers wrote it; None for anybody else's, whatever the format."""
+        try:
+            state, _ = self.optimizer(0)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
+            return None
+        return state.get("rankwise") if isinstance(state, dict) else None
+
+    @property
     def stage(self) -> int:
         """ZeRO stage that wrote it."""
         if not self.zero_files:
@@ -151,8 +160,7 @@ def load_checkpoint(
     saved = SavedCheckpoint.find(load_dir, tag)
     wanted = load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint()
     if saved is not None and wanted:
-        state, _ = saved.optimizer(0)
-        theirs, ours = state.get("rankwise"), _identity(engine.basic_optimizer)
+        theirs, ours = saved.author, _identity(engine.basic_optimizer)
         moved = (saved.world_size, saved.stage) != _present(engine)
         if theirs is not None and theirs == ours and moved:
             return _reshard(engine, saved)

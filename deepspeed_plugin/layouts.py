@@ -6,6 +6,7 @@ is read off the wrapper once, at the first step on each flat tensor, and compare
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -60,7 +61,7 @@ def _exchange_group(engine: DeepSpeedEngine) -> dist.ProcessGroup:
     return group
 
 
-class DeepSpeedLayout:
+class DeepSpeedLayout(ABC):
     """Names the contents of the tensors in the param groups of an engine's basic optimizer.
 
     Args:
@@ -75,13 +76,13 @@ class DeepSpeedLayout:
         self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
         self.group: dist.ProcessGroup | None = _exchange_group(engine)
 
+    @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
         """See :class:`rankwise.optimizers.sources.LayoutSource`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
-        raise NotImplementedError
 
     def publish_weights(self) -> None:
         """Copy the optimizer's weights, changed from outside, to the model."""
@@ -178,8 +179,9 @@ class _Unfused(DeepSpeedLayout):
 class _FlatPartition(DeepSpeedLayout):
     """One flat partition per param group: equal cuts of a buffer whose views the model's weights are."""
 
+    @abstractmethod
     def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
-        raise NotImplementedError
+        """Index of the param group a flat tensor is of, and the group's parameters."""
 
     def contents(self, tensor: Tensor) -> TensorContents:
         index, parameters = self._group(tensor)

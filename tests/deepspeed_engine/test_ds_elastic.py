@@ -13,6 +13,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from deepspeed_plugin.checkpoint import SavedCheckpoint
+
 HALF = ds.STEPS // 2
 
 
@@ -108,3 +110,25 @@ def test_another_optimizer_keeps_the_weights(tmp_path: Path, writer: str, reader
         np.testing.assert_array_equal(loaded[name], value, err_msg=name)
     assert steps and set(steps) == {1}, "the state starts fresh"
     assert any(not np.array_equal(after[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"optimizer_state_dict": {"base_optimizer_state": [{"exp_avg": torch.zeros(2)}], "zero_stage": 1}},
+        {"optimizer_state_dict": None},
+        {"something": "else"},
+    ],
+    ids=["elastic list", "nothing", "foreign"],
+)
+def test_foreign_files_have_no_author(tmp_path: Path, content: dict[str, Any]) -> None:
+    """Whatever another optimizer's checkpoint looks like, it is left to DeepSpeed."""
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
+    torch.save(content, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (tmp_path / "latest").write_text("global_step1")
+    saved = SavedCheckpoint.find(tmp_path, None)
+    assert saved is not None
+    assert saved.world_size == 1
+    assert saved.author is None
