@@ -73,8 +73,8 @@ def test_train_reports_a_failed_run_and_goes_on(text: Path, monkeypatch: pytest.
         *("--device", "cpu", "--seed", "5", "--lr", "0.5"),
     )
     assert status == 1
-    assert "adamw: the launcher ended with status 3" in output and "mkor: the launcher ended with status 3" in output
-    assert [settings["label"] for settings in started] == ["adamw", "mkor"]
+    assert "adamw: the launcher ended with status 3" in output and "mars-m: the launcher ended with status 3" in output
+    assert [settings["label"] for settings in started] == ["adamw", "mars-m"]
     for settings in started:
         assert settings["seed"] == 5 and settings["deepspeed"]["optimizer"]["params"]["lr"] == 0.5
 
