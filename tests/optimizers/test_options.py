@@ -40,7 +40,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (SONew, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.99\]"),
     (SONew, "graft", ["adam2", "", None], "it must be one of 'adam', 'adam_official', 'rmsprop'", ""),
     (SONew, "graft_eps", [-1e-8], "it must be >= 0", "the default is 1e-08"),
-    (SONew, "gamma", [-0.1, 1.0, 2.0], r"it must lie in \[0, 1\)", "the default is 0.0001"),
+    (SONew, "gamma", [-0.1, 1.0, 2.0], r"it must lie in \[0, 1\)", "the default is 0.01"),
     (SONew, "chain", ["rows", None], "it must be one of 'row', 'tensor'", ""),
     (LDAdam, "rank", [0, -2, 4.0, "4"], "it must be an integer >= 1", "the default is 16"),
     (LDAdam, "rho", [-0.1, 1.1], r"it must lie in \[0, 1\]", "the default is 0.908"),
