@@ -7,6 +7,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -102,9 +103,17 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _new_unit(
         self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
     ) -> StepUnit:
-        unit = self._units[_unit_key(tensors)] = self._build_unit(tensors, positions, groups)
-        self._plan(unit)
-        unit.compare_across_ranks((type(self).__name__, self.options))
+        key, loads = _unit_key(tensors), self._loads
+        unit = self._units[key] = self._build_unit(tensors, positions, groups)
+        try:
+            self._plan(unit)
+            # The lr may be a tensor, whose text names its device.
+            unit.compare_across_ranks((type(self).__name__, replace(self.options, lr=0.0)))
+        except BaseException:
+            # A half-planned unit must not be found by the next step, which would train without the matrix rule.
+            del self._units[key]
+            self._loads = loads
+            raise
         return unit
 
     def _plan(self, unit: StepUnit) -> None:

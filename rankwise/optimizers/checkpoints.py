@@ -87,7 +87,7 @@ class Checkpoints(RoutedOptimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
                     # Copies, the count included: it is advanced in place.
-                    device = value.device if name == "step" else tensor.device
+                    device = torch.device("cpu") if name == "step" else tensor.device
                     self.state[tensor][name] = value.to(device=device, copy=True)
 
     def _structure(self) -> list[list[Any]]:

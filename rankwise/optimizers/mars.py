@@ -247,11 +247,15 @@ class MARS(ShardedOptimizer):
         if not self.options.exact:
             # A copy: frameworks reuse their gradient buffers, and a reference would compare g with itself.
             foreach.copy_(references, bucket.grads)
-        elif not self._recorded:
+
+    def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+        # Before any state changes: the step can be repeated once the gradient is recorded.
+        if self.options.exact and not self._recorded and any(tensor.grad is not None for tensor in unit.tensors):
             raise RuntimeError(
                 "MARS exact mode: step() without a recorded comparison gradient; call record_reference() with the next "
                 "batch's gradient before computing the present batch's."
             )
+        return super()._open(unit)
 
     def _split(self, buckets: list[Bucket], corrected: list[Tensor]) -> list[_Corrected]:
         parts = []

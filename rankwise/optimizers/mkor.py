@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -148,6 +148,7 @@ class MKOR(ShardedOptimizer):
     def _detach(self) -> None:
         super()._detach()
         self._capture: Capture | None = None
+        self._loss_scale: Callable[[], float] | None = None
         self._records: dict[str, Record] = {}
 
     # --- routing ------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class MKOR(ShardedOptimizer):
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
-    def capture(self, model: nn.Module, window: Any = None) -> None:
+    def capture(self, model: nn.Module, window: Any = None, loss_scale: Callable[[], float] | None = None) -> None:
         """Hook the model's linear layers. Call once, before the first step.
 
         Args:
@@ -178,6 +179,8 @@ class MKOR(ShardedOptimizer):
                 the optimizer its process group, over which statistics are then reduced and matrices distributed.
             window: Callable that identifies the current accumulation window, so that statistics of a step the
                 framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
+            loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the
+                step: with ``torch.amp.GradScaler``, pass ``scaler.get_scale``. An engine's own scale is known.
 
         Raises:
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
@@ -185,6 +188,7 @@ class MKOR(ShardedOptimizer):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.attach(self._plain.replicated_over(model.process_group))
             model = model.module
+        self._loss_scale = loss_scale
         self._learn_roles(model)
         names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
 
@@ -216,7 +220,9 @@ class MKOR(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics of a step that was skipped are forgotten."""
         super().zero_grad(set_to_none=set_to_none)
-        self._discard_window()
+        # Not the losses: they may be recorded between the forward pass and this call.
+        if self._capture is not None:
+            self._capture.clear()
 
     def _discard_window(self) -> None:
         if self._capture is not None:
@@ -324,7 +330,7 @@ class MKOR(ShardedOptimizer):
 
     def _gradient_divisor(self, unit: StepUnit) -> float:
         """What the framework divides summed gradients by: ranks, and the loss scale."""
-        loss_scale = getattr(self._source, "loss_scale", None)
+        loss_scale = self._loss_scale or getattr(self._source, "loss_scale", None)
         return unit.layout.world_size * (float(loss_scale()) if callable(loss_scale) else 1.0)
 
     def _move_factors(

@@ -50,6 +50,7 @@ class Options:
     """Base of the option sets: range checks by name."""
 
     owner: ClassVar[str] = "optimizer"
+    lr: float | Tensor = 1e-3
 
     @classmethod
     def names(cls) -> list[str]:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankwise.optimizers.capture as capture_module
 from rankwise import MKOR
+from rankwise.optimizers.options import OptionError
 
 F64 = {"factor_dtype": "float64"}
 STEPS = 13
@@ -712,3 +713,49 @@ def test_hybrid_takes_the_mean_over_micro_batches() -> None:
             optimizer.record_loss(value)
         optimizer.step()
     assert seen == [2.0, 6.0]
+
+
+def test_a_failed_plan_is_not_kept() -> None:
+    """A step that ends in a plan's error must not be followed by one that trains without the matrix rule."""
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = MKOR([weight], lr=0.1)
+    for _ in range(2):
+        weight.grad = torch.ones(3, 2)
+        with pytest.raises(OptionError, match="capture"):
+            optimizer.step()
+    assert torch.equal(weight, torch.ones(3, 2))
+
+
+def test_losses_recorded_before_zero_grad_count() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = MKOR(model.parameters(), hybrid=True)
+    optimizer.capture(model)
+    for _ in range(5):
+        loss = model(torch.randn(4, 3)).square().mean()
+        optimizer.record_loss(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert optimizer._detector.state_dict()["step"] == 5
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_unscaled_gradients_of_a_scaled_loss(scale: float) -> None:
+    """With the scale told, factors and weights are those of the unscaled loss (a power of two: bit for bit)."""
+
+    def run(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = MKOR(model.parameters(), update_interval=1, factor_dtype="float32")
+        optimizer.capture(model, loss_scale=lambda: factor)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 3)).square().mean() * factor).backward()
+            for parameter in model.parameters():
+                parameter.grad /= factor
+            optimizer.step()
+        return model.weight.detach(), next(iter(optimizer.matrix_states.values()))["left"]
+
+    for plain, scaled in zip(run(1.0), run(scale), strict=True):
+        assert torch.equal(plain, scaled)
