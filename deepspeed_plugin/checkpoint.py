@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import log_dist
 from torch import Tensor
 
@@ -57,9 +59,15 @@ class SavedCheckpoint:
                 return None
             tag = latest.read_text().strip()
         folder = root / str(tag)
-        matches = [(int(match[1]), path) for path in folder.glob("*.pt") if (match := _ZERO_FILE.search(path.name))]
-        models = sorted(folder.glob("*model_states.pt"))
-        return cls(folder, tuple(path for _, path in sorted(matches)), models[0]) if models else None
+        # A tag may be written again by a run of another stage or size, whose files replace only some of the old ones:
+        # what belongs to the checkpoint is for the newest model file to say.
+        models = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=lambda path: path.stat().st_mtime)
+        if not models:
+            return None
+        matches = {int(match[1]): path for path in folder.glob("*.pt") if (match := _ZERO_FILE.search(path.name))}
+        content = _read(models[-1])
+        ranks = 0 if content.get("optimizer") is not None else int(content.get("dp_world_size", len(matches)))
+        return cls(folder, tuple(matches[rank] for rank in range(ranks) if rank in matches), models[-1])
 
     @property
     def world_size(self) -> int | None:
@@ -161,9 +169,8 @@ def load_checkpoint(
     wanted = load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint()
     if saved is not None and wanted:
         theirs, ours = saved.author, _identity(engine.basic_optimizer)
-        moved = (saved.world_size, saved.stage) != _present(engine)
-        if theirs is not None and theirs == ours and moved:
-            return _reshard(engine, saved)
+        if theirs is not None and theirs == ours and (saved.world_size, saved.stage) != _present(engine):
+            return _reshard(engine, saved, options.get("load_lr_scheduler_states", True))
         if theirs != ours and (theirs is not None or ours is not None):
             log_dist(
                 f"rankwise: {saved.folder.name} was written by {theirs or 'another optimizer'}; its weights are kept, "
@@ -171,7 +178,7 @@ def load_checkpoint(
                 ranks=[0],
             )
             load_optimizer_states = False
-    return original(
+    result = original(
         engine,
         load_dir,
         tag=tag,
@@ -179,6 +186,10 @@ def load_checkpoint(
         load_module_only=load_module_only,
         **options,
     )
+    if wanted and not load_optimizer_states and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
+        engine.optimizer.refresh_fp32_params()
+    return result
 
 
 def _identity(optimizer: Any) -> str | None:
@@ -191,7 +202,7 @@ def _present(engine: DeepSpeedEngine) -> tuple[int | None, int]:
     return dist.get_world_size(engine.seq_data_parallel_group), int(engine.zero_optimization_stage())
 
 
-def _reshard(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
+def _reshard(engine: DeepSpeedEngine, saved: SavedCheckpoint, load_scheduler: bool) -> tuple[str, dict[str, Any]]:
     """Collective: lay the saved state down by name, load it in this engine's layout, restore the engine's counters."""
     optimizer: ShardedOptimizer = engine.basic_optimizer
     layout = optimizer.layout_source
@@ -229,7 +240,7 @@ def _reshard(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> tuple[str, dict
     dist.barrier(group)
     if rank == 0:
         shutil.rmtree(scratch)
-    return str(saved.model_file), _restore_engine(engine, content)
+    return str(saved.model_file), _restore_engine(engine, content, load_scheduler)
 
 
 def _refuse_frozen(engine: DeepSpeedEngine, content: dict[str, Any]) -> None:
@@ -250,7 +261,7 @@ _ENGINE_KEYS = frozenset(
 )
 
 
-def _restore_engine(engine: DeepSpeedEngine, content: dict[str, Any]) -> dict[str, Any]:
+def _restore_engine(engine: DeepSpeedEngine, content: dict[str, Any], load_scheduler: bool) -> dict[str, Any]:
     """Counters, scheduler and buffers; returns the client state."""
     buffers = set(content.get("buffer_names") or ())
     parameters = engine.module.named_parameters(remove_duplicate=False)
@@ -264,12 +275,14 @@ def _restore_engine(engine: DeepSpeedEngine, content: dict[str, Any]) -> dict[st
     engine.global_steps = content["global_steps"]
     engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = content["skipped_steps"]
-    if engine.lr_scheduler is not None and content.get("lr_scheduler") is not None:
+    if load_scheduler and engine.lr_scheduler is not None and content.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
     return {key: value for key, value in content.items() if key not in _ENGINE_KEYS}
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # DeepSpeed's files hold its own classes; mapped, so that a rank reads only the bytes it needs.
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    # DeepSpeed's files hold its own classes; mapped, so that a rank reads only the bytes it needs, unless they are in
+    # the old format, which cannot be.
+    mapped = zipfile.is_zipfile(path)
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)
     return content

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
@@ -55,6 +56,14 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             True,
             "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
             "remove the zenflow block",
+        )
+    if isinstance(getattr(engine, "module", None), PipelineModule) or getattr(engine, "mp_world_size", 1) > 1:
+        _refuse(
+            name,
+            "model or pipeline parallelism",
+            getattr(engine, "mp_world_size", 1),
+            "layout and checkpoints cover data parallelism only",
+            "use data parallelism alone, or AdamW",
         )
     if engine.has_moe_layers:
         _refuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,63 @@ def test_foreign_files_have_no_author(tmp_path: Path, content: dict[str, Any]) -
     assert saved is not None
     assert saved.world_size == 1
     assert saved.author is None
+
+
+def test_a_tag_written_again_is_not_mixed_up(tmp_path: Path) -> None:
+    """Files of an earlier run of another size or stage in the same folder do not belong to the checkpoint."""
+    folder = tmp_path / "last"
+    folder.mkdir()
+    for rank in range(3):
+        torch.save({}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    torch.save({"optimizer": None, "dp_world_size": 3}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    os.utime(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", (1, 1))
+    found = {}
+    for name, content in {"two ranks": (None, 2), "stage 0": ({}, 4)}.items():
+        torch.save({"optimizer": content[0], "dp_world_size": content[1]}, folder / "mp_rank_00_model_states.pt")
+        saved = SavedCheckpoint.find(tmp_path, "last")
+        assert saved is not None
+        found[name] = saved.world_size
+    assert found == {"two ranks": 2, "stage 0": None}
+
+
+def test_files_in_the_old_format_can_be_read(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    legacy = {"_use_new_zipfile_serialization": False}
+    torch.save({"optimizer": None, "dp_world_size": 1}, folder / "mp_rank_00_model_states.pt", **legacy)
+    state = {"rankwise": "SONew", "layout": []}
+    content = {"optimizer_state_dict": {"base_optimizer_state": state, "single_partition_of_fp32_groups": []}}
+    torch.save(content, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", **legacy)
+    saved = SavedCheckpoint.find(tmp_path, "old")
+    assert saved is not None
+    assert saved.author == "SONew"
+
+
+def _continue_unfused(
+    rank: int, world: int, writer: ds.Job, reader: ds.Job, folder: str
+) -> list[dict[str, np.ndarray]]:
+    deepspeed.init_distributed("gloo")
+    first = ds.engine_of(writer, world)
+    ds.train_step(first, rank, world, 0)
+    first.save_checkpoint(folder)
+    saved = ds.model_weights(first)
+    first.destroy()
+    second = ds.engine_of(reader, world)
+    with torch.no_grad():
+        for clones in second.optimizer.fp32_groups:
+            for clone in clones:
+                clone.add_(1.0)  # as if it had been initialised otherwise
+    second.load_checkpoint(folder)
+    masters = [clone.detach().numpy().copy() for clones in second.optimizer.fp32_groups for clone in clones]
+    names = [name for name, _ in second.module.named_parameters()]
+    second.destroy()
+    return [saved, dict(zip(names, masters, strict=True))]
+
+
+@pytest.mark.slow
+def test_masters_follow_the_weights_at_stage_0(tmp_path: Path) -> None:
+    by_name = {job.name: replace(_with_stage(job, 0), dtype=torch.bfloat16) for job in ds.jobs()}
+    writer, reader = by_name["AdamW"], by_name["LDAdam"]
+    saved, masters = run_ranks(2, _continue_unfused, writer, reader, str(tmp_path))[0]
+    for name, value in saved.items():
+        np.testing.assert_array_equal(masters[name], value, err_msg=name)

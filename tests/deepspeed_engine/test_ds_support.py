@@ -37,6 +37,7 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"offload": {"device": "nvme"}}, "offload_optimizer.device='nvme'", "device 'cpu'"),
         ({"offload": {"super_offload": True}}, "super_offload=True", "set super_offload to false"),
         ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
+        ({"mp_world_size": 2}, "pipeline parallelism=2", "data parallelism alone"),
         ({"has_moe_layers": True}, "expert layers='deepspeed.moe'", "dense model"),
     ],
 )
