@@ -177,6 +177,7 @@ def load_checkpoint(
                 f"the state of {ours or type(engine.basic_optimizer).__name__} starts fresh.",
                 ranks=[0],
             )
+            _refuse_wrong_weights(engine, saved)
             load_optimizer_states = False
     result = original(
         engine,
@@ -190,6 +191,23 @@ def load_checkpoint(
         # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
     return result
+
+
+def _refuse_wrong_weights(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
+    """Refuse what DeepSpeed cannot load without optimizer states: other stages' weights, and at ZeRO-3 other tags."""
+    partitioned = saved.model_file.name.startswith("zero_pp_rank")
+    if partitioned != engine.zero_optimization_partition_weights():
+        raise CheckpointError(
+            f"{saved.folder.name}: changing the optimizer and moving to or from ZeRO-3 at once is not supported; move "
+            "with the optimizer that wrote it, save, and change the optimizer then."
+        )
+    latest = saved.folder.parent / "latest"
+    named = latest.read_text().strip() if latest.is_file() else None
+    if partitioned and named != saved.folder.name:
+        raise CheckpointError(
+            f"at ZeRO-3 DeepSpeed reads the weights of the tag in '{latest.name}' ({named}), not of "
+            f"{saved.folder.name}, when the optimizer changes; write {saved.folder.name} into it first."
+        )
 
 
 def _identity(optimizer: Any) -> str | None:

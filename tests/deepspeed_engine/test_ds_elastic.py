@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from deepspeed_plugin.checkpoint import SavedCheckpoint
+from deepspeed_plugin.checkpoint import CheckpointError, SavedCheckpoint
 
 HALF = ds.STEPS // 2
 
@@ -193,3 +193,33 @@ def test_masters_follow_the_weights_at_stage_0(tmp_path: Path) -> None:
     saved, masters = run_ranks(2, _continue_unfused, writer, reader, str(tmp_path))[0]
     for name, value in saved.items():
         np.testing.assert_array_equal(masters[name], value, err_msg=name)
+
+
+def _change_optimizer(rank: int, world: int, writer: ds.Job, readers: list[ds.Job], folder: str) -> list[str]:
+    deepspeed.init_distributed("gloo")
+    engine = ds.engine_of(writer, world)
+    for step, tag in enumerate(("old", "new")):
+        ds.train_step(engine, rank, world, step)
+        engine.save_checkpoint(folder, tag=tag)
+    engine.destroy()
+    messages = []
+    for reader in readers:
+        engine = ds.engine_of(reader, world)
+        try:
+            engine.load_checkpoint(folder, tag="old")
+            messages.append("loaded")
+        except CheckpointError as error:
+            messages.append(str(error))
+        engine.destroy()
+    return messages
+
+
+@pytest.mark.slow
+def test_wrong_weights_are_refused(tmp_path: Path) -> None:
+    """Without optimizer states DeepSpeed would take another tag's weights at ZeRO-3, or fail without a word."""
+    by_name = {job.name: job for job in ds.jobs()}
+    readers = [_with_stage(by_name["AdamW"], 3), _with_stage(by_name["LDAdam"], 2)]
+    results = run_ranks(2, _change_optimizer, _with_stage(by_name["MARS-AdamW"], 3), readers, str(tmp_path))
+    assert results[0] == results[1]
+    assert "write old into it first" in results[0][0]
+    assert "to or from ZeRO-3 at once" in results[0][1]
