@@ -11,6 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class SavedCheckpoint:
         names = [record["runs"][0][0] if record["runs"] else None for record in saved.get("layout", [])]
         return saved, [content["module"][name] if name is not None else torch.empty(0) for name in names]
 
-    @property
+    @cached_property
     def author(self) -> str | None:
         """Which of our optimizers wrote it; None for anybody else's, whatever the format."""
         try:
@@ -100,7 +101,7 @@ class SavedCheckpoint:
             return None
         return state.get("rankwise") if isinstance(state, dict) else None
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """ZeRO stage that wrote it."""
         if not self.zero_files:
