@@ -96,7 +96,9 @@ class SavedCheckpoint:
     def author(self) -> str | None:
         """Which of our optimizers wrote it; None for anybody else's, whatever the format."""
         try:
-            state, _ = self.optimizer(0)
+            # Not the weights: pipeline engines keep them in files of their own, by layer.
+            saved = None if self.zero_files else _read(self.model_file)["optimizer"]
+            state = self.optimizer(0)[0] if saved is None else saved.get("optimizer_state_dict", saved)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
             return None
         return state.get("rankwise") if isinstance(state, dict) else None
@@ -169,6 +171,7 @@ def load_checkpoint(
     saved = SavedCheckpoint.find(load_dir, tag)
     wanted = load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint()
     if saved is not None and wanted:
+        _refuse_other_stages(engine, saved)
         theirs, ours = saved.author, _identity(engine.basic_optimizer)
         if theirs is not None and theirs == ours and (saved.world_size, saved.stage) != _present(engine):
             return _reshard(engine, saved, options.get("load_lr_scheduler_states", True))
@@ -192,6 +195,20 @@ def load_checkpoint(
         # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
     return result
+
+
+def _refuse_other_stages(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
+    """Refuse to move between pipelines: the states of the other stages' layers are in other files."""
+    theirs = int(_read(saved.model_file).get("mp_world_size", 1))
+    ours = int(engine.mp_world_size)
+    moved = max(theirs, ours) > 1 and (saved.world_size, saved.stage) != _present(engine)
+    if theirs != ours or (moved and saved.author is not None):
+        raise CheckpointError(
+            f"{saved.folder.name} was written by {theirs} pipeline stages at ZeRO stage {saved.stage} with "
+            f"{saved.world_size or 'any number of'} data-parallel ranks each, this run has {ours} pipeline stages; "
+            "continue a pipeline on the same stages, ranks and ZeRO stage, or load the weights alone "
+            "(load_module_only=True)."
+        )
 
 
 def _refuse_wrong_weights(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed_plugin.layouts import layout_of, logical_shape
 from deepspeed_plugin.monitor import report_health
+from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
 from deepspeed_plugin.support import refuse_settings, refuse_wrapper
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
@@ -28,6 +29,8 @@ def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
             was known of the parameters but their shapes, learns it now.
     """
     annotate(engine.module, logical_shape)
+    if is_pipeline(engine):
+        settle_shared_weights(engine.module)
     if isinstance(client_optimizer, ShardedOptimizer):
         client_optimizer.reroute()
 
@@ -50,8 +53,12 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     optimizer.announce = lambda text: log_dist(text, ranks=[0])
     if isinstance(optimizer, MKOR):
         optimizer.capture(engine.module, window=lambda: engine.global_steps)
-        if optimizer.options.hybrid:
+        if optimizer.options.hybrid and is_pipeline(engine):
+            StageLosses(engine, optimizer)
+        elif optimizer.options.hybrid:
             engine.module.register_forward_hook(_LossRecorder(optimizer))
+    if is_pipeline(engine):
+        refuse_if_idle_everywhere(engine, optimizer)
 
 
 class _LossRecorder:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, prepare
+from deepspeed_plugin.json_file import read_config
+from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
+from rankwise.optimizers.groups import idle_allowed
 from rankwise.optimizers.options import OptionError, Options, check_keys
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
@@ -89,20 +92,19 @@ def validate_config(config: str | Path | Mapping[str, Any]) -> None:
     """Check the ``"optimizer"`` block of a DeepSpeed configuration before anything is started.
 
     Args:
-        config: The JSON's path or its content.
+        config: The JSON's path or its content, in whatever form DeepSpeed takes it.
 
     Raises:
-        OptionError: The type is unknown, or one of ours has a bad key or value.
+        OptionError: The file cannot be read, the type is unknown, or one of ours has a bad key or value.
     """
-    content = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    block = content.get("optimizer")
+    block = read_config(config).get("optimizer")
     if not isinstance(block, Mapping) or "type" not in block:
         return
-    name = block["type"]
+    name = str(block["type"])
     if name in _types_by_spelling():
-        _resolve(name, block.get("params", {}))
-    elif not _known_to_deepspeed(str(name)):
-        raise OptionError(_unknown_type(str(name)))
+        _resolve(name, block.get("params") or {})
+    elif not _known_to_deepspeed(name):
+        raise OptionError(_unknown_type(name))
 
 
 def _known_to_deepspeed(name: str) -> bool:
@@ -165,8 +167,9 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         OptionError: See :func:`validate_config`.
     """
     register()
-    namespace = kwargs.get("args", args[0] if args else None)
-    config = kwargs.get("config") or kwargs.get("config_params") or getattr(namespace, "deepspeed_config", None)
+    given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    config = given.get("config") or given.get("config_params")
+    config = config or getattr(given.get("args"), "deepspeed_config", None)
     if config is not None:
         validate_config(config)
     return deepspeed.initialize(*args, **kwargs)
@@ -176,13 +179,14 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
     """DeepSpeed's method, with names attached before it and the layout after it."""
     if client_optimizer is None and engine.optimizer_name() in _types_by_spelling():
         refuse_settings(engine, engine.optimizer_name())
-    prepare(engine, client_optimizer)
-    # Some wrappers step once on zero gradients while they are built: no state may come from that.
-    with deferred_steps():
-        _originals["_configure_optimizer"](engine, client_optimizer, model_parameters)
-    refuse_replaced(engine)
-    if isinstance(engine.basic_optimizer, ShardedOptimizer):
-        attach(engine, engine.basic_optimizer)
+    with idle_allowed() if is_pipeline(engine) else nullcontext():
+        prepare(engine, client_optimizer)
+        # Some wrappers step once on zero gradients while they are built: no state may come from that.
+        with deferred_steps():
+            _originals["_configure_optimizer"](engine, client_optimizer, model_parameters)
+        refuse_replaced(engine)
+        if isinstance(engine.basic_optimizer, ShardedOptimizer):
+            attach(engine, engine.basic_optimizer)
 
 
 def _load_checkpoint(engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
+from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
 
@@ -57,14 +59,7 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
             "remove the zenflow block",
         )
-    if isinstance(getattr(engine, "module", None), PipelineModule) or getattr(engine, "mp_world_size", 1) > 1:
-        _refuse(
-            name,
-            "model or pipeline parallelism",
-            getattr(engine, "mp_world_size", 1),
-            "layout and checkpoints cover data parallelism only",
-            "use data parallelism alone, or AdamW",
-        )
+    _refuse_cut_weights(engine, name)
     if engine.has_moe_layers:
         _refuse(
             name,
@@ -72,6 +67,30 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "deepspeed.moe",
             "expert groups have process groups of their own, which the layout does not cover yet",
             "use a dense model, or AdamW",
+        )
+
+
+def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
+    """Refuse tensor parallelism and pipelines of unknown shape."""
+    if isinstance(getattr(engine, "module", None), DualPipeVModule):
+        _refuse(
+            name,
+            "the model",
+            "DualPipeVModule",
+            "every rank holds two stages, and none of the checkpoints of such a run has been tested",
+            "use PipelineModule",
+        )
+    if is_pipeline(engine):
+        cut = engine.mpu.get_slice_parallel_world_size()
+    else:
+        cut = max(engine.mp_world_size, engine.autotp_size())
+    if cut > 1:
+        _refuse(
+            name,
+            "tensor parallelism",
+            cut,
+            "DeepSpeed does not say which dimension of a weight is cut, so the whole matrix is unknown",
+            "use data or pipeline parallelism",
         )
 
 
@@ -86,6 +105,14 @@ def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
         OptionError: As :func:`refuse_settings`.
     """
     wrapper = engine.optimizer
+    if isinstance(wrapper, BF16_Optimizer) and not engine.zero_optimization():
+        _refuse(
+            name,
+            "bf16 pipeline with zero_optimization.stage",
+            0,
+            "DeepSpeed cannot load the checkpoints it writes in this combination",
+            "use stage 1",
+        )
     if isinstance(wrapper, FP16_UnfusedOptimizer) and wrapper.loss_scale != 1:
         _refuse(
             name,

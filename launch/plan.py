@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +52,31 @@ def split_names(values: list[str]) -> list[str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed JSON file.
+    """A DeepSpeed JSON file, which may hold comments and trailing commas where DeepSpeed is there to accept them.
 
     Raises:
         ValueError: if it is not a JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        reader = importlib.import_module("hjson")
+    except ModuleNotFoundError:  # comes with DeepSpeed
+        reader = json
+    try:
+        config = reader.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError) as error:
         raise ValueError(f"config is {str(path)!r}, which is no readable JSON file: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"config is {str(path)!r}, which holds no JSON object")
     return config
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice")
+        found[key] = value
+    return found
 
 
 def planned_configs(

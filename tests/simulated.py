@@ -20,7 +20,9 @@ from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.sources import Slice, TensorContents
 
-LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views")
+LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor", "tensor_copies")
+# How tensor parallelism cuts what it does not replicate: by rows, or by columns.
+TENSOR_CUTS = {"a.weight": 0, "a.bias": 0, "b.weight": 1, "b.bias": 0, "c.weight": 1, "d.weight": 1}
 STEPS = 10
 TOKENS = 24
 Named = dict[str, Tensor]
@@ -182,7 +184,9 @@ class Framework:
             group, cut anywhere (ZeRO-1 and 2), its runs named in two parts. ``cut``: every parameter cut over all
             ranks, the pieces padded and joined (ZeRO-3). ``narrowed``: as ``flat``, but one ``step()`` per group, with
             ``param_groups`` narrowed to it. ``views``: a bucket of all parameters cut unevenly into one 1-D tensor per
-            parameter; one rank gets nothing (Megatron's distributed optimizer).
+            parameter; one rank gets nothing (Megatron's distributed optimizer). ``tensor``: parameters cut by tensor
+            parallelism or copied, then over two data-parallel ranks if there are four ranks; ``tensor_copies``: the
+            data-parallel ranks hold copies.
         case: The optimizer.
         dtype: Type of weights and gradients.
         rank: This rank.
@@ -261,7 +265,7 @@ class Framework:
     def _filled(source: Named, numel: int, slices: tuple[Slice, ...]) -> Tensor:
         flat = next(iter(source.values())).new_zeros(numel)
         for piece in slices:
-            values = source[piece.name].reshape(-1)[piece.start : piece.end]
+            values = run_of(source[piece.name], piece)
             flat[piece.offset : piece.offset + piece.end - piece.start] = values
         return flat
 
@@ -274,6 +278,8 @@ class Framework:
             return [[self._cut_each(names, sizes)] for names in GROUPS]
         if self.layout == "views":
             return self._views(sizes)
+        if self.layout.startswith("tensor"):
+            return [[part for name in names for part in self._tensor_parallel(name)] for names in GROUPS]
         found = []
         for names in GROUPS:
             size = -(-sum(sizes[name] for name in names) // (2 * self.world)) * 2  # alignment: padding at the end
@@ -293,6 +299,24 @@ class Framework:
             position += size
         return position, tuple(slices)
 
+    def _tensor_parallel(self, name: str) -> list[tuple[int, tuple[Slice, ...]]]:
+        parts = 2 if self.world == 4 else 1
+        ways, (data_rank, tensor_rank) = self.world // parts, divmod(self.rank, self.world // parts)
+        shape, cut = self._named[name].shape, TENSOR_CUTS.get(name)
+        block, columns, first, copy = self._named[name].numel(), None, 0, tensor_rank if cut is None else 0
+        if cut is not None:
+            low, high = (shape[cut] * bound // ways for bound in (tensor_rank, tensor_rank + 1))
+            row = shape.numel() // shape[0]
+            block = (high - low) * (row if cut == 0 else shape[0])
+            columns, first = ((low, high), 0) if cut == 1 and ways > 1 else (None, low * row if cut == 0 else 0)
+        start, end = 0, block
+        if self.layout == "tensor":
+            start, end = (block * bound // parts for bound in (data_rank, data_rank + 1))
+        else:
+            copy += data_rank * ways
+        piece = Slice(name, first + start, first + end, 0, columns, copy)
+        return [(end - start, (piece,) if start < end else ())]
+
     def _views(self, sizes: dict[str, int]) -> list[list[tuple[int, tuple[Slice, ...]]]]:
         names = tuple(name for names in GROUPS for name in names)
         total, parts = sum(sizes.values()), max(self.world - 1, 1)
@@ -305,6 +329,12 @@ class Framework:
             [(run.end - run.start, (Slice(run.name, run.start, run.end, 0),)) for run in runs if run.name in group]
             for group in GROUPS
         ]
+
+
+def run_of(parameter: Tensor, piece: Slice) -> Tensor:
+    """A run of a parameter, 1-D."""
+    block = parameter if piece.columns is None else parameter[:, slice(*piece.columns)]
+    return block.reshape(-1)[piece.start : piece.end]
 
 
 def _halves(run: Slice) -> list[Slice]:

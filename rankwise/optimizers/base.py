@@ -7,7 +7,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from rankwise.optimizers.checkpoints import Checkpoints
 from rankwise.optimizers.element_states import ElementStates, StateTypes
-from rankwise.optimizers.entries import cut_into_entries
+from rankwise.optimizers.entries import Entry, cut_into_entries
 from rankwise.optimizers.options import Options
 from rankwise.optimizers.reports import Reports
 from rankwise.optimizers.routing import ParameterInfo, Rule
+from rankwise.optimizers.sources import TensorContents
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Layout, MatrixTask
 
@@ -103,18 +103,28 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _new_unit(
         self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
     ) -> StepUnit:
-        key, loads = _unit_key(tensors), self._loads
+        key, loads, owner_of = _unit_key(tensors), self._loads, dict(self._owner_of)
         unit = self._units[key] = self._build_unit(tensors, positions, groups)
         try:
             self._plan(unit)
-            # The lr may be a tensor, whose text names its device.
-            unit.compare_across_ranks((type(self).__name__, replace(self.options, lr=0.0)))
+            unit.compare_across_ranks(self._settings(unit))
         except BaseException:
             # A half-planned unit must not be found by the next step, which would train without the matrix rule.
             del self._units[key]
-            self._loads = loads
+            self._loads, self._owner_of = loads, owner_of
             raise
         return unit
+
+    def _settings(self, unit: StepUnit) -> dict[str, str]:
+        """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
+        shared = set(self.options.names()).difference(self.group_options, ("lr",))
+        found = {name: getattr(self.options, name) for name in sorted(shared)}
+        for position, group in unit.planned_groups.items():
+            names = [name for name in (*self.defaults, "fallback") if name in group]
+            found.update({f"param group {position}: {name}": group[name] for name in names})
+        # A tensor's text names its device, and would have to be waited for.
+        texts = {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
+        return {"the optimizer": type(self).__name__, **texts}
 
     def _plan(self, unit: StepUnit) -> None:
         """Plan the unit's collectives once; subclasses with matrix tasks extend this."""
@@ -122,15 +132,56 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _choose_owners(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> None:
         """Spread a unit's tasks over the ranks, considering those of the units planned before."""
         if tasks:
-            self._loads = unit.plan_exchange(tasks, self._loads)
+            comm_dtype = getattr(self.options, "comm_dtype", None)
+            self._loads = unit.plan_exchange(tasks, self._loads, comm_dtype, self._owner_of)
+            assert unit.exchange is not None
+            self._owner_of.update(unit.exchange.plan.owners)
 
     def _build_unit(
         self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
     ) -> StepUnit:
         contents = [self._source.contents(tensor) for tensor in tensors]
-        infos = {name: info for name, (info, _) in self._catalog.items()}
-        entries = cut_into_entries(contents, infos, self._routes)
+        entries = self._entries(contents)
         layout = Layout.share([entry.fragment for entry in entries], self._source.group, self._source.replicated)
+        return self._assemble(tensors, contents, positions, groups, entries, layout)
+
+    def imagine(self, units: Sequence[Sequence[Sequence[TensorContents]]], replicated: bool = False) -> list[StepUnit]:
+        """Plan for ranks that need not exist; nothing of this optimizer changes.
+
+        Args:
+            units: For each ``step()`` call, for each rank, what its tensors store.
+            replicated: See :class:`rankwise.sharding.Layout`.
+
+        Returns:
+            The units as rank 0 would plan them.
+        """
+        loads, self._loads = self._loads, []
+        groups = dict(enumerate(self.param_groups))
+        found = []
+        try:
+            for ranks in units:
+                cut = [self._entries(contents) for contents in ranks]
+                parts = tuple(tuple(entry.fragment for entry in entries) for entries in cut)
+                positions = [content.group for content in ranks[0]]
+                layout = Layout(parts, replicated=replicated)
+                found.append(self._assemble([], ranks[0], positions, groups, cut[0], layout))
+                self._plan(found[-1])
+        finally:
+            self._loads = loads
+        return found
+
+    def _entries(self, contents: Sequence[TensorContents]) -> list[Entry]:
+        return cut_into_entries(contents, {name: info for name, (info, _) in self._catalog.items()}, self._routes)
+
+    def _assemble(
+        self,
+        tensors: list[Tensor],
+        contents: Sequence[TensorContents],
+        positions: list[int],
+        groups: Mapping[int, Mapping[str, Any]],
+        entries: list[Entry],
+        layout: Layout,
+    ) -> StepUnit:
         position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
         names = {key: self._base_name(key) for key in layout.shapes}
         # A rank may hold nothing at all; it works on the type and device of the others all the same.
@@ -146,8 +197,8 @@ class ShardedOptimizer(Checkpoints, Reports):
             planned_groups={position: dict(group) for position, group in groups.items()},
             layout=layout,
             entries=entries,
-            states=ElementStates(tensors, entries, declared, dtype),
-            infos={key: infos[name] for key, name in names.items()},
+            states=ElementStates(tensors, entries if tensors else [], declared, dtype),
+            infos={key: self._catalog[name][0] for key, name in names.items()},
             routes={key: self._routes[name] for key, name in names.items()},
             group_position={
                 key: self._group_position(self._catalog[name][1], position_of) for key, name in names.items()
@@ -192,9 +243,14 @@ class ShardedOptimizer(Checkpoints, Reports):
         return loss
 
     def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
-        """Flat working views of weights and gradients; None for tensors without a gradient."""
-        collective = unit.layout.world_size > 1
-        if not collective and all(tensor.grad is None for tensor in unit.tensors):
+        """Flat working views of weights and gradients; None for tensors without a gradient.
+
+        Where every rank has the whole parameters, a missing gradient is missing on all of them
+        (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
+        """
+        # Ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
+        zeros = unit.layout.world_size > 1 and not unit.layout.replicated
+        if not zeros and all(tensor.grad is None for tensor in unit.tensors):
             return None
         if any(tensor.grad is not None and tensor.grad.is_sparse for tensor in unit.tensors):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense embeddings.")
@@ -202,13 +258,12 @@ class ShardedOptimizer(Checkpoints, Reports):
         grads: list[Tensor | None] = []
         for tensor in unit.tensors:
             grad = tensor.grad
-            if grad is None and not collective:
+            if grad is None and not zeros:
                 weights.append(None)
                 grads.append(None)
                 continue
             weights.append(tensor.detach().to(unit.dtype).contiguous().view(-1))
             if grad is None:
-                # Ranks must take part in every collective alike: no gradient is a gradient of zero.
                 grads.append(torch.zeros(tensor.numel(), dtype=unit.dtype, device=tensor.device))
             else:
                 grads.append(grad.detach().to(unit.dtype).reshape(-1))

@@ -23,6 +23,9 @@ class Checkpoints(RoutedOptimizer):
     structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
     """Keys of a param group on which routes and shapes of states depend."""
 
+    matrix_state_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the states that an owner keeps of a matrix."""
+
     copied_attributes: ClassVar[tuple[str, ...]] = (
         "options",
         "matrix_states",
@@ -43,13 +46,18 @@ class Checkpoints(RoutedOptimizer):
         result = super().state_dict()
         states = self.matrix_states.everything()
         if self._source.replicated and self._source.group is not None:
-            everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(self._source.group))]
-            dist.all_gather_object(everyone, states, group=self._source.group)
-            states = {key: state for rank_states in everyone for key, state in rank_states.items()}
+            states = self._collected(states, self._source.group)
         result["matrix_states"] = {key: dict(state) for key, state in states.items()}
         result["rankwise"] = self.identity
         result["layout"] = [self._layout_record(tensor) for tensor in self._tensors()]
         return result
+
+    def _collected(self, states: Mapping[str, MatrixState], group: dist.ProcessGroup) -> dict[str, MatrixState]:
+        """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
+        mine = {key: state for key, state in states.items() if self._owner_of.get(key, self.rank) == self.rank}
+        everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(everyone, mine, group=group)
+        return {key: state for rank_states in reversed(everyone) for key, state in rank_states.items()}
 
     @property
     def identity(self) -> str:
@@ -66,16 +74,46 @@ class Checkpoints(RoutedOptimizer):
         return {"group": 0, "runs": [], "states": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; element states keep the type they were saved with, matrix states go to whoever owns them now."""
+        """Restore; element states keep the type they were saved with, matrix states go to whoever owns them now.
+
+        Raises:
+            ValueError: Another optimizer has written it, or for other parameters; nothing has changed then.
+        """
+        self._refuse_foreign(state_dict)
         before = self._structure()
         super().load_state_dict(state_dict)
         self._restore_types(state_dict)
         if self._structure() != before:
+            # The saved states lie with the owners of a fresh plan.
+            self._owner_of.clear()
             self._route_again()
         saved: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
         self.matrix_states.load(
             {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
         )
+
+    def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        ours = self.identity
+        theirs = state_dict.get("rankwise")
+        # A dictionary that was put together by others holds no matrix states; some optimizers have none.
+        if theirs != ours and (theirs is not None or (self.matrix_state_names and state_dict["state"])):
+            raise ValueError(
+                f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
+                f"which must be {ours!r}; load it into that one, or load the weights alone"
+            )
+        for key, state in state_dict.get("matrix_states", {}).items():
+            if self._base_name(key) not in self._catalog:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states has {key!r}, which is invalid: it must be the name of one "
+                    f"of this optimizer's parameters ({', '.join(list(self._catalog)[:3])}, ...); build the optimizer "
+                    "from the same named parameters"
+                )
+            unknown = sorted(set(state).difference(self.matrix_state_names))
+            if unknown:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "
+                    f"one of {', '.join(self.matrix_state_names) or 'none'}; load it with the version that wrote it"
+                )
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what is neither weight, element state nor matrix state."""

@@ -54,11 +54,14 @@ def _fragments(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) ->
     if piece.start == piece.end:
         return
     if chosen.rule != "matrix" or len(info.shape) != 3:
-        yield Fragment(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset)
+        yield Fragment(
+            piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy
+        )
         return
     size = prod(info.matrix_shape)
     for index in range(piece.start // size, (piece.end - 1) // size + 1):
         first = index * size
         start, end = max(piece.start, first), min(piece.end, first + size)
         offset = piece.offset + start - piece.start
-        yield Fragment(f"{piece.name}[{index}]", info.matrix_shape, start - first, end - first, tensor, offset)
+        place = (start - first, end - first, tensor, offset)
+        yield Fragment(f"{piece.name}[{index}]", info.matrix_shape, *place, copy=piece.copy)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,7 +17,23 @@ from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolic
 from rankwise.optimizers.sources import LayoutSource, WholeParameters
 from rankwise.optimizers.unit import StepUnit
 
-__all__ = ["RoutedOptimizer"]
+__all__ = ["RoutedOptimizer", "idle_allowed"]
+
+_allowances = 0
+
+
+@contextmanager
+def idle_allowed() -> Iterator[None]:
+    """Accept optimizers with nothing for their own rule, where they are given only one stage of a model.
+
+    Whoever uses this calls :meth:`RoutedOptimizer.refuse_if_idle` where no other stage has anything either.
+    """
+    global _allowances
+    _allowances += 1
+    try:
+        yield
+    finally:
+        _allowances -= 1
 
 
 class RoutedOptimizer(Optimizer, ABC):
@@ -52,6 +69,8 @@ class RoutedOptimizer(Optimizer, ABC):
         self._source: LayoutSource = self._plain
         self._units: dict[tuple[int, ...], StepUnit] = {}
         self._loads: list[float] = []
+        # Outlives the plans: an owner keeps its matrices, whose states nobody else has.
+        self._owner_of: dict[str, int] = {}
 
     # --- param groups -------------------------------------------------------------------------------------------
 
@@ -79,6 +98,7 @@ class RoutedOptimizer(Optimizer, ABC):
             return
         self._catalog.clear()
         self._routes.clear()
+        self._owner_of.clear()
         self.parameters_by_name.clear()
         for index in range(len(self.param_groups)):
             self._route_group(index)
@@ -132,8 +152,22 @@ class RoutedOptimizer(Optimizer, ABC):
                     f"for all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"
                 )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no parameter takes this optimizer's own rule."""
+        return all(chosen.rule != "matrix" for chosen in self._routes.values())
+
     def _refuse_if_idle(self) -> None:
-        if any(chosen.rule == "matrix" for chosen in self._routes.values()):
+        if not _allowances:
+            self.refuse_if_idle()
+
+    def refuse_if_idle(self) -> None:
+        """Refuse to be what AdamW would do as well.
+
+        Raises:
+            OptionError: No parameter takes this optimizer's own rule.
+        """
+        if not self.is_idle:
             return
         reasons = ", ".join(sorted({chosen.reason for chosen in self._routes.values()}))
         raise OptionError(
@@ -153,5 +187,7 @@ class RoutedOptimizer(Optimizer, ABC):
         Args:
             source: Names the parameters in each tensor that ``step()`` will meet.
         """
+        if source.group is not self._source.group:
+            self._owner_of.clear()
         self._source = source
         self._forget_plans()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.sharding import Layout
+from rankwise.sharding import Layout, Traffic
 
 __all__ = ["KneeDetector", "LossWindow"]
 
@@ -150,12 +150,13 @@ class LossWindow:
         """Forget the losses."""
         self._losses.clear()
 
-    def take_mean(self, layout: Layout, device: torch.device) -> float | None:
+    def take_mean(self, layout: Layout, device: torch.device, traffic: Traffic) -> float | None:
         """Mean over micro-batches and ranks, the same on every rank; the window is empty afterwards.
 
         Args:
             layout: Names the ranks, which must call this together.
             device: Where to sum.
+            traffic: Counts the collective.
 
         Returns:
             The mean, or None if no rank has a loss.
@@ -166,6 +167,7 @@ class LossWindow:
             total[1] = len(self._losses)
         self.clear()
         if layout.world_size > 1:
+            traffic.count(total)
             dist.all_reduce(total, group=layout.group)
         loss_sum, count = total.tolist()
         return loss_sum / count if count else None

@@ -16,6 +16,7 @@ from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
+from rankwise.optimizers.work import StepWork
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.updates import ldadam as updates
 
@@ -41,6 +42,8 @@ class LDAdam(ShardedOptimizer):
         error_feedback: Keep what the projection drops and add it to the next gradient.
         error_dtype: Type of the error buffer; None: that of the computation. It holds the momentum too: bfloat16
             halves its memory and rounds the momentum.
+        comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
+            nothing; "bfloat16" halves the bytes.
         exclude: Name patterns sent to the fallback.
 
     Raises:
@@ -51,6 +54,7 @@ class LDAdam(ShardedOptimizer):
     options: LDAdamOptions
     health_means = ("subspace_rotation",)
     group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
+    matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     structural_options = ("fallback", "rank", "error_feedback")
 
     def __init__(
@@ -64,6 +68,7 @@ class LDAdam(ShardedOptimizer):
         weight_decay: float = 0.0,
         error_feedback: bool = True,
         error_dtype: str | None = None,
+        comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
         options = LDAdamOptions(
@@ -75,6 +80,7 @@ class LDAdam(ShardedOptimizer):
             weight_decay=weight_decay,
             error_feedback=error_feedback,
             error_dtype=error_dtype,
+            comm_dtype=comm_dtype,
             exclude=patterns(exclude),
         )
         super().__init__(params, options)
@@ -112,6 +118,16 @@ class LDAdam(ShardedOptimizer):
             tasks.append(MatrixTask(key, (key,), (rows, columns, rank, position), cost))
         self._choose_owners(unit, tasks)
 
+    def work(self, unit: StepUnit) -> StepWork:
+        """See the base class: the returned factors."""
+
+        def matrix_state(task: MatrixTask) -> MatrixState:
+            rows, columns, rank, _ = task.signature
+            like = torch.empty(0, dtype=unit.dtype, device="meta")
+            return _fresh(like, min(rows, columns), max(rows, columns), rank)
+
+        return StepWork(payload=self._payload, matrix_state=matrix_state)
+
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         sources: list[Tensor | None] = [None] * len(unit.entries)
         targets: dict[int, tuple[Tensor, Tensor | None, Mapping[str, Any]]] = {}
@@ -142,15 +158,15 @@ class LDAdam(ShardedOptimizer):
             self.health.add("matrices_updated", len(tasks))
             matrices = updates.side_normalized(stack.view(-1, rows, columns))
             states = [self._subspace(task.key, matrices, rank) for task in tasks]
-            counts = sorted({int(state["step"]) for state in states})
-            if len(counts) == 1:
-                return self._step_subspaces(matrices, states, counts[0] + 1, group)
+            pasts = [(int(state["step"]), float(state["beta1"])) for state in states]
+            if len(set(pasts)) == 1:
+                return self._step_subspaces(matrices, states, *pasts[0], group)
             result = stack.new_empty(len(tasks), self._payload(batch))
             # Matrices whose gradients were missing at different steps are at different counts.
-            for step in counts:
-                chosen = [i for i, state in enumerate(states) if int(state["step"]) == step]
+            for past in sorted(set(pasts)):
+                chosen = [i for i, other in enumerate(pasts) if other == past]
                 part = [states[i] for i in chosen]
-                result[chosen] = self._step_subspaces(matrices[chosen], part, step + 1, group)
+                result[chosen] = self._step_subspaces(matrices[chosen], part, *past, group)
             return result
 
         def deliver(task: MatrixTask, index: int, payload: Tensor) -> None:
@@ -160,15 +176,13 @@ class LDAdam(ShardedOptimizer):
             short, long = min(rows, columns), max(rows, columns)
             basis = payload[: short * rank].view(short, rank)
             factors = payload[short * rank :].view(-1, rank, long)
-            products = updates.low_rank_rows(
-                basis,
-                factors,
-                entry.fragment.start,
-                entry.fragment.end,
-                rows,
-                columns,
-                updates.projects_right(rows, columns),
-            )
+            right = updates.projects_right(rows, columns)
+            part = entry.fragment
+            if part.columns is not None:
+                # Only the columns that this rank holds.
+                block = slice(*part.columns)
+                basis, factors = (basis[block], factors) if right else (basis, factors[..., block])
+            products = updates.low_rank_rows(basis, factors, part.start, part.end, rows, part.row_length, right)
             weight.sub_(products[0] * group["lr"])
             source = sources[index]
             if error is not None and source is not None:
@@ -177,26 +191,20 @@ class LDAdam(ShardedOptimizer):
         unit.exchange.run(sources, compute, deliver, self._payload)
 
     def _payload(self, batch: Batch) -> int:
-        """Elements of the returned factors: the basis, the direction, and with error feedback the momentum."""
+        """Elements of the returned factors: the basis, the direction, and with error feedback what the buffer loses."""
         rows, columns, rank, position = batch.signature
         factors = 2 if self.param_groups[position]["error_feedback"] else 1
         return rank * (min(rows, columns) + factors * max(rows, columns))
 
     def _subspace(self, key: str, matrices: Tensor, rank: int) -> MatrixState:
-        def fresh() -> MatrixState:
-            m, n = matrices.shape[-2:]
-            return {
-                "basis": matrices.new_zeros(m, rank),
-                "exp_avg": matrices.new_zeros(rank, n),
-                "exp_avg_sq": matrices.new_zeros(rank, n),
-                "step": torch.tensor(0, dtype=torch.int64),
-            }
-
-        return self.matrix_states.obtain(key, fresh)
+        short, long = matrices.shape[-2:]
+        return self.matrix_states.obtain(key, lambda: _fresh(matrices, short, long, rank))
 
     def _step_subspaces(
-        self, matrices: Tensor, states: list[MatrixState], step: int, group: Mapping[str, Any]
+        self, matrices: Tensor, states: list[MatrixState], count: int, written_beta1: float, group: Mapping[str, Any]
     ) -> Tensor:
+        """Advance matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
+        step, beta1 = count + 1, group["betas"][0]
         previous = torch.stack([state["basis"] for state in states])
         basis, exp_avg, exp_avg_sq, direction = updates.ldadam_step(
             matrices,
@@ -208,6 +216,7 @@ class LDAdam(ShardedOptimizer):
             rho=group["rho"],
             eps=group["eps"],
             error_feedback=group["error_feedback"],
+            written_beta1=written_beta1,
         )
         if step > 1:
             # Share of the old subspace that the new one has left: 0 stands still, 1 is orthogonal.
@@ -218,5 +227,21 @@ class LDAdam(ShardedOptimizer):
             state["exp_avg"].copy_(exp_avg[index])
             state["exp_avg_sq"].copy_(exp_avg_sq[index])
             state["step"] += 1
-        factors = [direction, exp_avg] if group["error_feedback"] else [direction]
+            state["beta1"].fill_(beta1)
+        factors = [direction]
+        if group["error_feedback"]:
+            unchanged = step == 1 or beta1 == written_beta1
+            factors.append(exp_avg if unchanged else updates.kept_factor(matrices, basis, exp_avg, beta1))
         return torch.cat([part.reshape(len(states), -1) for part in (basis, *factors)], dim=1)
+
+
+def _fresh(like: Tensor, short: int, long: int, rank: int) -> MatrixState:
+    """A subspace and its moments before the first step."""
+    return {
+        "basis": like.new_zeros(short, rank),
+        "exp_avg": like.new_zeros(rank, long),
+        "exp_avg_sq": like.new_zeros(rank, long),
+        "step": torch.tensor(0, dtype=torch.int64),
+        # Of the last step, with which the momentum in the error buffer is weighted. On the CPU, like the count.
+        "beta1": torch.tensor(0.0, dtype=torch.float64),
+    }

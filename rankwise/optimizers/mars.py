@@ -18,6 +18,7 @@ from rankwise.optimizers.options import MARSOptions, OptionError, Options, patte
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
 from rankwise.optimizers.sources import LayoutSource
 from rankwise.optimizers.unit import Bucket, StepUnit, spans
+from rankwise.optimizers.work import StepWork
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.updates import mars as updates
 
@@ -66,6 +67,8 @@ class MARS(ShardedOptimizer):
         weight_decay_1d: Decay of the fallback ("muon": ``weight_decay``, as published).
         ns_steps: Newton-Schulz iterations.
         ns_dtype: Type of its products.
+        comm_dtype: Type in which straddling matrices of "shampoo" and "muon" travel to their owners and back.
+            None: their own, which rounds nothing; "bfloat16" halves the bytes.
         exclude: Name patterns sent to the fallback.
 
     Raises:
@@ -105,6 +108,7 @@ class MARS(ShardedOptimizer):
         weight_decay_1d: float = 0.1,
         ns_steps: int = 5,
         ns_dtype: str = "bfloat16",
+        comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
         options = MARSOptions(
@@ -122,6 +126,7 @@ class MARS(ShardedOptimizer):
             weight_decay_1d=weight_decay_1d,
             ns_steps=ns_steps,
             ns_dtype=ns_dtype,
+            comm_dtype=comm_dtype,
             exclude=patterns(exclude),
         )
         self._recorded = False
@@ -196,6 +201,10 @@ class MARS(ShardedOptimizer):
                 signature = (rows, columns, info.logical_matrix_shape, unit.group_position[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
         self._choose_owners(unit, tasks)
+
+    def work(self, unit: StepUnit) -> StepWork:
+        """See the base class: the norms of the corrected gradients."""
+        return StepWork(sums=(1,), element_flops=24.0)
 
     def _is_orthogonal(self, info: ParameterInfo) -> bool:
         return self.options.variant in _ORTHOGONAL and len(info.shape) >= 2

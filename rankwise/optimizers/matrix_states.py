@@ -30,7 +30,7 @@ class MatrixStates(dict[str, MatrixState]):
             loaded = self.loaded.pop(key, None)
             if loaded is not None:
                 # A checkpoint may have been read into another device's memory.
-                state = {
+                state |= {
                     name: value.to(state[name].device) if name in state else value for name, value in loaded.items()
                 }
             self[key] = state
@@ -42,10 +42,11 @@ class MatrixStates(dict[str, MatrixState]):
         self.loaded = dict(states)
 
     def drop_foreign(self, owners: Mapping[str, int], rank: int) -> None:
-        """Drop loaded states of matrices that another rank owns: they would only take memory and go stale."""
-        if self.loaded:
+        """Drop states of matrices that another rank owns: they would only take memory and go stale."""
+        if self or self.loaded:
             for key, owner in owners.items():
                 if owner != rank:
+                    self.pop(key, None)
                     self.loaded.pop(key, None)
 
     def everything(self) -> dict[str, MatrixState]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.optimizers.base import ShardedOptimizer
@@ -20,6 +21,7 @@ from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions, OptionError, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
+from rankwise.optimizers.work import StepWork
 from rankwise.sharding import Batch, MatrixTask
 
 __all__ = ["MKOR"]
@@ -50,6 +52,8 @@ class MKOR(ShardedOptimizer):
         rescale: "joint" keeps the gradient's Frobenius norm; None does not rescale.
         max_factor_dim: Sides above it get no factor; a matrix with both sides above takes the backend alone.
         factor_dtype: Storage type of the factor inverses; the arithmetic is float32.
+        comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
+            nothing; "bfloat16" halves the bytes.
         tp_mode: How factors are cut under tensor parallelism: "exact" or "block".
         hybrid: MKOR-H: drop the factors for good once the loss has passed its knee.
         hybrid_beta: See :class:`rankwise.optimizers.hybrid.KneeDetector`, like the following three.
@@ -71,6 +75,7 @@ class MKOR(ShardedOptimizer):
     options_type: ClassVar[type[Options]] = MKOROptions
     options: MKOROptions
     health_totals = ("factors_updated", "factors_skipped")
+    matrix_state_names = ("left", "right", "failures")
     group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
     copied_attributes = (
         *ShardedOptimizer.copied_attributes,
@@ -95,6 +100,7 @@ class MKOR(ShardedOptimizer):
         rescale: str | None = "joint",
         max_factor_dim: int = 16384,
         factor_dtype: str = "bfloat16",
+        comm_dtype: str | None = None,
         tp_mode: str = "exact",
         hybrid: bool = False,
         hybrid_beta: float = 0.1,
@@ -120,6 +126,7 @@ class MKOR(ShardedOptimizer):
             rescale=rescale,
             max_factor_dim=max_factor_dim,
             factor_dtype=factor_dtype,
+            comm_dtype=comm_dtype,
             tp_mode=tp_mode,
             hybrid=hybrid,
             hybrid_beta=hybrid_beta,
@@ -272,6 +279,19 @@ class MKOR(ShardedOptimizer):
             )
         return None
 
+    def work(self, unit: StepUnit) -> StepWork:
+        """See the base class: LAMB's norms, the factors, and the vectors of factor steps."""
+        tasks = [] if unit.exchange is None else [task for batch in unit.exchange.plan.batches for task in batch.tasks]
+        # Two vectors per layer, the number of its tokens and of its failures.
+        elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
+        return StepWork(
+            sums=(2,) if self.options.backend == "lamb" else (),
+            matrix_state=lambda task: self._factors.fresh(task.signature, torch.device("meta")),
+            periodic=(elements * unit.dtype.itemsize,) if tasks else (),
+            period=self.options.update_interval,
+            scalars=(8,) * (bool(tasks) and not all(unit.layout.ranks)) + (16,) * self._watches_loss(unit),
+        )
+
     # --- the step -----------------------------------------------------------------------------------------------
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
@@ -344,13 +364,16 @@ class MKOR(ShardedOptimizer):
 
     def _maybe_switch(self, unit: StepUnit) -> None:
         """Feed the detector this step's loss, once per step, the same on every rank."""
-        if not self.options.hybrid or self._switched or unit is not next(iter(self._units.values())):
+        if not self._watches_loss(unit):
             return
-        mean = self._losses.take_mean(unit.layout, unit.device)
+        mean = self._losses.take_mean(unit.layout, unit.device, unit.traffic)
         if mean is not None and self._detector.update(mean):
             self._switched = True
             self._drop_factors()
             logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self.options.backend)
+
+    def _watches_loss(self, unit: StepUnit) -> bool:
+        return self.options.hybrid and not self._switched and unit is next(iter(self._units.values()), unit)
 
     def _drop_factors(self) -> None:
         if self._capture is not None:

@@ -121,12 +121,12 @@ class Options:
         value = getattr(self, key)
         if value is None and optional:
             return
-        if isinstance(value, torch.dtype):
-            value = str(value).removeprefix("torch.")
-        if value not in ("float64", "float32", "bfloat16", "float16"):
+        name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        if name not in ("float64", "float32", "bfloat16", "float16"):
             self._fail(
                 key, "it must name a floating-point type: float32, bfloat16, float16 or float64", "write 'float32'"
             )
+        object.__setattr__(self, key, name)  # as a JSON file gives it
 
     def _patterns(self, key: str) -> None:
         value = getattr(self, key)
@@ -159,6 +159,7 @@ class MARSOptions(Options):
     weight_decay_1d: float = 0.1
     ns_steps: int = 5
     ns_dtype: str = "bfloat16"
+    comm_dtype: str | None = None
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -176,6 +177,7 @@ class MARSOptions(Options):
         self._at_least("weight_decay_1d", 0.0)
         self._integer("ns_steps", 1)
         self._dtype("ns_dtype")
+        self._dtype("comm_dtype", optional=True)
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ class LDAdamOptions(Options):
     weight_decay: float = 0.0
     error_feedback: bool = True
     error_dtype: str | None = None
+    comm_dtype: str | None = None
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -226,6 +229,7 @@ class LDAdamOptions(Options):
         self._betas("betas")
         self._flag("error_feedback")
         self._dtype("error_dtype", optional=True)
+        self._dtype("comm_dtype", optional=True)
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,7 @@ class MKOROptions(Options):
     rescale: str | None = "joint"
     max_factor_dim: int = 16384
     factor_dtype: str = "bfloat16"
+    comm_dtype: str | None = None
     tp_mode: str = "exact"
     hybrid: bool = False
     hybrid_beta: float = 0.1
@@ -270,6 +275,7 @@ class MKOROptions(Options):
         self._choice("rescale", ("joint", None))
         self._integer("max_factor_dim", 1)
         self._dtype("factor_dtype")
+        self._dtype("comm_dtype", optional=True)
         self._choice("tp_mode", ("exact", "block"))
         self._flag("hybrid")
         self._at_least("hybrid_beta", 0.0, strict=True)

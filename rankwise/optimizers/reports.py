@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rankwise.health import Health
 from rankwise.optimizers.groups import RoutedOptimizer
+from rankwise.optimizers.unit import StepUnit
+from rankwise.optimizers.work import StepWork
 from rankwise.sharding import Traffic
 
 __all__ = ["Explanation", "Reports"]
@@ -64,6 +66,10 @@ class Reports(RoutedOptimizer):
         ranks = 1 if self._source.group is None else dist.get_world_size(self._source.group)
         steps = max(found.pop("steps") / ranks, 1.0)
         return {name: value / steps if name in _PER_STEP else value for name, value in found.items()}
+
+    def work(self, unit: StepUnit) -> StepWork:
+        """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""
+        return StepWork()
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""

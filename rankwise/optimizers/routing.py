@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatch
@@ -10,12 +10,26 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-__all__ = ["ParameterInfo", "Role", "Route", "Rule", "RoutingPolicy", "annotate", "describe", "info_of", "route"]
+__all__ = [
+    "ParameterInfo",
+    "Role",
+    "Route",
+    "Rule",
+    "RoutingPolicy",
+    "annotate",
+    "assign_role",
+    "describe",
+    "info_of",
+    "route",
+]
 
 Rule = Literal["matrix", "fallback"]
 _ATTRIBUTE = "_rankwise_info"
 _EMBEDDING_NAMES = ("embed", "wte", "wpe", "word_embeddings", "position_embeddings")
-_HEAD_NAMES = ("lm_head", "embed_out", "output_layer", "classifier", "score")
+_HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score"})
+# Heads at the end of a model, but other things inside its layers.
+_END_NAMES = frozenset({"head", "output", "decoder"})
+_INNER_NAMES = ("attn", "attention", "mlp", "ffn", "expert")
 _NORM_NAMES = ("norm", "ln_")
 
 
@@ -157,6 +171,12 @@ def annotate(
         setattr(parameter, _ATTRIBUTE, info)
 
 
+def assign_role(parameters: Iterable[Tensor], role: Role) -> None:
+    """Overrule the role that :func:`annotate` found for some parameters."""
+    for parameter in parameters:
+        setattr(parameter, _ATTRIBUTE, replace(info_of(parameter, None, ""), role=role))
+
+
 def info_of(parameter: Tensor, name: str | None, default_name: str) -> ParameterInfo:
     """What is known of ``parameter``: its annotation, else its name, else its shape alone."""
     info = getattr(parameter, _ATTRIBUTE, None)
@@ -172,7 +192,7 @@ def _output_head(model: nn.Module) -> nn.Module | None:
 
 def _role_by_module(module: nn.Module, name: str, is_head: bool) -> Role:
     kind = type(module).__name__
-    if is_head or name.rsplit(".", 1)[-1] in _HEAD_NAMES:
+    if is_head or name.rpartition(".")[2] in _HEAD_NAMES or _ends_the_model(name):
         return Role.HEAD
     if isinstance(module, nn.Embedding) or kind.endswith("Embedding"):
         return Role.EMBEDDING
@@ -187,10 +207,18 @@ def _role_by_module(module: nn.Module, name: str, is_head: bool) -> Role:
 
 def _role_by_name(name: str) -> Role:
     lowered = name.lower()
-    if any(hint in lowered for hint in _HEAD_NAMES):
+    module = lowered.rpartition(".")[0]
+    if not _HEAD_NAMES.isdisjoint(module.split(".")) or _ends_the_model(module):
         return Role.HEAD
     if any(hint in lowered for hint in _EMBEDDING_NAMES):
         return Role.EMBEDDING
     if any(hint in lowered for hint in _NORM_NAMES):
         return Role.NORM
     return Role.UNKNOWN
+
+
+def _ends_the_model(module: str) -> bool:
+    """Whether a module is called like an output head and lies outside the layers of the model."""
+    *outer, name = module.split(".")
+    inner = (part.isdigit() or any(hint in part for hint in _INNER_NAMES) for part in map(str.lower, outer))
+    return name in _END_NAMES and not any(inner)

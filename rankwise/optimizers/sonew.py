@@ -16,7 +16,8 @@ from rankwise.optimizers.first_order import adamw_step
 from rankwise.optimizers.options import Options, SONewOptions, patterns
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit, spans
-from rankwise.sharding import Fragment, HaloExchange
+from rankwise.optimizers.work import StepWork
+from rankwise.sharding import Fragment, Halo, HaloExchange
 from rankwise.updates import sonew as updates
 from rankwise.updates.adamw import bias_corrections
 
@@ -104,6 +105,11 @@ class SONew(ShardedOptimizer):
         by_row = self.options.chain == "row"
         unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
 
+    def work(self, unit: StepUnit) -> StepWork:
+        """See the base class: the norms of step and graft; "rmsprop" needs those of the gradients before."""
+        sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
+        return StepWork(sums=sums, halo_fields=3 + self.options.band, element_flops=30.0 + 12.0 * self.options.band**2)
+
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
         halos = self._halos(unit, matrices)
@@ -128,8 +134,8 @@ class SONew(ShardedOptimizer):
             if bucket.rule == "fallback":
                 adamw_step(bucket)
 
-    def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[tuple[Tensor, Tensor]]]:
-        """For each cut fragment, the (left, right) neighbours of gradient, momentum, diagonal and covariances."""
+    def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
+        """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""
         halo = unit.halo
         assert halo is not None
         if halo.empty:
@@ -157,7 +163,7 @@ class SONew(ShardedOptimizer):
         return unit.sum_over_ranks(entries, foreach.squared_norms(grads))[0].sqrt().to(unit.dtype)
 
     def _directions(
-        self, bucket: Bucket, halos: Mapping[int, list[tuple[Tensor, Tensor]]], grad_norms: Tensor | None
+        self, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Advance the statistics of a bucket; return the directions and the graft directions of its fragments."""
         group = bucket.group
@@ -211,42 +217,51 @@ class SONew(ShardedOptimizer):
 
 
 class _Window:
-    """Where a fragment sits in a block of whole chains: padded to full rows, or with a halo on either side."""
+    """Where a fragment sits in a block of whole chains: padded to full rows, or with a halo on either side.
+
+    In a block of columns every row is a window of its own chain, with a halo at both ends.
+    """
 
     def __init__(self, fragment: Fragment, chain: str, width: int) -> None:
         self._numel = fragment.numel
         self._width = width
-        self._whole = fragment.is_whole
-        by_row = chain == "row" and len(fragment.shape) > 1
+        by_row = fragment.columns is not None or (chain == "row" and len(fragment.shape) > 1)
+        self._margin = width if fragment.columns is not None else 0
         if by_row:
-            length = fragment.shape[-1]
+            length = fragment.row_length
             first = fragment.start // length
             rows = -(-fragment.end // length) - first
             self._shape: tuple[int, ...] = (rows, length)
             self._start = fragment.start - first * length
             self._size = rows * length
         else:
-            margin = 0 if self._whole else width
+            margin = 0 if fragment.is_whole else width
             self._start = margin
             self._size = self._numel + 2 * margin
             self._shape = (self._size,)
 
-    def embed(self, fields: Sequence[Tensor], halos: Sequence[tuple[Tensor, Tensor]] | None) -> list[Tensor]:
+    def embed(self, fields: Sequence[Tensor], halos: Sequence[Halo] | None) -> list[Tensor]:
         """The fields as blocks of chains; neighbours outside the block belong to other chains and stay out."""
-        if self._size == self._numel:
+        if self._size == self._numel and not self._margin:
             return [field.view(self._shape) for field in fields]
-        blocks = []
+        return [self._block(field, None if halos is None else halos[index]) for index, field in enumerate(fields)]
+
+    def _block(self, field: Tensor, halo: Halo | None) -> Tensor:
+        block = field.new_zeros(self._size)
         end = self._start + self._numel
-        left, right = min(self._width, self._start), min(self._width, self._size - end)
-        for index, field in enumerate(fields):
-            block = field.new_zeros(self._size)
-            block[self._start : end] = field
-            if halos is not None:
-                block[self._start - left : self._start] = halos[index][0][self._width - left :]
-                block[end : end + right] = halos[index][1][:right]
-            blocks.append(block.view(self._shape))
-        return blocks
+        block[self._start : end] = field
+        if halo is not None:
+            left, right = min(self._width, self._start), min(self._width, self._size - end)
+            block[self._start - left : self._start] = halo.left[self._width - left :]
+            block[end : end + right] = halo.right[:right]
+        block = block.view(self._shape)
+        if not self._margin:
+            return block
+        strips = field.new_zeros(self._shape[0], 2, self._width) if halo is None or halo.rows is None else halo.rows
+        return torch.cat([strips[:, 0], block, strips[:, 1]], dim=1)
 
     def extract(self, block: Tensor) -> Tensor:
         """The fragment's own elements, 1-D."""
+        if self._margin:
+            block = block[:, self._margin : -self._margin]
         return block.reshape(-1)[self._start : self._start + self._numel]

@@ -13,12 +13,19 @@ __all__ = ["LayoutSource", "Slice", "TensorContents", "WholeParameters"]
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor."""
+    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor.
+
+    Attributes:
+        columns: As in :class:`rankwise.sharding.Fragment`: the block of columns the run is counted in, or None.
+        copy: Which of several copies of the parameter this is, where ranks hold it alike.
+    """
 
     name: str
     start: int
     end: int
     offset: int
+    columns: tuple[int, int] | None = None
+    copy: int = 0
 
 
 @dataclass(frozen=True)

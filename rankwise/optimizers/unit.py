@@ -121,28 +121,38 @@ class StepUnit:
         if all(self.layout.ranks):
             return step
         agreed = torch.tensor(step, device=self.device)
+        self.traffic.count(agreed)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.layout.group)
         return int(agreed)
 
-    def plan_exchange(self, tasks: Sequence[MatrixTask], loads: list[float]) -> list[float]:
+    def plan_exchange(
+        self,
+        tasks: Sequence[MatrixTask],
+        loads: list[float],
+        comm_dtype: str | None = None,
+        kept: Mapping[str, int] | None = None,
+    ) -> list[float]:
         """Choose owners for ``tasks``.
 
         Args:
             tasks: The matrices to place, at least one.
             loads: What each rank carries already; empty for nothing.
+            comm_dtype: Type in which matrices travel; None: that of the computation.
+            kept: Owners of matrices that have states already, the same on every rank.
 
         Returns:
             The ranks' loads including these tasks.
         """
-        plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size)
-        self.exchange = MatrixExchange(self.layout, plan, self.device, self.dtype)
+        plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size, kept=kept)
+        wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
+        self.exchange = MatrixExchange(self.layout, plan, self.device, self.dtype, wire_dtype)
         return loads
 
-    def compare_across_ranks(self, settings: object) -> None:
+    def compare_across_ranks(self, settings: Mapping[str, str]) -> None:
         """Make sure that all ranks will enter the same collectives, before anything is sent.
 
         Args:
-            settings: What else must be alike on all ranks, with a ``repr`` that says so.
+            settings: What else must be alike on all ranks that have it, by a name for the message.
 
         Raises:
             RuntimeError: The ranks planned differently.
@@ -151,13 +161,28 @@ class StepUnit:
             return
         planned = "" if self.exchange is None else self.exchange.plan.digest()
         routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
-        digest = hashlib.sha256(repr((settings, routes, str(self.dtype), planned)).encode()).hexdigest()
-        digests: list[str] = [""] * self.layout.world_size
-        dist.all_gather_object(digests, digest, group=self.layout.group)
-        if len(set(digests)) > 1:
-            usual = max(digests, key=digests.count)
-            odd = [rank for rank, other in enumerate(digests) if other != usual]
+        digest = hashlib.sha256(repr((routes, str(self.dtype), planned)).encode()).hexdigest()
+        everyone: list[tuple[str, Mapping[str, str]]] = [("", {})] * self.layout.world_size
+        dist.all_gather_object(everyone, (digest, settings), group=self.layout.group)
+        differing = _differing([theirs for _, theirs in everyone])
+        signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
+        if len(set(signs)) > 1:
+            usual = max(signs, key=signs.count)
+            odd = [rank for rank, other in enumerate(signs) if other != usual]
+            named = "".join(
+                f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
+                for name, values in differing.items()
+            )
             raise RuntimeError(
                 f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
-                "optimizer options differ. Build the same model with the same options on every rank."
+                f"optimizer options differ.{named} Build the same model with the same options on every rank."
             )
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
+    """Names whose values differ between ranks that have one, with the ranks of each value."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for rank, theirs in enumerate(settings):
+        for name, value in theirs.items():
+            found.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: values for name, values in found.items() if len(values) > 1}

@@ -1,22 +1,28 @@
 """Partitioning of optimizer work and state over data-parallel ranks; knows no optimizer and no framework."""
 
 from .exchange import MatrixExchange
-from .halo import HaloExchange
-from .layout import Fragment, Layout, LayoutError
+from .halo import Halo, HaloExchange
+from .layout import Fragment, Layout, LayoutError, Place
 from .plan import Batch, MatrixPlan, MatrixTask, plan_matrices
 from .reduce import FragmentSums
 from .traffic import Traffic
+from .volume import halo_volume, matrix_volume, sums_volume
 
 __all__ = [
     "Batch",
     "Fragment",
     "FragmentSums",
+    "Halo",
     "HaloExchange",
     "Layout",
     "LayoutError",
     "MatrixExchange",
     "MatrixPlan",
     "MatrixTask",
+    "Place",
     "Traffic",
+    "halo_volume",
+    "matrix_volume",
     "plan_matrices",
+    "sums_volume",
 ]

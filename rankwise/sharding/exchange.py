@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
 
-from .layout import Fragment, Layout
+from .layout import Fragment, Layout, Place
 from .plan import Batch, MatrixPlan, MatrixTask
 from .traffic import Traffic
 
@@ -26,9 +30,30 @@ class _Piece:
 
     task: MatrixTask
     row: int  # of the owner's stack
-    offset: int  # in the owner's flattened stack
+    offset: int  # of the parameter in the owner's flattened stack
     numel: int
     fragment: int  # local fragment index; -1 for another rank's
+    places: tuple[Place, ...]  # within the parameter
+
+    def fill(self, stack: Tensor, values: Tensor | None) -> None:
+        """Write the fragment's values, or zeros, into the flattened stack."""
+        position = 0
+        for place in self.places:
+            target = place.of(stack, self.offset)
+            if values is None:
+                target.zero_()
+            else:
+                target.copy_(values[position : position + target.numel()].view_as(target))
+                position += target.numel()
+
+    def parts(self, stack: Tensor) -> list[Tensor]:
+        """The fragment's values in the flattened stack, as 1-D tensors to be joined."""
+        return [place.of(stack, self.offset).reshape(-1) for place in self.places]
+
+    def read(self, stack: Tensor) -> Tensor:
+        """The fragment's values in the flattened stack, 1-D."""
+        parts = self.parts(stack)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -66,13 +91,18 @@ class _BatchPlan:
     """What one batch means to this rank."""
 
     batch: Batch
+    labels: Mapping[str, str]  # of its phases, for a profiler
     owned: list[MatrixTask]
     length: int
     local: tuple[_Piece, ...]  # held and owned here
-    outgoing: _Side  # held here, owned elsewhere
-    incoming: _Side  # held elsewhere, owned here
-    incoming_rows: Tensor  # incoming.rows, on the device
-    travels: bool  # alike on all ranks: whether anything of the batch crosses ranks
+    outgoing: _Side  # held here, gathered elsewhere
+    incoming: _Side  # held elsewhere, gathered here
+    results_in: _Side  # held here, computed elsewhere
+    results_out: _Side  # held elsewhere, computed here
+    result_rows: Tensor  # results_out.rows, on the device
+    gathers: bool  # alike on all ranks: whether gradients of the batch cross ranks
+    returns: bool  # and whether results do
+    copied: bool  # alike on all ranks: whether several ranks hold the same elements
 
 
 @dataclass(frozen=True)
@@ -102,35 +132,56 @@ class _Return:
     message: _Message | None
 
 
+def _phase(plan: _BatchPlan, phase: str) -> AbstractContextManager[Any]:
+    """A profiler's range; nothing, at no cost, where none runs."""
+    return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else nullcontext()
+
+
 class MatrixExchange:
     """Runs batched matrix updates on their owners, whatever the fragments' layout.
 
-    Per batch and step there are at most two collectives: pieces to the owners, results back. A batch in which every
-    matrix already lies whole on its owner communicates nothing. The pieces of batch *k+1* travel while batch *k* is
-    computed, and the results of *k* while *k+1* is.
+    A matrix is gathered from one copy where ranks hold several (the owner's own if it has one), and its result goes to
+    all of them. Per batch and step there are at most two collectives: pieces to the owners, results back. A batch in
+    which every matrix already lies whole on its owner communicates nothing. The pieces of batch *k+1* travel while
+    batch *k* is computed, and the results of *k* while *k+1* is. A profiler shows the phases of batch *k* as
+    ``rankwise: gather k``, ``compute k``, ``return k`` and ``deliver k``.
     """
 
-    def __init__(self, layout: Layout, plan: MatrixPlan, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        plan: MatrixPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         """Plan every message once.
 
         Args:
             layout: The common layout.
             plan: Owners and batches; must be the same on every rank.
             device: Where fragments live.
-            dtype: Type of gathered matrices and of results, also on the wire.
+            dtype: Type of gathered matrices and of results.
+            wire_dtype: Their type in messages. None: ``dtype``, so that messages round nothing. Otherwise what crosses
+                ranks is rounded to it, once on the way to the owner and once on the way back.
         """
         self.layout, self.plan = layout, plan
         self.traffic = Traffic()
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._wire = device, dtype, wire_dtype or dtype
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
-        self._batches = [self._plan_batch(batch, index_of) for batch in plan.batches]
+        self._batches = [self._plan_batch(number, batch, index_of) for number, batch in enumerate(plan.batches)]
 
     @property
     def bytes_per_gather(self) -> int:
         """Bytes this rank sends to owners per step."""
         if self.layout.replicated:
             return 0
-        return self._dtype.itemsize * sum(sum(plan.outgoing.counts) for plan in self._batches)
+        return self._wire.itemsize * sum(sum(plan.outgoing.counts) for plan in self._batches)
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of one element in a message."""
+        return self._wire.itemsize
 
     def owned(self) -> list[MatrixTask]:
         """The tasks this rank owns, in batch order."""
@@ -146,12 +197,13 @@ class MatrixExchange:
         """Gather, compute on owners, and deliver results to the holders.
 
         Args:
-            sources: Per local fragment, its 1-D values; None for fragments no task uses, and, in a single process, for
-                parameters without a gradient: a task none of whose parts has one is left out of the step, a part
-                without one counts as zero.
+            sources: Per local fragment, its 1-D values; None for fragments no task uses, and, where every rank has
+                whole copies, for parameters without a gradient: a task none of whose parts has one is left out of
+                the step, a part without one counts as zero. It must then be None on all ranks.
             compute: ``(batch, owned tasks, stack)`` with ``stack`` of shape (owned, task length); returns
                 (owned, result length). Called only on ranks that own a task of the batch.
-            deliver: ``(task, local fragment index, result)``; called once per local fragment of every task.
+            deliver: ``(task, local fragment index, result)``; called once per local fragment of every task, unless
+                its source is None.
                 ``result`` is the fragment's own piece, or the whole payload when ``payload`` is given. Valid during
                 the call only.
             payload: Length of the whole result that every holder receives instead of its piece (low-rank factors).
@@ -163,7 +215,9 @@ class MatrixExchange:
             current = arriving
             arriving = None if following is None else self._start_gather(following, sources)
             stack = self._finish_gather(plan, current)
-            leaving = self._start_return(plan, self._compute(plan, stack, sources, compute), payload)
+            with _phase(plan, "compute"):
+                result = self._compute(plan, stack, sources, compute, payload)
+            leaving = self._start_return(plan, result, payload)
             if returning is not None:
                 self._finish_return(returning, sources, deliver)
             returning = leaving
@@ -172,15 +226,15 @@ class MatrixExchange:
 
     # --- planning -----------------------------------------------------------------------------------------------
 
-    def _plan_batch(self, batch: Batch, index_of: Mapping[Fragment, int]) -> _BatchPlan:
+    def _plan_batch(self, number: int, batch: Batch, index_of: Mapping[Fragment, int]) -> _BatchPlan:
         world, me = self.layout.world_size, self.layout.rank
         shapes, holders = self.layout.shapes, self.layout.holders
         length = sum(prod(shapes[part]) for part in batch.tasks[0].parts)
-        to_owner: list[list[_Piece]] = [[] for _ in range(world)]
-        from_holder: list[list[_Piece]] = [[] for _ in range(world)]
+        # By the other rank: what this one sends to an owner and gathers as one, and the same for the results.
+        outgoing, incoming, results_in, results_out = ([[] for _ in range(world)] for _ in range(4))  # type: ignore[var-annotated]
         owned: list[MatrixTask] = []
         rows = [0] * world
-        travels = False
+        gathers = returns = copied = False
         for task in batch.tasks:
             owner = self.plan.owners[task.key]
             row, first = rows[owner], 0
@@ -188,31 +242,55 @@ class MatrixExchange:
             if owner == me:
                 owned.append(task)
             for part in task.parts:
-                travels = travels or any(holder != owner for holder in holders[part])
+
+                def piece(fragment: Fragment, row: int = row, first: int = first, task: MatrixTask = task) -> _Piece:
+                    index = index_of.get(fragment, -1)
+                    return _Piece(task, row, row * length + first, fragment.numel, index, fragment.places)
+
+                gathered = self.layout.nearest_copy(part, owner)
+                gathers = gathers or any(holder != owner for holder, _ in gathered)
+                returns = returns or any(holder != owner for holder in holders[part])
+                copied = copied or len(self.layout.copies[part]) > 1
+                for holder, fragment in gathered:
+                    if owner == me:
+                        incoming[holder].append(piece(fragment))
+                    elif holder == me:
+                        outgoing[owner].append(piece(fragment))
                 for holder in holders[part] if owner == me else (me,):
-                    by_rank = from_holder[holder] if owner == me else to_owner[owner]
-                    for fragment in holders[part].get(holder, ()):
-                        offset = row * length + first + fragment.start
-                        index = index_of[fragment] if holder == me else -1
-                        by_rank.append(_Piece(task, row, offset, fragment.numel, index))
+                    by_rank = results_out[holder] if owner == me else results_in[owner]
+                    by_rank.extend(map(piece, holders[part].get(holder, ())))
                 first += prod(shapes[part])
-        local, from_holder[me] = tuple(from_holder[me]), []
-        incoming = _Side.of(from_holder)
-        incoming_rows = torch.tensor(incoming.rows, dtype=torch.long, device=self._device)
-        return _BatchPlan(batch, owned, length, local, _Side.of(to_owner), incoming, incoming_rows, travels)
+        local, incoming[me], results_out[me] = tuple(incoming[me]), [], []
+        there = _Side.of(results_out)
+        result_rows = torch.tensor(there.rows, dtype=torch.long, device=self._device)
+        return _BatchPlan(
+            batch=batch,
+            labels={phase: f"rankwise: {phase} {number}" for phase in ("gather", "compute", "return", "deliver")},
+            owned=owned,
+            length=length,
+            local=local,
+            outgoing=_Side.of(outgoing),
+            incoming=_Side.of(incoming),
+            results_in=_Side.of(results_in),
+            results_out=there,
+            result_rows=result_rows,
+            gathers=gathers,
+            returns=returns,
+            copied=copied,
+        )
 
     # --- one batch ----------------------------------------------------------------------------------------------
 
     def _start_gather(self, plan: _BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
+        with _phase(plan, "gather"):
+            return self._gather(plan, sources)
+
+    def _gather(self, plan: _BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
         stack = torch.empty(len(plan.owned), plan.length, dtype=self._dtype, device=self._device)
         flat = stack.view(-1)
         for piece in plan.local:
-            source, place = sources[piece.fragment], flat.narrow(0, piece.offset, piece.numel)
-            if source is None:
-                place.zero_()
-            else:
-                place.copy_(source)
-        if not plan.travels or self.layout.replicated:
+            piece.fill(flat, sources[piece.fragment])
+        if not plan.gathers:
             return _Gather(stack, None)
         leaving = [self._present(sources, piece) for piece in plan.outgoing.pieces]
         return _Gather(stack, self._all_to_all(self._pack(leaving), plan.outgoing.counts, plan.incoming.counts))
@@ -232,17 +310,25 @@ class MatrixExchange:
             flat = gather.stack.view(-1)
             arrived = gather.message.wait().split(plan.incoming.numels)
             for piece, values in zip(plan.incoming.pieces, arrived, strict=True):
-                flat.narrow(0, piece.offset, piece.numel).copy_(values)
+                piece.fill(flat, values)
         return gather.stack
 
-    def _compute(self, plan: _BatchPlan, stack: Tensor, sources: Sequence[Tensor | None], compute: Compute) -> Tensor:
+    def _compute(
+        self,
+        plan: _BatchPlan,
+        stack: Tensor,
+        sources: Sequence[Tensor | None],
+        compute: Compute,
+        payload: Callable[[Batch], int] | None,
+    ) -> Tensor:
         if not plan.owned:
             return stack
         live = {piece.row for piece in plan.local if sources[piece.fragment] is not None} | set(plan.incoming.rows)
         if len(live) == len(plan.owned):
             return compute(plan.batch, plan.owned, stack).to(self._dtype)
         if not live:
-            return stack
+            # Nobody reads it, but the message has the size that was planned.
+            return stack if payload is None else stack.new_zeros(len(plan.owned), payload(plan.batch))
         rows = sorted(live)
         part = compute(plan.batch, [plan.owned[row] for row in rows], stack[rows]).to(self._dtype)
         result = part.new_zeros(len(plan.owned), part.shape[1])
@@ -250,49 +336,61 @@ class MatrixExchange:
         return result
 
     def _start_return(self, plan: _BatchPlan, result: Tensor, payload: Callable[[Batch], int] | None) -> _Return:
+        with _phase(plan, "return"):
+            return self._return(plan, result, payload)
+
+    def _return(self, plan: _BatchPlan, result: Tensor, payload: Callable[[Batch], int] | None) -> _Return:
         length = None if payload is None else payload(plan.batch)
-        if not plan.travels:
+        if not plan.returns:
             return _Return(plan, result, length, None)
-        there, here = plan.incoming, plan.outgoing
+        if plan.copied and self._wire != self._dtype:
+            # Where ranks hold the same elements, the owner must use what the others get, or the copies drift apart.
+            result = result.to(self._wire).to(self._dtype)
+        there, here = plan.results_out, plan.results_in
         if length is None:
             flat = result.reshape(-1)
-            leaving = self._pack([flat.narrow(0, piece.offset, piece.numel) for piece in there.pieces])
+            leaving = self._pack([part for piece in there.pieces for part in piece.parts(flat)])
             message = self._all_to_all(leaving, there.counts, here.counts)
         else:
-            leaving = result.index_select(0, plan.incoming_rows).reshape(-1)
+            leaving = result.index_select(0, plan.result_rows).reshape(-1).to(self._wire)
             message = self._all_to_all(
                 leaving, [length * count for count in there.row_counts], [length * count for count in here.row_counts]
             )
         return _Return(plan, result, length, message)
 
     def _finish_return(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
+        with _phase(returning.plan, "deliver"):
+            self._deliver(returning, sources, deliver)
+
+    def _deliver(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
         plan, result, length = returning.plan, returning.result, returning.length
         flat = result.reshape(-1)
         for piece in plan.local:
             if sources[piece.fragment] is not None:
-                values = flat.narrow(0, piece.offset, piece.numel) if length is None else result[piece.row]
+                values = piece.read(flat) if length is None else result[piece.row]
                 deliver(piece.task, piece.fragment, values)
         if returning.message is None:
             return
-        received = returning.message.wait()
+        received = returning.message.wait().to(self._dtype)
         if length is None:
-            arrived = received.split(plan.outgoing.numels)
+            arrived = received.split(plan.results_in.numels)
         else:
             payloads = received.split(length)
-            arrived = tuple(payloads[row] for row in plan.outgoing.row_of)
-        for piece, values in zip(plan.outgoing.pieces, arrived, strict=True):
-            deliver(piece.task, piece.fragment, values)
+            arrived = tuple(payloads[row] for row in plan.results_in.row_of)
+        for piece, values in zip(plan.results_in.pieces, arrived, strict=True):
+            if sources[piece.fragment] is not None:
+                deliver(piece.task, piece.fragment, values)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _pack(self, values: Sequence[Tensor]) -> Tensor:
         if not values:
-            return torch.empty(0, dtype=self._dtype, device=self._device)
-        return torch.cat([value.to(self._dtype) for value in values])
+            return torch.empty(0, dtype=self._wire, device=self._device)
+        return torch.cat([value.to(self._wire) for value in values])
 
     def _all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]) -> _Message:
         self.traffic.count(sent)
-        received = torch.empty(sum(receive_counts), dtype=self._dtype, device=self._device)
+        received = torch.empty(sum(receive_counts), dtype=self._wire, device=self._device)
         work = dist.all_to_all_single(
             received, sent, receive_counts, send_counts, group=self.layout.group, async_op=True
         )

@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Layout
+from .layout import Fragment, Layout
 from .traffic import Traffic
 
-__all__ = ["HaloExchange"]
+__all__ = ["Halo", "HaloExchange"]
 
 
-@dataclass(frozen=True, order=True)
-class _Run:
-    """Elements [first, last) of a parameter, held by ``holder`` and wanted by another fragment."""
+class Halo(NamedTuple):
+    """The neighbours of one fragment; elements beyond the ends of the chain are zero.
 
-    key: str
-    first: int
-    last: int
-    holder: int
+    Attributes:
+        left: (width,) elements before the fragment's first.
+        right: (width,) elements after its last.
+        rows: (rows, 2, width) elements left and right of every row the fragment touches, where it lies in a block of
+            columns whose rows go on elsewhere; None otherwise.
+    """
+
+    left: Tensor
+    right: Tensor
+    rows: Tensor | None
 
 
 @dataclass(frozen=True)
-class _Fill:
-    """Where a run lands: left or right of local fragment ``position``, at ``at`` (position -1: of another rank's)."""
+class _Member:
+    """A fragment of a chain with its holder."""
 
-    position: int
-    side: int
-    at: int
-    run: _Run
+    rank: int
+    fragment: Fragment
+
+    @property
+    def first(self) -> int:
+        """First element of the parameter at or after which the fragment's lie."""
+        return self.fragment.places[0].offset
+
+    @property
+    def last(self) -> int:
+        place = self.fragment.places[-1]
+        return place.offset + (place.rows - 1) * place.stride + place.width
+
+    def positions(self, elements: Tensor) -> Tensor:
+        """Where elements of the parameter lie in the fragment; outside [0, numel) if they do not."""
+        fragment = self.fragment
+        if fragment.columns is None:
+            return elements - fragment.start
+        left, right = fragment.columns
+        rows = elements.div(fragment.shape[-1], rounding_mode="floor")
+        columns = elements - rows * fragment.shape[-1]
+        found = rows * (right - left) + columns - left - fragment.start
+        return torch.where((columns >= left) & (columns < right), found, -1)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Elements ``source`` of one fragment that fill ``slots`` of another's halo."""
+
+    holder: int
+    wanted_by: int
+    held: Fragment
+    wanting: Fragment
+    source: Tensor
+    slots: Tensor
 
 
 class HaloExchange:
@@ -68,102 +106,153 @@ class HaloExchange:
         self.layout = layout
         self.traffic = Traffic()
         self.width = width
-        self._by_row = by_row
+        self.keys = tuple(sorted(keys))
+        self.by_row = by_row
         self._device, self._dtype = device, dtype
-        self._position = {(fragment.key, fragment.start): i for i, fragment in enumerate(layout.mine)}
         me, world = layout.rank, layout.world_size
-        fills: list[list[_Fill]] = [[] for _ in range(world)]
-        if width and not layout.replicated:
-            for key in sorted(keys):
-                self._plan_parameter(key, fills)
-        wanted = [sorted({fill.run for fill in fills[rank]}) for rank in range(world)]
-        self._mine = fills[me]
-        self._receive = [run for holder in range(world) for run in wanted[me] if run.holder == holder != me]
-        self._send = [run for rank in range(world) for run in wanted[rank] if run.holder == me != rank]
-        self._receive_sizes = self._sizes(
-            [[run for run in wanted[me] if run.holder == holder != me] for holder in range(world)]
-        )
-        self._send_sizes = self._sizes(
-            [[run for run in wanted[rank] if run.holder == me != rank] for rank in range(world)]
-        )
-        self._source = {run: self._find(run) for run in {*self._send, *(r for r in wanted[me] if r.holder == me)}}
-        self.active = any(run.holder != rank for rank in range(world) for run in wanted[rank])
-        self.empty = not self.active and not self._mine
+        transfers = self._plan(sorted(keys)) if width else []
+        self.active = any(transfer.holder != transfer.wanted_by for transfer in transfers)
+        self._local = [part for part in transfers if part.holder == part.wanted_by == me]
+        self._send = [[p for p in transfers if p.holder == me and p.wanted_by == rank != me] for rank in range(world)]
+        self._receive = [[p for p in transfers if p.wanted_by == me and p.holder == rank != me] for rank in range(world)]
+        self._index = {fragment: index for index, fragment in enumerate(layout.mine)}
+        self._rows = [_rows(fragment) for fragment in layout.mine]
+        sizes = [2 * width * (1 + rows) for rows in self._rows]
+        self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._size = sum(sizes)
+        arriving = [part for parts in self._receive for part in parts]
+        self._arriving = self._slots(arriving)
+        self._staying = self._slots(self._local)
+        self.empty = not self.active and not self._local
 
-    def __call__(self, fields: Sequence[Sequence[Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    def __call__(self, fields: Sequence[Sequence[Tensor]]) -> list[list[Halo]]:
         """Exchange the halos of several fields at once.
 
         Args:
             fields: ``fields[f][i]`` is field ``f`` on local fragment ``i`` (1-D, in the order of ``layout.mine``).
 
         Returns:
-            ``halos[f][i] = (left, right)``: 1-D tensors of ``width`` elements.
+            ``halos[f][i]``, zero where nothing is to be fetched.
         """
+        halos = torch.zeros(len(fields), self._size, dtype=self._dtype, device=self._device)
+        if self._local:
+            halos[:, self._staying] = self._read(fields, self._local)
+        if self.active:
+            halos[:, self._arriving] = self._communicate(fields)
+        return [[self._halo(row, index) for index in range(len(self._rows))] for row in halos]
+
+    def _halo(self, row: Tensor, index: int) -> Halo:
+        first, width, rows = self._offsets[index], self.width, self._rows[index]
+        strips = row[first + 2 * width : first + 2 * width * (1 + rows)].view(rows, 2, width) if rows else None
+        return Halo(row[first : first + width], row[first + width : first + 2 * width], strips)
+
+    def _communicate(self, fields: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Arriving elements, (fields, elements), in the order of ``self._arriving``."""
         count = len(fields)
-        sides = torch.zeros(2, count, len(self.layout.mine), self.width, dtype=self._dtype, device=self._device)
-        values = self._communicate(fields) if self.active else {}
-        for fill in self._mine:
-            found = values.get(fill.run)
-            if found is None:
-                found = self._read(fields, fill.run)
-            sides[fill.side, :, fill.position, fill.at : fill.at + found.shape[1]] = found
-        return [[(sides[0, f, i], sides[1, f, i]) for i in range(len(self.layout.mine))] for f in range(count)]
-
-    def _plan_parameter(self, key: str, fills: list[list[_Fill]]) -> None:
-        """Find the neighbours of every fragment of a parameter, by walking along its fragments in order."""
-        spans = sorted(
-            (piece.start, piece.end, holder) for holder, pieces in self.layout.holders[key].items() for piece in pieces
-        )
-        if len(spans) == 1:
-            return
-        shape = self.layout.shapes[key]
-        row = shape[-1] if self._by_row and len(shape) > 1 else spans[-1][1]
-        for index, (start, end, rank) in enumerate(spans):
-            position = self._position[(key, start)] if rank == self.layout.rank else -1
-            low, high = max(start - self.width, start - start % row), min(end + self.width, -(-end // row) * row)
-            before, after = index - 1, index + 1
-            while before >= 0 and spans[before][1] > low:
-                first, last, holder = max(spans[before][0], low), spans[before][1], spans[before][2]
-                at = first - (start - self.width)
-                fills[rank].append(_Fill(position, 0, at, _Run(key, first, last, holder)))
-                before -= 1
-            while after < len(spans) and spans[after][0] < high:
-                first, last, holder = spans[after][0], min(spans[after][1], high), spans[after][2]
-                fills[rank].append(_Fill(position, 1, first - end, _Run(key, first, last, holder)))
-                after += 1
-
-    def _find(self, run: _Run) -> tuple[int, int, int]:
-        for fragment in self.layout.holders[run.key][self.layout.rank]:
-            if fragment.start <= run.first and run.last <= fragment.end:
-                position = self._position[(run.key, fragment.start)]
-                return position, run.first - fragment.start, run.last - fragment.start
-        raise AssertionError(f"halo run {run} is not on this rank")
-
-    def _read(self, fields: Sequence[Sequence[Tensor]], run: _Run) -> Tensor:
-        position, first, last = self._source[run]
-        return torch.stack([field[position][first:last] for field in fields])
-
-    def _communicate(self, fields: Sequence[Sequence[Tensor]]) -> dict[_Run, Tensor]:
-        count = len(fields)
-        outgoing = [self._read(fields, run).reshape(-1) for run in self._send]
-        send = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=self._dtype, device=self._device)
-        receive = torch.empty(count * sum(self._receive_sizes), dtype=self._dtype, device=self._device)
+        send_sizes, receive_sizes = self._sizes(self._send, count), self._sizes(self._receive, count)
+        leaving = [self._read(fields, parts).reshape(-1) for parts in self._send if parts]
+        send = torch.cat(leaving) if leaving else torch.empty(0, dtype=self._dtype, device=self._device)
+        receive = torch.empty(sum(receive_sizes), dtype=self._dtype, device=self._device)
         self.traffic.count(send)
-        dist.all_to_all_single(
-            receive,
-            send,
-            [count * size for size in self._receive_sizes],
-            [count * size for size in self._send_sizes],
-            group=self.layout.group,
-        )
-        found: dict[_Run, Tensor] = {}
-        position = 0
-        for run in self._receive:
-            size = count * (run.last - run.first)
-            found[run] = receive[position : position + size].view(count, run.last - run.first)
-            position += size
-        return found
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=self.layout.group)
+        parts = [part.view(count, -1) for part in receive.split(receive_sizes) if len(part)]
+        return torch.cat(parts, dim=1) if parts else receive.view(count, 0)
+
+    def _read(self, fields: Sequence[Sequence[Tensor]], parts: Sequence[_Transfer]) -> Tensor:
+        """The transferred elements, (fields, elements)."""
+        found = [
+            torch.stack([field[self._index[part.held]].index_select(0, part.source) for field in fields])
+            for part in parts
+        ]
+        return torch.cat(found, dim=1)
+
+    def _slots(self, parts: Sequence[_Transfer]) -> Tensor:
+        slots = [part.slots + self._offsets[self._index[part.wanting]] for part in parts]
+        return torch.cat(slots) if slots else torch.empty(0, dtype=torch.long, device=self._device)
 
     @staticmethod
-    def _sizes(runs: list[list[_Run]]) -> list[int]:
-        return [sum(run.last - run.first for run in group) for group in runs]
+    def _sizes(by_rank: Sequence[Sequence[_Transfer]], count: int) -> list[int]:
+        return [count * sum(len(part.slots) for part in parts) for parts in by_rank]
+
+    # --- planning -----------------------------------------------------------------------------------------------
+
+    def _plan(self, keys: Sequence[str]) -> list[_Transfer]:
+        """All ranks' transfers, in the same order everywhere."""
+        found: list[_Transfer] = []
+        for key in keys:
+            for copy in self.layout.copies.get(key, {}).values():
+                members = sorted((_Member(rank, fragment) for rank, fragment in copy), key=lambda member: member.first)
+                for index in range(len(members)):
+                    found.extend(self._fetch(index, members))
+        return found
+
+    def _fetch(self, index: int, members: Sequence[_Member]) -> list[_Transfer]:
+        """Where each neighbour of a fragment comes from."""
+        member = members[index]
+        elements, slots = self._neighbours(member.fragment)
+        if len(members) == 1 or not len(elements):
+            return []
+        found = []
+        for other in _around(index, members, int(elements.min()), int(elements.max())):
+            positions = other.positions(elements)
+            held = (positions >= 0) & (positions < other.fragment.numel)
+            if held.any():
+                source, filled = positions[held].to(self._device), slots[held].to(self._device)
+                found.append(_Transfer(other.rank, member.rank, other.fragment, member.fragment, source, filled))
+        return found
+
+    def _neighbours(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
+        """Elements of the parameter beside a fragment, and their slots in its halo."""
+        width, length = self.width, fragment.row_length
+        reach = torch.arange(width)
+        end = fragment.end
+        # Within the fragment's own block: before its first and after its last element.
+        inside = torch.cat([fragment.start - width + reach, end + reach])
+        limits = (0, fragment.block_numel)
+        if len(fragment.shape) > 1 and (self.by_row or fragment.columns is not None):
+            limits = (fragment.start - fragment.start % length, -(-end // length) * length)
+        slots = torch.arange(2 * width)
+        valid = (inside >= limits[0]) & (inside < limits[1])
+        elements, slots = _in_parameter(fragment, inside[valid]), slots[valid]
+        rows = _rows(fragment)
+        if not rows or fragment.columns is None:
+            return elements, slots
+        # Beside the block: left and right of every row.
+        total, (left, right) = fragment.shape[-1], fragment.columns
+        first = (fragment.start // length + torch.arange(rows)).unsqueeze(1) * total
+        beside = torch.cat([first + left - width + reach, first + right + reach], dim=1)
+        low, high = (first, first + total) if self.by_row else (0, prod(fragment.shape))
+        valid = (beside >= low) & (beside < high)
+        strips = 2 * width + torch.arange(rows * 2 * width).view(rows, 2 * width)
+        return torch.cat([elements, beside[valid]]), torch.cat([slots, strips[valid]])
+
+
+def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -> Iterator[_Member]:
+    """The other fragments of a chain that may hold some of the elements from ``lowest`` to ``highest``."""
+    if any(member.fragment.columns is not None for member in members):
+        yield from (member for place, member in enumerate(members) if place != index and member.last > lowest)
+        return
+    before, after = index - 1, index + 1
+    while before >= 0 and members[before].last > lowest:
+        yield members[before]
+        before -= 1
+    while after < len(members) and members[after].first <= highest:
+        yield members[after]
+        after += 1
+
+
+def _rows(fragment: Fragment) -> int:
+    """How many rows of a block of columns a fragment touches; 0 if its rows are whole."""
+    if fragment.columns is None:
+        return 0
+    length = fragment.row_length
+    return -(-fragment.end // length) - fragment.start // length
+
+
+def _in_parameter(fragment: Fragment, elements: Tensor) -> Tensor:
+    """Elements of a fragment's block as elements of the parameter."""
+    if fragment.columns is None:
+        return elements
+    length = fragment.row_length
+    rows = elements.div(length, rounding_mode="floor")
+    return rows * fragment.shape[-1] + fragment.columns[0] + elements - rows * length

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["Fragment", "Layout", "LayoutError"]
+__all__ = ["Fragment", "Layout", "LayoutError", "Place"]
 
 
 class LayoutError(RuntimeError):
     """The fragments a framework reported do not tile their parameters."""
+
+
+class Place(NamedTuple):
+    """``rows`` runs of ``width`` consecutive elements, ``stride`` apart, from ``offset`` of a flattened tensor."""
+
+    offset: int
+    rows: int
+    stride: int
+    width: int
+
+    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+        """The place in a flat tensor, (rows, width), a view; ``first`` is where the parameter begins there."""
+        return flat.as_strided((self.rows, self.width), (self.stride, 1), flat.storage_offset() + first + self.offset)
 
 
 @dataclass(frozen=True)
@@ -22,11 +37,14 @@ class Fragment:
 
     Attributes:
         key: Unique name of the parameter (or of one matrix of a stack, ``"name[3]"``).
-        shape: Logical shape of the parameter on this tensor-parallel rank.
-        start: First element of the run in the row-major flattened parameter.
+        shape: Logical shape of the parameter, before any rank cut it.
+        start: First element of the run in the row-major flattened parameter, or in its block of columns.
         end: One past the last element of the run.
         tensor: Index of the optimizer's tensor that stores the run.
         offset: Position of the run in that tensor, flattened.
+        columns: The block of columns [first, last) of which the run is a part, where tensor parallelism cut the
+            parameter along its last dimension; None where rows are whole.
+        copy: Which of several copies of the parameter the run belongs to, where ranks hold it alike.
     """
 
     key: str
@@ -35,6 +53,8 @@ class Fragment:
     end: int
     tensor: int
     offset: int
+    columns: tuple[int, int] | None = None
+    copy: int = 0
 
     @property
     def numel(self) -> int:
@@ -44,7 +64,33 @@ class Fragment:
     @property
     def is_whole(self) -> bool:
         """Whether the run covers the parameter."""
-        return self.start == 0 and self.end == prod(self.shape)
+        return self.columns is None and self.start == 0 and self.end == prod(self.shape)
+
+    @property
+    def row_length(self) -> int:
+        """Elements from one row to the next in the flattened parameter or block."""
+        return self.shape[-1] if self.columns is None else self.columns[1] - self.columns[0]
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of the parameter or of the block of columns that the run is a part of."""
+        return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Where the run lies in the row-major flattened parameter: one place, or up to three in a block of columns."""
+        if self.columns is None:
+            return (Place(self.start, 1, self.numel, self.numel),)
+        length, width, left = self.shape[-1], self.row_length, self.columns[0]
+        found = []
+        position = self.start
+        while position < self.end:
+            row, column = divmod(position, width)
+            whole = (self.end - position) // width if column == 0 else 0
+            rows, part = (whole, width) if whole else (1, min(width - column, self.end - position))
+            found.append(Place(row * length + left + column, rows, length, part))
+            position += rows * part
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -65,6 +111,9 @@ class Layout:
     replicated: bool = False
 
     def __post_init__(self) -> None:
+        if self.replicated:
+            copies = (tuple(replace(part, copy=rank) for part in parts) for rank, parts in enumerate(self.ranks))
+            object.__setattr__(self, "ranks", tuple(copies))
         self._check_tiling()
 
     @classmethod
@@ -88,8 +137,9 @@ class Layout:
         if world == 1:
             return cls.single(fragments)
         everyone: list[tuple[Fragment, ...]] = [()] * world
+        rank = dist.get_rank(group)
         dist.all_gather_object(everyone, tuple(fragments), group=group)
-        return cls(ranks=tuple(everyone), rank=dist.get_rank(group), group=group, replicated=replicated)
+        return cls(ranks=tuple(everyone), rank=rank, group=group, replicated=replicated)
 
     @property
     def world_size(self) -> int:
@@ -117,15 +167,36 @@ class Layout:
         return found
 
     @cached_property
+    def copies(self) -> dict[str, dict[int, tuple[tuple[int, Fragment], ...]]]:
+        """For each key and copy, its fragments with the ranks that hold them, in order of rank."""
+        found: dict[str, dict[int, list[tuple[int, Fragment]]]] = {key: {} for key in self.shapes}
+        for rank, fragments in enumerate(self.ranks):
+            for fragment in fragments:
+                found[fragment.key].setdefault(fragment.copy, []).append((rank, fragment))
+        return {
+            key: {copy: tuple(members) for copy, members in sorted(copies.items())} for key, copies in found.items()
+        }
+
+    def nearest_copy(self, key: str, rank: int) -> tuple[tuple[int, Fragment], ...]:
+        """The copy of a parameter of which ``rank`` holds a part, else the first."""
+        copies = self.copies[key]
+        for members in copies.values():
+            if any(holder == rank for holder, _ in members):
+                return members
+        return next(iter(copies.values()))
+
+    @cached_property
     def straddlers(self) -> tuple[str, ...]:
-        """Keys whose fragments lie on more than one rank, sorted; empty when parameters are replicated."""
-        if self.replicated:
-            return ()
-        return tuple(key for key, ranks in self.holders.items() if len(ranks) > 1)
+        """Keys of which some rank holds a part but no whole copy, sorted."""
+        return tuple(
+            key
+            for key, copies in self.copies.items()
+            if any(len({holder for holder, _ in members}) > 1 for members in copies.values())
+        )
 
     def _check_tiling(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
-        runs: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        runs: dict[tuple[str, int], list[Fragment]] = {}
         for rank, fragments in enumerate(self.ranks):
             for fragment in fragments:
                 if shapes.setdefault(fragment.key, fragment.shape) != fragment.shape:
@@ -133,8 +204,7 @@ class Layout:
                         f"'{fragment.key}' has shape {fragment.shape} on rank {rank} and {shapes[fragment.key]} on an "
                         "earlier one; all data-parallel ranks must hold the same model."
                     )
-                copy = rank if self.replicated else 0
-                runs.setdefault((fragment.key, copy), []).append((fragment.start, fragment.end))
+                runs.setdefault((fragment.key, fragment.copy), []).append(fragment)
         if self.replicated:
             missing = sorted({key for key in shapes for copy in range(len(self.ranks)) if (key, copy) not in runs})
             if missing:
@@ -142,17 +212,33 @@ class Layout:
                     f"not every rank holds {', '.join(map(repr, missing))}, but parameters were said to be replicated; "
                     "all data-parallel ranks must hold the same model."
                 )
-        for (key, _), spans in runs.items():
-            position = 0
-            for start, end in sorted(spans):
-                if start != position or end <= start:
-                    raise LayoutError(
-                        f"the fragments of '{key}' are {sorted(spans)}: they must tile [0, {prod(shapes[key])}) "
-                        "exactly once. The framework's partitioning differs from the one this version was tested with."
-                    )
-                position = end
-            if position != prod(shapes[key]):
-                raise LayoutError(
-                    f"the fragments of '{key}' end at {position}, its shape {shapes[key]} has {prod(shapes[key])} "
-                    "elements. The framework's partitioning differs from the one this version was tested with."
-                )
+        for (key, _), pieces in runs.items():
+            _check_blocks(key, shapes[key], pieces)
+
+
+def _check_blocks(key: str, shape: tuple[int, ...], pieces: Sequence[Fragment]) -> None:
+    """Make sure that blocks of columns tile a parameter, and runs each block."""
+    whole = (0, shape[-1] if shape else 1)
+    blocks: dict[tuple[int, int], list[Fragment]] = {}
+    for piece in pieces:
+        blocks.setdefault(piece.columns or whole, []).append(piece)
+    _check_runs(f"the column blocks of '{key}'", sorted(blocks), whole[1], shape)
+    for members in blocks.values():
+        runs = sorted((piece.start, piece.end) for piece in members)
+        _check_runs(f"the fragments of '{key}'", runs, members[0].block_numel, shape)
+
+
+def _check_runs(what: str, runs: Sequence[tuple[int, int]], size: int, shape: tuple[int, ...]) -> None:
+    position = 0
+    for start, end in runs:
+        if start != position or end <= start:
+            raise LayoutError(
+                f"{what} are {list(runs)}: they must tile [0, {size}) exactly once. "
+                "The framework's partitioning differs from the one this version was tested with."
+            )
+        position = end
+    if position != size:
+        raise LayoutError(
+            f"{what} end at {position}, its shape {shape} has {size} "
+            "elements. The framework's partitioning differs from the one this version was tested with."
+        )

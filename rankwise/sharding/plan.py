@@ -63,6 +63,7 @@ def assign_owners(
     held: Mapping[str, Mapping[int, int]],
     loads: Sequence[float],
     tolerance: float = IMBALANCE_TOLERANCE,
+    kept: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, int], list[float]]:
     """Give every matrix an owner: longest processing time first, preferring the rank that holds most of it.
 
@@ -71,14 +72,20 @@ def assign_owners(
         held: For each task key, how many of its elements each rank holds. Equal shares express no preference.
         loads: Load each rank already carries from other groups of the same optimizer.
         tolerance: A preferred rank is used while its load stays below this multiple of the mean load.
+        kept: Owners that are given, by task key: they have the matrix's states already.
 
     Returns:
         Owner by task key, and the updated loads.
     """
     loads = list(loads)
     limit = tolerance * (sum(loads) + sum(task.cost for task in tasks)) / len(loads)
-    owners: dict[str, int] = {}
+    owners = {task.key: kept[task.key] for task in tasks if task.key in kept} if kept else {}
+    for task in tasks:
+        if task.key in owners:
+            loads[owners[task.key]] += task.cost
     for task in sorted(tasks, key=lambda task: (-task.cost, task.key)):
+        if task.key in owners:
+            continue
         shares = held[task.key]
         lightest = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
         candidates = sorted(shares, key=lambda rank: (-shares[rank], loads[rank], rank))
@@ -89,7 +96,11 @@ def assign_owners(
 
 
 def plan_matrices(
-    layout: Layout, tasks: Sequence[MatrixTask], loads: Sequence[float], batch_elements: int = BATCH_ELEMENTS
+    layout: Layout,
+    tasks: Sequence[MatrixTask],
+    loads: Sequence[float],
+    batch_elements: int = BATCH_ELEMENTS,
+    kept: Mapping[str, int] | None = None,
 ) -> tuple[MatrixPlan, list[float]]:
     """Choose owners and batches for ``tasks`` on ``layout``.
 
@@ -98,6 +109,7 @@ def plan_matrices(
         tasks: The matrices, in any order.
         loads: Load each rank already carries.
         batch_elements: Elements an owner stacks per batch; a larger matrix is a batch entry of its own.
+        kept: Owners that are given, by task key, the same on every rank.
 
     Returns:
         The plan and the loads after it, to be passed on when the next group is planned.
@@ -109,7 +121,7 @@ def plan_matrices(
             for rank, fragments in layout.holders[part].items():
                 shares[rank] = shares.get(rank, 0) + sum(fragment.numel for fragment in fragments)
         held[task.key] = shares
-    owners, loads = assign_owners(tasks, held, loads)
+    owners, loads = assign_owners(tasks, held, loads, kept=kept)
 
     by_signature: dict[str, list[MatrixTask]] = {}
     for task in sorted(tasks, key=lambda task: (repr(task.signature), task.key)):

@@ -17,7 +17,7 @@ __all__ = ["FragmentSums"]
 class FragmentSums:
     """Turns per-fragment partial sums into per-parameter sums with at most one all-reduce.
 
-    Parameters that lie whole on one rank are summed there; only straddlers are part of the message.
+    Parameters of which every holder has a whole copy are summed there; only straddlers are part of the message.
     """
 
     def __init__(self, layout: Layout, device: torch.device, keys: Collection[str]) -> None:
@@ -35,6 +35,12 @@ class FragmentSums:
         for fragment in layout.mine:
             slots.setdefault(fragment.key, len(slots))
         self._size = len(slots)
+        # Of a parameter that several ranks hold alike, one copy is counted.
+        first = {key: next(iter(layout.copies[key])) for key in layout.shapes}
+        counted = [
+            slots[fragment.key] >= self.straddlers or fragment.copy == first[fragment.key] for fragment in layout.mine
+        ]
+        self._counted = None if all(counted) else torch.tensor(counted, device=device)
         self._slot = torch.tensor([slots[fragment.key] for fragment in layout.mine], dtype=torch.long, device=device)
 
     def __call__(self, partial: Tensor) -> Tensor:
@@ -46,6 +52,8 @@ class FragmentSums:
         Returns:
             (quantities, local fragments): every fragment's column holds its whole parameter's sums.
         """
+        if self._counted is not None:
+            partial = partial * self._counted
         totals = partial.new_zeros(partial.shape[0], self._size).index_add_(1, self._slot, partial)
         if self.straddlers:
             shared = totals[:, : self.straddlers].contiguous()

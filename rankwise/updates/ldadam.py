@@ -15,6 +15,10 @@ in full space. With ``C = G + F`` the published step becomes
 so a holder of any piece of the parameter needs only its piece of ``F`` and the small ``U``, ``M``, ``D``. Without
 error feedback there is no ``F`` and the gradient itself takes the place of ``C``.
 
+Where ``beta1`` changes from step to step (a schedule), ``C`` holds the ``k`` of the step that wrote ``F``, to be passed
+as ``written_beta1``; with it the step is the published one, but for the momentum that the new basis drops, which enters
+the error with the ``k`` of the step that made it. :func:`kept_factor` then takes the place of ``M`` in ``F``.
+
 Matrix products must run in the full precision of their dtype (no TF32): the error buffer is a difference of them.
 """
 
@@ -33,6 +37,7 @@ __all__ = [
     "basis_weights",
     "effective_rank",
     "initial_basis",
+    "kept_factor",
     "ldadam_step",
     "low_rank_moments",
     "low_rank_rows",
@@ -94,7 +99,9 @@ def worth_projecting(rank: int, rows: int, cols: int, error_feedback: bool, erro
     return states < 2 * short * long
 
 
-def basis_weights(step: int, beta1: float, rho: float, error_feedback: bool) -> tuple[float, float]:
+def basis_weights(
+    step: int, beta1: float, rho: float, error_feedback: bool, written_beta1: float | None = None
+) -> tuple[float, float]:
     r"""Weights of the matrix and of the momentum in the matrix that the basis follows.
 
     .. math:: B_t = \rho\, U_{t-1} M_{t-1} / (1 - \beta_1^{t-1}) + (1 - \rho) (G_t + E_t)
@@ -105,6 +112,7 @@ def basis_weights(step: int, beta1: float, rho: float, error_feedback: bool) -> 
         beta1: Decay of the first moment.
         rho: Share of the momentum in ``B``.
         error_feedback: Whether the matrix is ``C = G + F``, which contains ``k U M`` already, or plain ``G``.
+        written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
 
     Returns:
         ``(w_C, w_M)``. With error feedback and ``rho = beta1`` the second tends to zero.
@@ -114,8 +122,33 @@ def basis_weights(step: int, beta1: float, rho: float, error_feedback: bool) -> 
     """
     if step < 2:
         raise ValueError(f"step must be at least 2 to follow a basis, got {step}; use initial_basis() at step 1")
-    contained = (1 - rho) * beta1 / (1 - beta1) if error_feedback else 0.0
+    contained = (1 - rho) * _momentum_share(beta1, written_beta1) if error_feedback else 0.0
     return 1 - rho, rho / (1 - beta1 ** (step - 1)) - contained
+
+
+def _momentum_share(beta1: float, written_beta1: float | None) -> float:
+    """The ``k`` of the momentum in ``F``."""
+    written = beta1 if written_beta1 is None else written_beta1
+    return written / (1 - written)
+
+
+def kept_factor(matrix: Tensor, U: Tensor, M: Tensor, beta1: float) -> Tensor:
+    r"""What ``F`` loses inside the subspace: ``F = C - U Z`` with ``Z`` this factor.
+
+    .. math:: Z_t = U_t^T C_t - \frac{\beta_1}{1 - \beta_1} M_t,
+
+    which is ``M`` itself if ``F`` was written with this ``beta1`` before.
+
+    Args:
+        matrix: ``C = G + F`` (..., m, n).
+        U: New basis (..., m, r).
+        M: New first moment (..., r, n).
+        beta1: The present one.
+
+    Returns:
+        ``Z`` (..., r, n).
+    """
+    return U.mT @ matrix - beta1 / (1 - beta1) * M
 
 
 def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: float) -> Tensor:
@@ -227,6 +260,7 @@ def low_rank_moments(
     betas: tuple[float, float],
     eps: float,
     error_feedback: bool,
+    written_beta1: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Adam inside the subspace, its moments carried over from the previous basis.
 
@@ -250,6 +284,7 @@ def low_rank_moments(
         betas: Decays of the two moments.
         eps: Added to the root after the bias correction.
         error_feedback: Whether ``projected`` comes from ``C = G + F`` rather than from ``G``.
+        written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
 
     Returns:
         ``M``, ``V`` and the direction ``D``, each (..., r, n).
@@ -267,7 +302,8 @@ def low_rank_moments(
         rotated = rotation @ M_prev
         variance = V_prev / bias2 - (M_prev / bias1).square()
         carried = bias2 * (rotation.square() @ variance + (rotated / bias1).square()).abs()
-        gradient = projected - beta1 / (1 - beta1) * rotated if error_feedback else projected
+        share = _momentum_share(beta1, written_beta1)
+        gradient = projected - share * rotated if error_feedback else projected
         M = beta1 * rotated + (1 - beta1) * gradient
         V = beta2 * carried + (1 - beta2) * gradient.square()
     D = M / (1 - beta1**step) / ((V / (1 - beta2**step)).sqrt() + eps)
@@ -284,6 +320,7 @@ def subspace_step(
     betas: tuple[float, float] = (0.908, 0.99),
     eps: float = 1e-8,
     error_feedback: bool = True,
+    written_beta1: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments and direction in a given new basis: :func:`project`, then :func:`low_rank_moments`.
 
@@ -297,6 +334,7 @@ def subspace_step(
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
         error_feedback: Which of the two ``matrix`` is.
+        written_beta1: As in :func:`low_rank_moments`.
 
     Returns:
         ``M``, ``V``, ``D``, each (..., r, n).
@@ -306,7 +344,7 @@ def subspace_step(
     """
     _check_shapes(matrix, U, M_prev)
     projected, rotation = project(matrix, U_prev, U)
-    return low_rank_moments(projected, rotation, M_prev, V_prev, step, betas, eps, error_feedback)
+    return low_rank_moments(projected, rotation, M_prev, V_prev, step, betas, eps, error_feedback, written_beta1)
 
 
 def ldadam_step(
@@ -321,6 +359,7 @@ def ldadam_step(
     error_feedback: bool = True,
     basis_method: BasisMethod = "power",
     fallback: Fallback = "branch",
+    written_beta1: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One step of the matrix states: basis, moments and direction (arXiv 2410.16103, Algorithm 1).
 
@@ -338,9 +377,9 @@ def ldadam_step(
     if step == 1:
         U = initial_basis(matrix, U_prev.shape[-1])
     else:
-        weights = basis_weights(step, betas[0], rho, error_feedback)
+        weights = basis_weights(step, betas[0], rho, error_feedback, written_beta1)
         U = next_basis(matrix, U_prev, M_prev, *weights, basis_method=basis_method, fallback=fallback)
-    M, V, D = subspace_step(matrix, U_prev, M_prev, V_prev, U, step, betas, eps, error_feedback)
+    M, V, D = subspace_step(matrix, U_prev, M_prev, V_prev, U, step, betas, eps, error_feedback, written_beta1)
     return U, M, V, D
 
 

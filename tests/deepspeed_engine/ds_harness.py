@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -24,6 +29,7 @@ from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.routing import annotate
 
 GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS, ACCUMULATION = 12, 8, 17, 10, 2
+FIRST_SCALE_POWER = 8
 
 TYPES: dict[str, dict[str, Any]] = {
     "MARS": {"lr": 5e-3, "optimize_1d": True},
@@ -99,6 +105,7 @@ class Job:
         checkpointing: Whether activations are recomputed.
         dtype: Type of the model's weights.
         steps: Optimizer steps.
+        seed: Of the first weights and of the samples.
     """
 
     name: str
@@ -110,10 +117,24 @@ class Job:
     checkpointing: bool = False
     dtype: torch.dtype = torch.float32
     steps: int = STEPS
+    seed: int = 0
 
     @property
     def is_reference(self) -> bool:
         return self.name == REFERENCE
+
+    @property
+    def loss_scale(self) -> float:
+        """The static loss scale of the job, or the one a dynamic scale starts from."""
+        if self.dtype is not torch.float16:
+            return 1.0
+        return float(self.config.get("fp16", {}).get("loss_scale") or 2.0**FIRST_SCALE_POWER)
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """What micro-batches' gradients are summed in."""
+        wanted = self.config.get("data_types", {}).get("grad_accum_dtype")
+        return torch.float32 if wanted == "fp32" else self.dtype
 
     def ds_config(self, world: int) -> dict[str, Any]:
         config = {
@@ -130,7 +151,7 @@ class Job:
             # Hysteresis keeps the loss scale where it is through a few overflows.
             config["fp16"] = {
                 "enabled": True,
-                "initial_scale_power": 8,
+                "initial_scale_power": FIRST_SCALE_POWER,
                 "hysteresis": 9,
                 "loss_scale_window": 1000,
                 **config.get("fp16", {}),
@@ -150,7 +171,7 @@ def ours(**common: Any) -> list[Job]:
 
 
 def model_of(job: Job) -> Net:
-    torch.manual_seed(0)
+    torch.manual_seed(job.seed)
     return Net(job.tied, job.checkpointing)
 
 
@@ -163,9 +184,9 @@ def groups_of(model: nn.Module, job: Job, shape_of: Callable[[Tensor], Any] = la
 
 
 @functools.cache
-def batches(steps: int) -> tuple[Tensor, Tensor]:
+def batches(steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Inputs and targets (steps, micro-batches, samples, tokens)."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5 + seed)
     shape = (max(steps, STEPS), ACCUMULATION, GLOBAL_BATCH, LENGTH)
     x = torch.randint(0, VOCABULARY, shape, generator=generator)
     y = torch.randint(0, VOCABULARY, shape, generator=generator)
@@ -191,6 +212,8 @@ class Record:
     losses: list[float | None] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     matrices: int = 0
+    wrapper: str = ""
+    scales: list[tuple[float, float]] = field(default_factory=list)
     owners: dict[str, int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     extra: Any = None
@@ -274,9 +297,9 @@ def engine_of(job: Job, world: int, **keywords: Any) -> Any:
     return engine
 
 
-def train_step(engine: Any, rank: int, world: int, step: int, factor: float = 1.0) -> float:
+def train_step(engine: Any, rank: int, world: int, step: int, factor: float = 1.0, seed: int = 0) -> float:
     """One optimizer step of an engine on its share of the global batch; returns the last micro-batch's loss."""
-    x, y = batches(STEPS)
+    x, y = batches(STEPS, seed)
     size = GLOBAL_BATCH // world
     share = slice(rank * size, (rank + 1) * size)
     loss = torch.tensor(0.0)
@@ -336,17 +359,26 @@ def master_weights(engine: Any) -> dict[str, np.ndarray]:
     }
 
 
+def loss_scale_of(engine: Any) -> float:
+    """The loss scale an engine would use now."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+
+
 def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Record:
     """Train ``job`` under one ZeRO configuration."""
     job = replace(job, config={**job.config, "zero_optimization": dict(zero)})
     engine = engine_of(job, world)
     optimizer = engine.basic_optimizer
     recorder = Recorder(optimizer) if isinstance(optimizer, ShardedOptimizer) else None
+    scales = []
     for step in range(job.steps):
         if recorder is not None:
             recorder.begin_step()
-        train_step(engine, rank, world, step)
+        before = loss_scale_of(engine)
+        train_step(engine, rank, world, step, seed=job.seed)
+        scales.append((before, loss_scale_of(engine)))
     record = Record() if recorder is None else recorder.record
+    record.wrapper, record.scales = type(engine.optimizer).__name__, scales
     record.model = model_weights(engine)
     record.master = master_weights(engine)
     if isinstance(optimizer, ShardedOptimizer):
@@ -359,17 +391,48 @@ def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Reco
 
 def run_all(rank: int, world: int, jobs: list[Job], zero: Mapping[str, Any]) -> list[Record]:
     """Train several jobs in one set of processes."""
+    gc.freeze()  # DeepSpeed collects garbage often; what this process inherited need not be searched each time
     deepspeed.init_distributed("gloo")
     return [run_engine(rank, world, job, zero) for job in jobs]
 
 
-def run_plain(job: Job, noise: float = 0.0, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+@dataclass(frozen=True)
+class Regime:
+    """What an engine changes in the arithmetic of one process already, for AdamW as for any other type.
+
+    Attributes:
+        idle_step: Half precision at stage 0 steps once on zero gradients; AdamW counts that step.
+        matmul_linear: ZeRO-3 replaces ``linear`` by a product and a sum, each of them rounded.
+        scales: Of every step, the loss scale of its backward pass and the one its gradients are divided by. They
+            differ where a dynamic scale grows: DeepSpeed lets it grow before it unscales.
+    """
+
+    idle_step: bool = False
+    matmul_linear: bool = False
+    scales: tuple[tuple[float, float], ...] = ()
+
+
+PLAIN = Regime()
+
+
+def regime_of(job: Job, stage: int, record: Record) -> Regime:
+    """The regime of a recorded run."""
+    half = job.dtype is not torch.float32
+    scales = tuple(record.scales) if job.dtype is torch.float16 else ()
+    return Regime(idle_step=half and stage == 0, matmul_linear=half and stage == 3, scales=scales)
+
+
+def run_plain(
+    job: Job, noise: float = 0.0, seed: int = 0, shares: int = 1, regime: Regime = PLAIN
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Initial and final weights of a single process of plain PyTorch; half types keep fp32 master weights.
 
     Args:
         job: What to train.
         noise: Relative error added to every gradient element, to learn how the rule answers to rounding.
         seed: Of the noise.
+        shares: Into how many equal parts each micro-batch is cut: the same samples, their gradients rounded otherwise.
+        regime: What the wrapper does to the arithmetic on one rank already.
     """
     generator = torch.Generator().manual_seed(seed)
     model = model_of(job).to(job.dtype)
@@ -377,27 +440,27 @@ def run_plain(job: Job, noise: float = 0.0, seed: int = 0) -> tuple[dict[str, np
     master.load_state_dict(model.state_dict())
     initial = weights_of(master)
     half = job.dtype is not torch.float32
+    now = {"step": 0}
+    scales = regime.scales or ((job.loss_scale, job.loss_scale),) * job.steps
     hooked, updated = model, (master if half else model)
     annotate(updated)
     if job.is_reference:
         optimizer: Any = torch.optim.AdamW(groups_of(updated, job), lr=job.params["lr"])
+        if regime.idle_step:
+            _step_on_zeros(optimizer, updated)
     else:
         optimizer = build(job.name, groups_of(updated, job), **job.params)
     if isinstance(optimizer, MKOR):
-        optimizer.capture(updated)
+        optimizer.capture(updated, loss_scale=lambda: scales[now["step"]][1])
         if half:
             _capture_from(optimizer, hooked)
-    x, y = batches(job.steps)
     for step in range(job.steps):
-        model.zero_grad()
-        for micro in range(ACCUMULATION):
-            loss = model(x[step, micro], y[step, micro])
-            if isinstance(optimizer, MKOR):
-                optimizer.record_loss(loss)
-            (loss / ACCUMULATION).backward()
-        for source, target in zip(model.parameters(), updated.parameters(), strict=True):
-            grad = torch.zeros_like(source) if source.grad is None else source.grad
-            target.grad = grad.to(target.dtype)
+        now["step"] = step
+        before, after = scales[step]
+        with _linear_of(regime):
+            grads = _accumulated_grads(model, job, step, shares, optimizer, before)
+        for grad, target in zip(grads, updated.parameters(), strict=True):
+            target.grad = grad.to(target.dtype) / after
             if noise:
                 target.grad *= 1 + noise * torch.randn(target.shape, generator=generator)
         nn.utils.clip_grad_norm_(updated.parameters(), 1.0)
@@ -407,6 +470,38 @@ def run_plain(job: Job, noise: float = 0.0, seed: int = 0) -> tuple[dict[str, np
                 for source, target in zip(updated.parameters(), model.parameters(), strict=True):
                     target.copy_(source)
     return initial, weights_of(updated)
+
+
+def _step_on_zeros(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def _linear_of(regime: Regime) -> Any:
+    if not regime.matmul_linear:
+        return nullcontext()
+    return mock.patch.object(nn.functional, "linear", zero3_linear_wrap)
+
+
+def _accumulated_grads(
+    model: nn.Module, job: Job, step: int, shares: int, optimizer: Any, scale: float
+) -> list[Tensor]:
+    """Gradients of one step's micro-batches, times the loss scale, summed in the job's accumulation type."""
+    x, y = batches(job.steps, job.seed)
+    sums = [torch.zeros_like(parameter, dtype=job.accumulation_dtype) for parameter in model.parameters()]
+    size = GLOBAL_BATCH // shares
+    for micro, first in product(range(ACCUMULATION), range(0, GLOBAL_BATCH, size)):
+        share = slice(first, first + size)
+        loss = model(x[step, micro, share], y[step, micro, share])
+        if isinstance(optimizer, MKOR):
+            optimizer.record_loss(loss)
+        model.zero_grad()
+        (loss / (ACCUMULATION * shares) * scale).backward()
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            if parameter.grad is not None:
+                total += parameter.grad
+    return sums
 
 
 def noise_response(job: Job, noise: float) -> float:
@@ -422,7 +517,7 @@ def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]
     optimizer = build(job.name, groups_of(model, job), **job.params)
     assert isinstance(optimizer, MKOR)
     optimizer.capture(model)
-    x, y = batches(job.steps)
+    x, y = batches(job.steps, job.seed)
     for micro in range(ACCUMULATION):
         (model(x[0, micro], y[0, micro]) / ACCUMULATION).backward()
     return {
@@ -488,6 +583,16 @@ def replay(job: Job, ranks: list[Record]) -> dict[str, np.ndarray]:
 
 def largest_change(initial: Mapping[str, np.ndarray], final: Mapping[str, np.ndarray]) -> float:
     return float(max(np.abs(final[name] - initial[name]).max() for name in final))
+
+
+def mean_error(
+    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], initial: Mapping[str, np.ndarray]
+) -> float:
+    """Mean difference of weights, relative to the mean parameter change."""
+    assert got.keys() == expected.keys()
+    difference = sum(np.abs(got[name] - expected[name]).sum(dtype=np.float64) for name in expected)
+    change = sum(np.abs(expected[name] - initial[name]).sum(dtype=np.float64) for name in expected)
+    return float(difference / change)
 
 
 def error(

@@ -1,116 +1,161 @@
-"""Every JSON type under every ZeRO stage and world size follows one process of plain PyTorch."""
+"""Every JSON type, under every wrapper, precision and world size, follows one process of plain PyTorch.
+
+Two forms. *Same gradients*: one process is fed the reduced gradients (for MKOR also the statistics) that the engine
+handed over; what is left is the sharded optimizer itself, and it must agree to fp32 rounding in every precision.
+*End to end*: one process trains on the whole batch; here the gradients differ by rounding too, and `torch.optim.AdamW`
+in the same cell shows by how much that alone moves a run.
+
+In fp32 the end-to-end error is the largest difference of a weight, relative to the largest change of a weight, and may
+be ten times AdamW's. In half precision it is the **mean difference relative to the mean change, median of five seeds**,
+and may be twice AdamW's. Why the mean: gradients differ by 2^-9, and a rule that takes signs (Lion always, AdamW in its
+first steps) answers to a difference e by flipping a share of its signs in proportion to e. The mean grows with that
+share; the largest weight is off by a whole step as soon as one sign flips, in AdamW too, so that it says nothing about
+how many do. The mean still sees faults: what reaches all weights raises it a hundredfold
+(`test_faults_stand_out`), and what stays on a few elements (a halo, one owner's matrix) is the business of the
+same-gradients form, where it stands out by more than a thousand.
+
+Four rules are worse conditioned than AdamW and move further under rounding in one process already: orthogonalisation
+lifts the small singular values, which rounding governs, to one; SONew divides by Schur complements and drops edges at
+a threshold; LDAdam's subspace turns. Where they miss the factor of two, they are held to three times what one process
+shows when the same samples are cut into smaller micro-batches.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ds_harness as ds
 import numpy as np
 import pytest
-from ds_harness import (
-    SONEW_DEFAULTS,
-    STEPS,
-    Job,
-    Record,
-    error,
-    first_statistics,
-    jobs,
-    mid_row_cuts,
-    noise_response,
-    replay_error,
-    replay_tolerance,
-    run_all,
-    run_plain,
-    whole,
+import torch
+from ds_harness import REFERENCE, STEPS, Record, replay_tolerance, whole
+from ds_parity_grid import (
+    LABELS,
+    Group,
+    Run,
+    all_groups,
+    default_groups,
+    fp32_response,
+    own_response,
+    rows_of,
+    runs,
 )
-from ranks import run_ranks
 
-# End to end the order of reduction differs; torch's AdamW shows by how much that moves a run in the same cell.
-ALLOWED = 10.0
-_rows: list[dict[str, Any]] = []
+ALLOWED_FP32 = 10.0
+ALLOWED_HALF = 2.0
+ALLOWED_RESPONSE = 3.0
+ILL_CONDITIONED = ("MARS-Shampoo", "MARS-M", "SONew", "SONew, default gamma", "LDAdam")
+# AdamW's own figure must be one of rounding, or twice of it would be no bound. Several ranks round more than one.
+ALLOWED_ADAMW = 4.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def table(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Write the measured figures as JSON when the module is done."""
-    yield
-    path = os.environ.get("RANKWISE_PARITY_TABLE") or tmp_path_factory.mktemp("parity") / "parity.json"
-    Path(path).write_text(json.dumps(_rows, indent=1))
-
-
-@functools.cache
-def plain(index: int, tied: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    return run_plain(cell_jobs(tied)[index])
-
-
-def cell_jobs(tied: bool) -> list[Job]:
-    """AdamW first, every type, and SONew once more with its default tolerance."""
-    *types, adamw = jobs(tied=tied)
-    return [adamw, *types, replace(types[0], name="SONew", params=SONEW_DEFAULTS)]
-
-
-@functools.cache
-def own_response(index: int, tied: bool) -> float:
-    """How far rounding-sized gradient noise moves one process."""
-    return noise_response(cell_jobs(tied)[index], 1e-7)
+def _import_before_forking() -> None:
+    """ZeRO-3 imports the compiler; once here instead of in every rank."""
+    import torch._inductor.compile_fx  # noqa: F401
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_engine_follows_one_process(world: int, stage: int) -> None:
-    # Odd stages train a tied head, even ones an untied one.
-    tied = stage % 2 == 1
-    cell = cell_jobs(tied)
-    results = run_ranks(world, run_all, cell, {"stage": stage})
-    rows = []
-    for index, job in enumerate(cell):
-        ranks: list[Record] = [rank[index] for rank in results]
-        initial, expected = plain(index, tied)
-        row = {"world": world, "stage": stage, "type": job.name, "params": job.params}
-        row["end_to_end"] = error(ranks[0].model, expected, initial)
-        if not job.is_reference:
-            row["same_gradients"] = replay_error(job, ranks)
-            check_cell(job, ranks, initial, world, stage)
-        rows.append(row)
-    _rows.extend(rows)
-    adamw = rows[0]["end_to_end"]
-    for index, row in enumerate(rows[1:], 1):
-        tolerance = replay_tolerance(row["type"])
-        assert row["same_gradients"] <= tolerance, row
-        # SONew's default edge tolerance amplifies rounding in one process already, beyond what AdamW shows.
-        yardstick = own_response(index, tied) if row["params"] is SONEW_DEFAULTS else adamw
-        # One process reduces in the plain run's order: where AdamW shows no error at all, ours may round.
-        assert row["end_to_end"] <= max(ALLOWED * yardstick, tolerance), (row, yardstick)
+@pytest.mark.parametrize("group", [pytest.param(group, id=str(group)) for group in default_groups()])
+def test_engine_follows_one_process(group: Group) -> None:
+    check_group(group, default_groups()[group])
 
 
-def check_cell(job: Job, ranks: list[Record], initial: dict[str, np.ndarray], world: int, stage: int) -> None:
-    """What the comparison rests on: cut matrices, agreement of ranks, the model seeing the master weights."""
-    if world > 1 and stage > 0:
-        assert mid_row_cuts(ranks), "no matrix is cut inside a row: the sizes prove nothing"
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("group", [pytest.param(group, id=str(group)) for group in all_groups()])
+def test_whole_grid_follows_one_process(group: Group) -> None:
+    check_group(group, list(LABELS))
+
+
+def check_group(group: Group, labels: list[str]) -> None:
+    found = list(runs(group, labels))
+    rows = rows_of(group, found)
+    judge = judge_fp32 if group.precision == "fp32" else judge_half
+    for row in rows[1:]:
+        row["bound"] = judge(group, row, rows[0])
+    write(rows)
+    for run in found:
+        check_run(group, run)
+    if group.precision != "fp32":
+        assert rows[0]["mean"] <= ALLOWED_ADAMW * own_response(REFERENCE, group.precision), rows[0]
+    measure = "largest" if group.precision == "fp32" else "mean"
+    for row in rows[1:]:
+        assert row["same_gradients"] <= replay_tolerance(type_of(row)), row
+        assert row[measure] <= row["bound"], (row, rows[0])
+
+
+def type_of(row: dict[str, Any]) -> str:
+    return LABELS[row["type"]][0]
+
+
+def judge_fp32(group: Group, row: dict[str, Any], adamw: dict[str, Any]) -> float:
+    """Largest error allowed in fp32."""
+    # SONew's default edge tolerance amplifies rounding in one process already, beyond what AdamW shows.
+    default_gamma = row["type"] == "SONew, default gamma"
+    yardstick = fp32_response(row["type"], group.wrapper) if default_gamma else adamw["largest"]
+    # One process reduces in the plain run's order: where AdamW shows no error at all, ours may round.
+    return max(ALLOWED_FP32 * yardstick, replay_tolerance(type_of(row)))
+
+
+def judge_half(group: Group, row: dict[str, Any], adamw: dict[str, Any]) -> float:
+    """Largest mean error allowed in half precision; notes the type's own response where it is needed."""
+    bound = max(ALLOWED_HALF * adamw["mean"], replay_tolerance(type_of(row)))
+    if row["mean"] > bound and row["type"] in ILL_CONDITIONED:
+        row["own_response"] = own_response(row["type"], group.precision)
+        return ALLOWED_RESPONSE * row["own_response"]
+    return bound
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Append the figures to the file that `python -m benchmarks parity` reads, if one is named."""
+    path = os.environ.get("RANKWISE_PARITY_TABLE")
+    if path:
+        with Path(path).open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def check_run(group: Group, run: Run) -> None:
+    """What the comparison rests on: the wrapper, cut matrices, agreement of ranks, the model seeing the weights."""
+    ranks = run.ranks
+    assert ranks[0].wrapper == group.class_name or not group.class_name
+    if group.precision == "fp16 dynamic":
+        assert [before != after for before, after in ranks[0].scales].count(True) >= 2, "the loss scale never grew"
+    if run.label == REFERENCE:
+        return
+    if group.world > 1 and group.stage > 0:
+        assert ds.mid_row_cuts(ranks), "no matrix is cut inside a row: the sizes prove nothing"
     start = whole(record.initial for record in ranks)
     final = whole(record.final for record in ranks)
     assert len(ranks[0].grads) == STEPS
-    for name in initial:
-        assert np.array_equal(start[name], initial[name])
-        assert all(np.array_equal(record.model[name], final[name]) for record in ranks)
     assert ranks[0].matrices >= 4
-    if "MKOR" in job.name:
-        check_statistics(job, ranks)
+    for name in run.initial:
+        assert np.array_equal(start[name], run.initial[name])
+        seen = torch.from_numpy(final[name]).to(run.job.dtype).float().numpy()
+        assert all(np.array_equal(record.model[name], seen) for record in ranks)
+        assert np.array_equal(ranks[0].master[name], final[name])
+    if "MKOR" in run.label:
+        check_statistics(run.job, ranks)
 
 
-def check_statistics(job: Job, ranks: list[Record]) -> None:
-    """The reduced statistics of the first step are those of one process, on every rank."""
-    expected = first_statistics(job)
+def check_statistics(job: ds.Job, ranks: list[Record]) -> None:
+    """The reduced statistics of the first step are those of one fp32 process, on every rank."""
+    # In half precision: a loss scale, a number of ranks or of micro-batches left in would be a factor of at least 2.
+    tolerances = (1e-6, 2e-6) if job.dtype is torch.float32 else (0.05, 0.05)
+    expected = first_statistics(job.tied, job.seed, job.name)
     for record in ranks:
         assert record.statistics[0].keys() >= expected.keys()
         assert all(bool(found) == (step % 3 == 0) for step, found in enumerate(record.statistics[:5]))
-        for key, (inputs, outputs, count) in expected.items():
-            found_inputs, found_outputs, found_count = record.statistics[0][key]
+        for key, (*sums, count) in expected.items():
+            *found_sums, found_count = record.statistics[0][key]
             assert found_count == count
-            assert np.abs(found_inputs - inputs).max() <= 1e-6 * np.abs(inputs).max()
-            assert np.abs(found_outputs - outputs).max() <= 2e-6 * np.abs(outputs).max()
+            for wanted, found, tolerance in zip(sums, found_sums, tolerances, strict=True):
+                assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+@functools.cache
+def first_statistics(tied: bool, seed: int, name: str) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    return ds.first_statistics(ds.Job(name, ds.TYPES[name], tied=tied, seed=seed))

@@ -26,6 +26,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "super_offload": lambda: getattr(found, "super_offload", False),
         "zenflow": False,
         "has_moe_layers": False,
+        "autotp_size": lambda: 1,
+        "mp_world_size": 1,
     }
     return SimpleNamespace(**{**defaults, **settings})
 
@@ -37,7 +39,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"offload": {"device": "nvme"}}, "offload_optimizer.device='nvme'", "device 'cpu'"),
         ({"offload": {"super_offload": True}}, "super_offload=True", "set super_offload to false"),
         ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
-        ({"mp_world_size": 2}, "pipeline parallelism=2", "data parallelism alone"),
+        ({"mp_world_size": 2}, "tensor parallelism=2", "data or pipeline parallelism"),
+        ({"autotp_size": lambda: 4}, "tensor parallelism=4", "data or pipeline parallelism"),
         ({"has_moe_layers": True}, "expert layers='deepspeed.moe'", "dense model"),
     ],
 )

@@ -57,6 +57,17 @@ def test_config_without_an_optimizer_is_refused(tmp_path: Path) -> None:
         read_config(tmp_path / "list.json")
     with pytest.raises(ValueError, match="no readable JSON"):
         read_config(tmp_path / "broken.json")
+    (tmp_path / "twice.json").write_text('{"train_batch_size": 4, "train_batch_size": 8}')
+    with pytest.raises(ValueError, match="'train_batch_size' stands twice"):
+        read_config(tmp_path / "twice.json")
+
+
+def test_configs_may_hold_comments_as_deepspeed_allows(tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    (tmp_path / "ds.json").write_text(
+        '{\n  "optimizer": {"type": "LDAdam", "params": {"lr": 1e-3,}},  // half\n  # "bf16": {},\n}'
+    )
+    assert read_config(tmp_path / "ds.json") == {"optimizer": {"type": "LDAdam", "params": {"lr": 1e-3}}}
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,63 @@ def test_a_mismatched_checkpoint_changes_nothing() -> None:
         assert torch.equal(a, b)
 
 
+def _refused(optimizer: Any, state: dict[str, Any], message: str) -> None:
+    before = copy.deepcopy(optimizer.state_dict())
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in copy.deepcopy(optimizer.param_groups)]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == groups
+    assert after["matrix_states"].keys() == before["matrix_states"].keys()
+    for a, b in zip(tensors(after), tensors(before), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_another_optimizers_checkpoint_is_refused() -> None:
+    saved = {}
+    for name in ("mars-adamw", "mars-lion", "sonew-tridiagonal", "ldadam", "mkor-adamw", "mkor-lamb"):
+        model, optimizer = setup(BY_NAME[name])
+        advance(model, optimizer, range(2))
+        optimizer.param_groups[0]["lr"] = 0.5
+        saved[name] = (optimizer, through_a_file(optimizer.state_dict()))
+    for ours, (optimizer, _) in saved.items():
+        for theirs, (other, state) in saved.items():
+            if ours != theirs:
+                message = f"{optimizer.identity}: the checkpoint's rankwise='{other.identity}' is invalid.*must be"
+                _refused(optimizer, state, message)
+
+
+@pytest.mark.parametrize("name", ["ldadam", "mkor-adamw"])
+def test_a_checkpoint_without_matrix_states_is_refused(name: str) -> None:
+    """As of torch.optim.AdamW, or of a tool that keeps nothing but what torch has."""
+    model, optimizer = setup(BY_NAME[name])
+    advance(model, optimizer, range(2))
+    state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
+    _refused(optimizer, state, "rankwise=None is invalid")
+    setup(BY_NAME[name])[1].load_state_dict({**state, "state": {}})  # nothing in it to be misread
+
+
+def test_a_checkpoint_of_element_states_alone_is_accepted() -> None:
+    model, optimizer = setup(BY_NAME["mars-adamw"])
+    advance(model, optimizer, range(2))
+    state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
+    _, twin = setup(BY_NAME["mars-adamw"])
+    twin.load_state_dict(state)
+    assert len(tensors(twin.state_dict()["state"])) == len(tensors(state["state"])) > 0
+
+
+@pytest.mark.parametrize("name", ["ldadam", "mkor-adamw"])
+def test_matrix_states_of_unknown_names_are_refused(name: str) -> None:
+    model, optimizer = setup(BY_NAME[name])
+    advance(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    nameless = BY_NAME[name].build(net().parameters())
+    _refused(nameless, state, "has '[0-9]+.weight', which is invalid: it must be the name of one .*group0.param0")
+    key = next(iter(state["matrix_states"]))
+    state["matrix_states"][key]["other"] = torch.ones(1)
+    _refused(optimizer, state, f"matrix_states.'{key}'. has 'other', which is invalid: it must be one of")
+
+
 # --- LDAdam ----------------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (MARS, "weight_decay_1d", [-0.1], "it must be >= 0", "the default is 0.1"),
     (MARS, "ns_steps", [0, 2.5, True], "it must be an integer >= 1", "the default is 5"),
     (MARS, "ns_dtype", [*DTYPES, None], "it must name a floating-point type", "write 'float32'"),
+    (MARS, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (SONew, "band", [-1, 1.0, True], "it must be an integer >= 0", "the default is 1"),
     (SONew, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.99\]"),
     (SONew, "graft", ["adam2", "", None], "it must be one of 'adam', 'adam_official', 'rmsprop'", ""),
@@ -47,6 +48,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (LDAdam, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.908, 0.99\]"),
     (LDAdam, "error_feedback", FLAGS, "it must be true or false", "the default is True"),
     (LDAdam, "error_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
+    (LDAdam, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (MKOR, "backend", ["adam", "SGD"], "it must be one of 'adamw', 'lamb', 'sgd'", "did you mean"),
     (MKOR, "factor_decay", [-0.1, 1.0], r"it must lie in \[0, 1\)", "the default is 0.95"),
     (MKOR, "factor_decay", [0.0, 0], r"it must lie in \(0, 1\)", "the default is 0.95"),
@@ -63,6 +65,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (MKOR, "rescale", ["sum", False], "it must be one of 'joint', None", "the default is 'joint'"),
     (MKOR, "max_factor_dim", [0, 1e4], "it must be an integer >= 1", "the default is 16384"),
     (MKOR, "factor_dtype", [*DTYPES, None], "it must name a floating-point type", "write 'float32'"),
+    (MKOR, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (MKOR, "tp_mode", ["exakt"], "it must be one of 'exact', 'block'", "did you mean 'exact'"),
     (MKOR, "hybrid", FLAGS, "it must be true or false", "the default is False"),
     (MKOR, "hybrid_beta", [0.0, -1.0], "it must be > 0", "the default is 0.1"),
@@ -247,3 +250,8 @@ def test_an_empty_parameter_list_is_refused_as_in_torch() -> None:
     for cls in CLASSES:
         with pytest.raises(ValueError, match="empty parameter list"):
             cls([])
+
+
+def test_a_torch_dtype_means_its_name() -> None:
+    optimizer = LDAdam(parameters(), error_dtype=torch.bfloat16, comm_dtype=torch.float16)  # type: ignore[arg-type]
+    assert (optimizer.options.error_dtype, optimizer.options.comm_dtype) == ("bfloat16", "float16")

@@ -147,12 +147,59 @@ def test_heads_by_module_name(name: str) -> None:
     assert roles[f"x{name}x.weight"] is Role.LINEAR
 
 
+@pytest.mark.parametrize("name", ["head", "output", "decoder"])
+def test_names_that_are_heads_at_the_end_of_a_model_only(name: str) -> None:
+    def linear() -> nn.Linear:
+        return nn.Linear(4, 9, bias=False)
+
+    layer = nn.ModuleDict({name: linear(), "attention": nn.ModuleDict({name: linear()})})
+    model = nn.ModuleDict(
+        {
+            name: linear(),
+            "wrapped": nn.ModuleDict({name: linear()}),
+            "layers": nn.ModuleList([layer]),
+            "self_attn": nn.ModuleDict({name: linear()}),
+            "mlp": nn.ModuleDict({name: linear()}),
+            f"score_{name}": linear(),
+            f"{name}s": linear(),
+        }
+    )
+    expected = {
+        f"{name}.weight": Role.HEAD,
+        f"wrapped.{name}.weight": Role.HEAD,
+        f"layers.0.{name}.weight": Role.LINEAR,
+        f"layers.0.attention.{name}.weight": Role.LINEAR,
+        f"self_attn.{name}.weight": Role.LINEAR,
+        f"mlp.{name}.weight": Role.LINEAR,
+        f"score_{name}.weight": Role.LINEAR,
+        f"{name}s.weight": Role.LINEAR,
+    }
+    assert {name: info.role for name, info in described(model).items()} == expected
+    for parameter, role in expected.items():
+        chosen = route(ParameterInfo(parameter, (9, 4)), MATRICES)
+        assert chosen == (Route("fallback", "head") if role is Role.HEAD else Route("matrix", "unknown"))
+
+
+def test_a_stack_called_decoder_is_no_head() -> None:
+    model = nn.ModuleDict(
+        {"decoder": nn.ModuleDict({"fc": nn.Linear(4, 4), "layers": nn.ModuleList([nn.Linear(4, 4)])})}
+    )
+    assert {info.role for info in described(model).values()} == {Role.LINEAR}
+    for name in ("model.decoder.layers.0.fc1.weight", "decoder.fc.weight", "decoder"):
+        assert route(ParameterInfo(name, (4, 4)), MATRICES).rule == "matrix"
+
+
 @pytest.mark.parametrize(
     ("name", "role"),
     [
         ("transformer.wte.weight", "embedding"),
         ("model.embed_tokens.weight", "embedding"),
         ("lm_head.weight", "head"),
+        ("lm_head.dense.weight", "head"),
+        ("module.head.weight", "head"),
+        ("cls.predictions.decoder.weight", "head"),
+        ("attention.score_proj.weight", "unknown"),
+        ("reclassifiers.3.weight", "unknown"),
         ("model.layers.0.input_layernorm.weight", "norm"),
         ("transformer.ln_f.weight", "norm"),
         ("model.layers.0.mlp.up_proj.weight", "unknown"),
@@ -360,7 +407,7 @@ def test_state_is_what_the_rule_needs(name: str, per_element: int | None) -> Non
         assert held["2.weight"] == 100 * per_element
         assert held["0.bias"] == 20
     elif name == "ldadam-no-feedback":
-        assert held["2.weight"] == 2 * 10 + 2 * 2 * 10 + 1  # basis, moments, count
+        assert held["2.weight"] == 2 * 10 + 2 * 2 * 10 + 2  # basis, moments, count, beta1
     else:
         moments = 1 if name == "mkor-sgd" else 2
         assert held["0.weight"] == 60 * moments + 10 * 10 + 7 * 7  # and a 32-bit count of failures

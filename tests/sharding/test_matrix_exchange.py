@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from collectives import recorded
 from random_layouts import random_fragments
 from ranks import run_ranks
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixTask, plan_matrices
 
@@ -265,3 +269,66 @@ def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 1.0 + 2**-30], dtype=torch.float64)
     exchange.run([values], lambda batch, tasks, stack: stack.double(), lambda task, index, piece: found.append(piece))
     assert found[0].dtype == torch.float32 and torch.equal(found[0], values.float())
+
+
+def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
+    """Per fragment: whether this rank owns it, its values, and what its owner, who changes nothing, gives back."""
+    cuts = ((0, 9), (9, 20))
+    shapes = {f"m{index}.weight": (4, 5) for index in range(4)}
+    ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in cuts]
+    layout = Layout(tuple(ranks), rank, dist.group.WORLD)
+    plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
+    exchange = MatrixExchange(layout, plan, CPU, torch.float32, torch.bfloat16)
+    sources = [
+        torch.randn(fragment.numel, generator=torch.Generator().manual_seed(i))
+        for i, fragment in enumerate(layout.mine)
+    ]
+    found: list[tuple[bool, Tensor, Tensor]] = []
+
+    def deliver(task: MatrixTask, index: int, values: Tensor) -> None:
+        found.append((plan.owners[task.key] == rank, sources[index], values.clone()))
+
+    with recorded("all_to_all_single") as calls:
+        exchange.run(sources, lambda batch, tasks, stack: stack, deliver)
+    assert calls["all_to_all_single"][0] == exchange.bytes_per_gather
+    return found
+
+
+def test_only_what_crosses_ranks_is_rounded() -> None:
+    for found in run_ranks(2, _round_trip):
+        assert {owned for owned, *_ in found} == {False, True}
+        for owned, values, returned in found:
+            assert returned.dtype == torch.float32
+            assert torch.equal(returned, values if owned else values.bfloat16().float())
+
+
+def _trace(rank: int, world: int) -> list[dict[str, Any]]:
+    """The events of a profiled run of four batches that all travel."""
+    shapes = {f"m{index}.weight": (4, 5) for index in range(8)}
+    ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
+    probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes), batch_elements=20)
+    with profile(activities=[ProfilerActivity.CPU]) as recorder:
+        probe.run(False)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder.export_chrome_trace(f"{folder}/trace.json")
+        trace = json.loads(Path(f"{folder}/trace.json").read_text())
+    return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+
+
+def test_the_pipeline_is_visible_in_a_profile() -> None:
+    for events in run_ranks(2, _trace):
+        started = {event["name"]: event["ts"] for event in events if event["name"].startswith("rankwise: ")}
+        ended = {event["name"]: event["ts"] + event["dur"] for event in events if event["name"] in started}
+        phases = ("gather", "compute", "return", "deliver")
+        assert set(started) == {f"rankwise: {phase} {batch}" for phase in phases for batch in range(4)}
+        messages = sorted(event["ts"] for event in events if event["name"] == "c10d::alltoall_base_")
+        assert len(messages) == 8
+
+        for batch in range(4):
+            for name in (f"rankwise: gather {batch}", f"rankwise: return {batch}"):
+                assert any(started[name] <= moment <= ended[name] for moment in messages)
+            # The next batch is under way before this one is computed, and this one's results before the next is.
+            if batch < 3:
+                assert ended[f"rankwise: gather {batch + 1}"] <= started[f"rankwise: compute {batch}"]
+                assert ended[f"rankwise: return {batch}"] <= started[f"rankwise: compute {batch + 1}"]
+                assert ended[f"rankwise: compute {batch + 1}"] <= started[f"rankwise: deliver {batch}"]

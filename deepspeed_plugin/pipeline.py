@@ -1,0 +1,108 @@
+"""Pipeline engines: what a stage must learn from the others for its optimizer to do what one process would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor, nn
+
+from rankwise import MKOR
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.routing import Role, assign_role
+
+__all__ = ["StageLosses", "is_pipeline", "refuse_if_idle_everywhere", "settle_shared_weights"]
+
+
+def is_pipeline(engine: DeepSpeedEngine) -> bool:
+    """Whether the engine's model is cut into stages."""
+    return isinstance(getattr(engine, "module", None), PipelineModule)
+
+
+def settle_shared_weights(module: PipelineModule) -> None:
+    """Give weights that several stages hold the role of an embedding, on every one of them.
+
+    Each stage updates its own copy from the same summed gradient. MKOR's statistics are not summed, and matrix rules
+    round differently in different batches, so that the copies would drift apart; an embedding takes an element-wise
+    rule in every optimizer.
+
+    Args:
+        module: The model, its stage built.
+    """
+    for tie in module.tied_comms.values():
+        if len(tie["ranks"]) > 1:
+            assign_role(tie["module"].parameters(), Role.EMBEDDING)
+
+
+def refuse_if_idle_everywhere(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+    """Collective: a stage of vectors alone is fine as long as another stage has matrices.
+
+    Args:
+        engine: A pipeline engine.
+        optimizer: Its basic optimizer, which was built without this check.
+
+    Raises:
+        OptionError: No stage has anything for the optimizer's own rule.
+    """
+    busy = torch.tensor(0.0 if optimizer.is_idle else 1.0, device=engine.device)
+    dist.all_reduce(busy, dist.ReduceOp.MAX, group=engine.mpu.get_pipe_parallel_group())
+    if not busy.item():
+        optimizer.refuse_if_idle()
+
+
+class StageLosses:
+    """Carries MKOR-H's losses from the last stage, the only one that has them, to all stages.
+
+    Args:
+        engine: A pipeline engine; its module's loss function is wrapped.
+        optimizer: Its basic optimizer.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: MKOR) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._losses: list[Tensor] = []
+        self._window = self._sent = -1
+        if engine.mpu.get_pipe_parallel_rank() == engine.mpu.get_pipe_parallel_world_size() - 1:
+            self._listen(engine.module)
+        optimizer.register_step_pre_hook(self._send)
+
+    def _listen(self, module: PipelineModule) -> None:
+        loss_fn = module.loss_fn
+        if loss_fn is None:  # the last layer computes the loss
+            module.register_forward_hook(lambda _module, _inputs, output: self._record(output))
+        elif isinstance(loss_fn, nn.Module):
+            loss_fn.register_forward_hook(lambda _module, _inputs, output: self._record(output))
+        else:
+
+            def recording(*args: Any, **kwargs: Any) -> Any:
+                result = loss_fn(*args, **kwargs)
+                self._record(result)
+                return result
+
+            module.loss_fn = recording
+
+    def _record(self, output: Any) -> None:
+        loss = output[0] if isinstance(output, tuple | list) and output else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            return
+        if self._window != self._engine.global_steps:  # what is left over belongs to a step that was skipped
+            self._window = self._engine.global_steps
+            self._losses.clear()
+        self._losses.append(loss.detach().float().reshape(()))
+
+    def _send(self, *_: Any) -> None:
+        if self._optimizer.switched or self._sent == self._engine.global_steps:
+            return
+        self._sent = self._engine.global_steps
+        total = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
+        if self._losses and self._window == self._engine.global_steps:
+            total[0] = torch.stack(self._losses).sum()
+            total[1] = len(self._losses)
+        self._losses.clear()
+        dist.all_reduce(total, group=self._engine.mpu.get_pipe_parallel_group())
+        # Without any loss this is not a number, which the detector passes over.
+        self._optimizer.record_loss(total[0] / total[1])

@@ -1,0 +1,172 @@
+"""Memory, traffic and work of every rank, from shapes and a layout alone: no GPU, no processes, no gradients.
+
+>>> with torch.device("meta"):                                   # a model that takes no memory
+...     model = build()
+>>> optimizer = LDAdam(model.named_parameters(), rank=256)
+>>> max(rank.state_bytes for rank in estimate(optimizer, world=64, stage=2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.sources import Slice, TensorContents
+from rankwise.optimizers.unit import StepUnit
+from rankwise.sharding import Traffic, halo_volume, matrix_volume, sums_volume
+
+__all__ = ["RankEstimate", "estimate"]
+
+
+@dataclass
+class RankEstimate:
+    """What one rank holds, sends and computes per step.
+
+    Messages are counted as the exchanges count them: what an all-to-all sends to other ranks, and the vector handed to
+    an all-reduce.
+
+    Attributes:
+        elements: Parameter elements whose update this rank computes.
+        element_state_bytes: States with one value per element, without the padding of the framework's buffers.
+        matrix_state_bytes: States of the matrices the rank owns.
+        bytes_sent: Per step.
+        collectives: Per step.
+        periodic_bytes: Sent in addition every ``period`` steps.
+        periodic_collectives: In addition every ``period`` steps.
+        period: Steps between them.
+        flops: Floating-point operations per step: the matrix rule of owned matrices, and a rough count for the rest.
+    """
+
+    elements: int = 0
+    element_state_bytes: int = 0
+    matrix_state_bytes: int = 0
+    bytes_sent: int = 0
+    collectives: int = 0
+    periodic_bytes: int = 0
+    periodic_collectives: int = 0
+    period: int = 1
+    flops: float = 0.0
+
+    @property
+    def state_bytes(self) -> int:
+        """All optimizer state."""
+        return self.element_state_bytes + self.matrix_state_bytes
+
+
+def estimate(optimizer: ShardedOptimizer, world: int | None = None, stage: int = 1) -> list[RankEstimate]:
+    """Predict what each data-parallel rank holds, sends and computes.
+
+    Args:
+        optimizer: Built on the parameters, which may be on the meta device; MKOR after ``capture(model)``.
+        world: Number of ranks to imagine. None: the layout of the optimizer's framework, after its first step.
+        stage: ZeRO stage to imagine: 0 replicates parameters, 1 and 2 cut the joined parameters of each param group
+            into equal parts, 3 cuts every parameter.
+
+    Returns:
+        One estimate per rank.
+
+    Raises:
+        ValueError: The stage is unknown, or nothing is planned yet and no world is given.
+    """
+    if world is None:
+        units = list(optimizer._units.values())
+        if not units:
+            raise ValueError("estimate: nothing is planned before the first step; say how many ranks: world=8, stage=2")
+    else:
+        units = _imagined(optimizer, world, stage)
+    ranks = [RankEstimate() for _ in range(units[0].layout.world_size)]
+    for unit in units:
+        _add(optimizer, unit, ranks)
+    return ranks
+
+
+def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
+    layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
+    for rank, fragments in zip(ranks, layout.ranks, strict=True):
+        for fragment in fragments:
+            group = unit.planned_groups[unit.group_position[fragment.key]]
+            states = optimizer.element_states(unit.infos[fragment.key], unit.routes[fragment.key].rule, group)
+            rank.elements += fragment.numel
+            width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
+            rank.element_state_bytes += fragment.numel * width
+            rank.flops += fragment.numel * work.element_flops
+    if unit.exchange is not None:
+        plan = unit.exchange.plan
+        for batch in plan.batches:
+            for task in batch.tasks:
+                owner = ranks[plan.owners[task.key]]
+                owner.flops += task.cost
+                owner.matrix_state_bytes += sum(state.nbytes for state in work.matrix_state(task).values())
+        _send(ranks, matrix_volume(layout, plan, unit.exchange.wire_itemsize, work.payload))
+    if layout.world_size == 1:
+        return
+    _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), work.sums))
+    if unit.halo is not None:
+        width, keys = unit.halo.width, unit.halo.keys
+        _send(ranks, halo_volume(layout, keys, width, work.halo_fields, itemsize, unit.halo.by_row))
+    for rank in ranks:
+        rank.bytes_sent += sum(work.scalars)
+        rank.collectives += len(work.scalars)
+        rank.periodic_bytes += sum(work.periodic)
+        rank.periodic_collectives += len(work.periodic)
+        rank.period = work.period
+
+
+def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:
+    for rank, traffic in zip(ranks, sent, strict=True):
+        rank.bytes_sent += traffic.bytes
+        rank.collectives += traffic.collectives
+
+
+def _imagined(optimizer: ShardedOptimizer, world: int, stage: int) -> list[StepUnit]:
+    cuts: dict[int, Callable[..., list[list[Slice]]]] = {0: _replicated, 1: _joined, 2: _joined, 3: _each}
+    if stage not in cuts:
+        raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
+    groups: dict[int, dict[str, int]] = {}
+    for name, (info, group) in optimizer._catalog.items():
+        groups.setdefault(group, {})[name] = prod(info.shape)
+    units = [
+        [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world)]
+        for group, sizes in groups.items()
+    ]
+    if stage == 0:  # one step for all groups
+        units = [[[content for unit in units for content in unit[rank]] for rank in range(world)]]
+    return optimizer.imagine(units, replicated=stage == 0 and world > 1)
+
+
+def _replicated(sizes: dict[str, int], world: int) -> list[list[Slice]]:
+    """Everything everywhere."""
+    slices, position = [], 0
+    for name, size in sizes.items():
+        slices.append(Slice(name, 0, size, position))
+        position += size
+    return [slices] * world
+
+
+def _joined(sizes: dict[str, int], world: int) -> list[list[Slice]]:
+    """Equal cuts of the parameters laid end to end."""
+    share = -(-sum(sizes.values()) // world)
+    ranks: list[list[Slice]] = [[] for _ in range(world)]
+    position = 0
+    for name, size in sizes.items():
+        for rank in range(position // share, (position + size - 1) // share + 1):
+            first, last = max(position, rank * share), min(position + size, (rank + 1) * share)
+            ranks[rank].append(Slice(name, first - position, last - position, first - rank * share))
+        position += size
+    return ranks
+
+
+def _each(sizes: dict[str, int], world: int) -> list[list[Slice]]:
+    """Every parameter in equal parts."""
+    ranks: list[list[Slice]] = [[] for _ in range(world)]
+    position = 0
+    for name, size in sizes.items():
+        share = -(-size // world)
+        for rank in range(world):
+            first, last = min(rank * share, size), min((rank + 1) * share, size)
+            if first < last:
+                ranks[rank].append(Slice(name, first, last, position))
+        position += share
+    return ranks

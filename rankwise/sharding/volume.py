@@ -1,0 +1,122 @@
+"""How much every rank will send, from a layout and a plan alone: no tensors, no processes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
+
+from .layout import Fragment, Layout
+from .plan import Batch, MatrixPlan
+from .traffic import Traffic
+
+__all__ = ["halo_volume", "matrix_volume", "sums_volume"]
+
+
+def matrix_volume(
+    layout: Layout, plan: MatrixPlan, itemsize: int, payload: Callable[[Batch], int] | None = None
+) -> list[Traffic]:
+    """What each rank sends when all straddling matrices travel to their owners and their results back.
+
+    Args:
+        layout: The common layout.
+        plan: Owners and batches.
+        itemsize: Bytes of one element in a message.
+        payload: Elements of the whole result that every holder receives instead of its piece.
+
+    Returns:
+        Collectives and bytes by rank; all ranks join the same collectives.
+    """
+    sent = [0] * layout.world_size
+    collectives = 0
+    for batch in plan.batches:
+        gathers = returns = False
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            recipients: dict[int, int] = {}
+            for part in task.parts:
+                for holder, fragment in layout.nearest_copy(part, owner):
+                    if holder != owner:
+                        gathers = True
+                        sent[holder] += fragment.numel * itemsize
+                for holder, fragments in layout.holders[part].items():
+                    if holder != owner:
+                        held = sum(fragment.numel for fragment in fragments)
+                        recipients[holder] = recipients.get(holder, 0) + held
+            returns = returns or bool(recipients)
+            lengths = recipients.values() if payload is None else [payload(batch)] * len(recipients)
+            sent[owner] += sum(lengths) * itemsize
+        collectives += gathers + returns
+    return [Traffic(collectives, size) for size in sent]
+
+
+def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]) -> list[Traffic]:
+    """What each rank hands to the all-reduces of per-parameter sums, which are in float64.
+
+    Args:
+        layout: The common layout.
+        keys: Parameters whose sums are wanted.
+        quantities: How many sums per parameter each all-reduce carries.
+    """
+    straddlers = sum(key in keys for key in layout.straddlers)
+    sizes = [8 * count * straddlers for count in quantities if straddlers]
+    return [Traffic(len(sizes), sum(sizes)) for _ in layout.ranks]
+
+
+def halo_volume(
+    layout: Layout, keys: Collection[str], width: int, fields: int, itemsize: int, by_row: bool
+) -> list[Traffic]:
+    """What each rank sends so that every fragment sees ``width`` neighbours on either side.
+
+    Args:
+        layout: The common layout.
+        keys: Parameters whose chains cross fragment borders.
+        width: Neighbours on each side.
+        fields: How many values of each neighbour are fetched.
+        itemsize: Bytes of one value.
+        by_row: Chains end with the rows.
+    """
+    sent = [0] * layout.world_size
+    for key in keys:
+        for members in layout.copies.get(key, {}).values():
+            runs = sorted(
+                (place.offset + row * place.stride, place.offset + row * place.stride + place.width, holder)
+                for holder, fragment in members
+                for place in fragment.places
+                for row in range(place.rows)
+            )
+            starts = [first for first, _, _ in runs]
+            for rank, fragment in members:
+                for element in _neighbours(fragment, width, by_row):
+                    holder = runs[bisect_right(starts, element) - 1][2]
+                    if holder != rank:
+                        sent[holder] += fields * itemsize
+    return [Traffic(int(any(sent)), size) for size in sent]
+
+
+def _neighbours(fragment: Fragment, width: int, by_row: bool) -> Iterator[int]:
+    """Elements of the parameter, not of the fragment, that its chains reach."""
+    total = prod(fragment.shape)
+    row_length = fragment.shape[-1] if fragment.shape else 1
+    held = {
+        place.offset + row * place.stride + column
+        for place in fragment.places
+        for row in range(place.rows)
+        for column in (*range(min(width, place.width)), *range(max(place.width - width, 0), place.width))
+    }
+    wanted: set[int] = set()
+    for element in held:
+        low, high = 0, total
+        if by_row and len(fragment.shape) > 1:
+            low = element - element % row_length
+            high = low + row_length
+        wanted.update(range(max(element - width, low), min(element + width + 1, high)))
+    return (element for element in wanted if not _contains(fragment, element))
+
+
+def _contains(fragment: Fragment, element: int) -> bool:
+    for place in fragment.places:
+        row, column = divmod(element - place.offset, place.stride)
+        if 0 <= row < place.rows and column < place.width:
+            return True
+    return False

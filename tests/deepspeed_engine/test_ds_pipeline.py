@@ -1,0 +1,183 @@
+"""Pipeline stages follow one process, resume to the bit, and refuse alike on every stage."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import ds_harness as ds
+import ds_pipeline as pipe
+import numpy as np
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from ds_pipeline import PipelineJob
+from ranks import run_ranks
+from torch import nn
+
+from deepspeed_plugin.checkpoint import CheckpointError
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.options import OptionError
+
+# In one cell, AdamW's error is that of the other order of summation; ours may be ten times that.
+ALLOWED = 10.0
+SOME = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR-H", ds.REFERENCE)
+FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
+# ranks, job, types
+CELLS: dict[str, tuple[int, PipelineJob, tuple[str, ...]]] = {
+    "tied": (2, PipelineJob("", tied=True), SOME),
+    "replicas": (4, PipelineJob(""), SOME),
+    "BF16_Optimizer": (4, PipelineJob("", tied=True, dtype=torch.bfloat16, config=FP32_ACCUMULATION), SOME[1:]),
+    "stage0": (4, PipelineJob("", stage=0, tied=True), SOME[-3:]),
+    "tied_all": (4, PipelineJob("", tied=True), tuple(pipe.TYPES)),
+    "stage0_all": (4, PipelineJob("", stage=0), tuple(pipe.TYPES)),
+    "bf16_all": (4, PipelineJob("", dtype=torch.bfloat16), tuple(pipe.TYPES)),
+    "fp32_accumulation_all": (4, PipelineJob("", dtype=torch.bfloat16, config=FP32_ACCUMULATION), tuple(pipe.TYPES)),
+    "host_memory_all": (
+        2,
+        PipelineJob("", config={"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
+        tuple(pipe.TYPES)[:-1],
+    ),
+    "recomputed": (2, PipelineJob("", config={"pipeline": {"activation_checkpoint_interval": 1}}), SOME),
+}
+
+
+def _digest(engine: Any) -> str | None:
+    optimizer = engine.basic_optimizer
+    return ds.digest(optimizer) if isinstance(optimizer, ShardedOptimizer) else None
+
+
+Outcome = tuple[dict[str, np.ndarray], bool, bool]
+
+
+def _train_and_resume(rank: int, world: int, job: PipelineJob, names: tuple[str, ...], folder: str) -> list[Outcome]:
+    """Final fp32 weights of this stage, whether a resumed run ended on the same bytes, whether MKOR-H switched."""
+    deepspeed.init_distributed("gloo")
+    found = []
+    for name in names:
+        engine = pipe.engine_of(replace(job, name=name), world)
+        pipe.train(engine, range(2))
+        engine.save_checkpoint(f"{folder}/{name}")
+        pipe.train(engine, range(2, pipe.STEPS))
+        resumed = pipe.engine_of(replace(job, name=name), world)
+        resumed.load_checkpoint(f"{folder}/{name}")
+        pipe.train(resumed, range(2, pipe.STEPS))
+        mine, theirs = ds.weights_of(engine.module), ds.weights_of(resumed.module)
+        same = all(np.array_equal(mine[key], theirs[key]) for key in mine) and _digest(engine) == _digest(resumed)
+        switched = bool(getattr(engine.basic_optimizer, "switched", False))
+        found.append((ds.master_weights(engine), same, switched))
+        engine.destroy()
+        resumed.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(name, marks=pytest.mark.slow if len(CELLS[name][2]) <= len(SOME) else pytest.mark.exhaustive)
+        for name in CELLS
+    ],
+)
+def test_stages_follow_one_process_and_resume(cell: str, tmp_path: Path) -> None:
+    world, job, names = CELLS[cell]
+    results = run_ranks(world, _train_and_resume, job, names, str(tmp_path))
+    errors = {}
+    for name, *ranks in zip(names, *results, strict=True):
+        initial, expected = pipe.run_whole(PipelineJob(name, tied=job.tied, dtype=job.dtype))
+        covered = {key for weights, _, _ in ranks for key in weights}
+        assert covered == expected.keys(), name
+        errors[name] = max(ds.error({**expected, **weights}, expected, initial) for weights, _, _ in ranks)
+        assert all(same for _, same, _ in ranks), f"{name}: the resumed run ended elsewhere"
+        assert all(switched == (name == "MKOR-H") for _, _, switched in ranks)
+        if job.tied:
+            copies = [weights["tied_modules.table.weight"] for weights, _, _ in ranks]
+            assert all(np.array_equal(copy, copies[0]) for copy in copies), f"{name}: the tied copies drifted apart"
+    floor = errors.pop(ds.REFERENCE, 1e-6)
+    assert all(error <= ALLOWED * max(floor, 1e-6) for error in errors.values()), (errors, floor)
+
+
+def _bare(rank: int, world: int, name: str) -> dict[str, np.ndarray]:
+    deepspeed.init_distributed("gloo")
+    engine = pipe.engine_of(PipelineJob(name, bare_first_stage=True), world)
+    pipe.train(engine, range(pipe.STEPS))
+    return ds.weights_of(engine.module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LDAdam", "MKOR-H"])
+def test_a_stage_without_matrices_trains_along(name: str) -> None:
+    initial, expected = pipe.run_whole(PipelineJob(name, bare_first_stage=True))
+    found = {key: value for weights in run_ranks(2, _bare, name) for key, value in weights.items()}
+    assert ds.error(found, expected, initial) <= 1e-5
+
+
+def _refusal(start: Any) -> str:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            start()
+    except (OptionError, CheckpointError) as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+def _start(model: nn.Module, name: str = "LDAdam", **config: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": name, "params": {"rank": 2} if name == "LDAdam" else {}},
+        **config,
+    }
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def _refusals(rank: int, world: int, folder: str) -> list[str]:
+    deepspeed.init_distributed("gloo")
+
+    def vectors() -> Any:
+        return _start(PipelineModule([nn.Embedding(5, 4), nn.LayerNorm(4)], num_stages=2, loss_fn=pipe.loss_of))
+
+    def stage_zero() -> Any:
+        model = PipelineModule(PipelineJob("").layers(), num_stages=2, loss_fn=pipe.loss_of)
+        return _start(model, bf16={"enabled": True})
+
+    def cut_weights() -> Any:
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+        return _start(PipelineModule([nn.Linear(4, 4)], topology=topology, loss_fn=pipe.loss_of))
+
+    def folded() -> Any:
+        return _start(DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, loss_fn=pipe.loss_of))
+
+    # First: DeepSpeed never forgets the process groups of a pipeline.
+    plain = ds.engine_of(ds.Job("LDAdam", ds.TYPES["LDAdam"], config={"zero_optimization": {"stage": 1}}), world)
+    plain.save_checkpoint(f"{folder}/plain")
+    found = [_refusal(start) for start in (vectors, stage_zero, cut_weights, folded)]
+    staged = pipe.engine_of(PipelineJob("LDAdam"), world)
+    staged.save_checkpoint(f"{folder}/staged")
+    found.append(_refusal(lambda: plain.load_checkpoint(f"{folder}/staged")))
+    found.append(_refusal(lambda: staged.load_checkpoint(f"{folder}/plain")))
+    unsharded = pipe.engine_of(PipelineJob("LDAdam", stage=0), world)
+    found.append(_refusal(lambda: unsharded.load_checkpoint(f"{folder}/staged")))
+    return found
+
+
+@pytest.mark.slow
+def test_every_stage_refuses_alike(tmp_path: Path) -> None:
+    words = [
+        "LDAdam would update none of the",
+        "DeepSpeed cannot load the checkpoints",
+        "tensor parallelism=2",
+        "DualPipeVModule",
+        "was written by 2 pipeline stages",
+        "was written by 1 pipeline stages",
+        "continue a pipeline on the same stages, ranks and ZeRO stage",
+    ]
+    for messages in run_ranks(2, _refusals, str(tmp_path), timeout=60.0):
+        assert len(messages) == len(words)
+        for message, word in zip(messages, words, strict=True):
+            assert word in message, (word, message)

@@ -1,0 +1,59 @@
+"""Ranks whose options differ stop together at the first step, with the name of the option."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from simulated import CASES, Framework, world_group
+
+# What rank 1 has in its second param group.
+DIFFERENT: dict[str, tuple[str, Any]] = {
+    "rank": ("ldadam-ef", 2),
+    "error_feedback": ("ldadam-ef", False),
+    "betas": ("ldadam-ef", (0.9, 0.95)),
+    "clip": ("mars-muon", None),
+    "lr_1d_ratio": ("mars-adamw", 0.1),
+    "gamma": ("sonew-1-row-adam", 0.2),
+    "momentum": ("mkor-official-sgd", 0.5),
+    "lr": ("mkor-official-sgd", 0.5),
+}
+
+
+def _differ(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for name, (case, value) in DIFFERENT.items():
+        framework = Framework("cut", CASES[case], torch.float32, rank, world, world_group())
+        if rank == 1:
+            framework.optimizer.param_groups[1][name] = value
+        with pytest.raises(RuntimeError) as error:
+            framework.step()
+        found[name] = str(error.value)
+    return found
+
+
+def test_options_of_groups_are_compared() -> None:
+    ranks = run_ranks(3, _differ, timeout=60)
+    for name, (_, value) in DIFFERENT.items():
+        assert len({messages[name] for messages in ranks}) == 1
+        message = ranks[0][name]
+        assert "(ranks [1] differ from the others)" in message
+        assert f" param group 1: {name} is " in message and f"{value!r} on ranks [1]." in message
+        assert message.count(" is ") == 1, message
+
+
+def _tensor_lr(rank: int, world: int) -> int:
+    framework = Framework("narrowed", CASES["ldadam-ef"], torch.float32, rank, world, world_group())
+    for group in framework.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.01 * (rank + 1))  # would have to be read from the device
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
+        framework.step()
+    return gather.call_count
+
+
+def test_comparing_takes_one_collective_for_each_plan() -> None:
+    assert run_ranks(2, _tensor_lr, timeout=60) == [4, 4]  # fragments and settings, for both groups

@@ -1,0 +1,145 @@
+"""Weights of a Megatron model by the names and shapes of the unsharded model, cut for a rank and put together again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+
+EXPERT = re.compile(r"(?<=local_experts\.)\d+")
+LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+TIED_COPY, TIED = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of one unsharded weight that a rank holds.
+
+    Attributes:
+        name: Its name in the unsharded model.
+        shape: The unsharded shape.
+        dim: Dimension cut by tensor parallelism; None if the rank holds the whole weight.
+        index: Positions along ``dim`` that the rank holds, in its order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    index: Tensor | None
+
+    def of(self, full: Tensor) -> Tensor:
+        return full if self.dim is None else full.index_select(self.dim, self.index)
+
+    def into(self, full: Tensor, part: Tensor) -> None:
+        full.copy_(part) if self.dim is None else full.index_copy_(self.dim, self.index, part)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The GPTModel inside Megatron's wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def cuts(model: nn.Module, tied: bool) -> Iterator[tuple[nn.Parameter, Cut]]:
+    """Every parameter of a model chunk, in its order, and what it is of the unsharded model."""
+    model = bare(model)
+    for name, parameter in model.named_parameters():
+        expert = not getattr(parameter, "allreduce", True)
+        rank, size = _tensor_rank(expert)
+        shape, dim, index = list(parameter.shape), None, None
+        if getattr(parameter, "tensor_model_parallel", False) and size > 1:
+            dim = parameter.partition_dim
+            shape[dim] *= size
+            index = _positions(shape[dim], parameter.partition_stride, rank, size)
+        yield parameter, Cut(_unsharded_name(model, name, tied), tuple(shape), dim, index)
+
+
+def _tensor_rank(expert: bool) -> tuple[int, int]:
+    if expert:
+        return mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+    return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+
+
+def _positions(length: int, stride: int, rank: int, size: int) -> Tensor:
+    """The rank's share of each of ``stride`` stacked blocks: gate and up of a gated linear unit are two."""
+    return torch.arange(length).view(stride, size, -1)[:, rank].flatten()
+
+
+def _unsharded_name(model: nn.Module, name: str, tied: bool) -> str:
+    if tied and name == TIED_COPY:
+        return TIED
+    if found := LAYER.search(name):
+        layer = model.decoder.layers[int(found.group())].layer_number - 1
+        name = LAYER.sub(str(layer), name)
+    if found := EXPERT.search(name):
+        per_rank = model.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
+        name = EXPERT.sub(str(int(found.group()) + per_rank * mpu.get_expert_model_parallel_rank()), name)
+    return name
+
+
+def initial(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Initial value of an unsharded weight: a function of its name and shape alone."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if len(shape) == 1:
+        return 0.02 * noise + (1.0 if name.endswith("norm.weight") else 0.0)
+    return noise * (0.1 if "embedding" in name else shape[1] ** -0.5)
+
+
+@torch.no_grad()
+def set_initial(model: nn.Module, tied: bool) -> None:
+    for parameter, cut in cuts(model, tied):
+        parameter.copy_(cut.of(initial(cut.name, cut.shape)))
+
+
+@torch.no_grad()
+def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
+    """The fp32 weight an optimizer keeps for a parameter, in the parameter's shape; the parameter if it keeps none.
+
+    A collective of the optimizer's data-parallel group under the distributed optimizer.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, DistributedOptimizer) and any(parameter in b.param_to_bucket for b in optimizer.buffers):
+            return _assembled(parameter, optimizer)
+    main = getattr(parameter, "main_param", None)
+    return (parameter if main is None else main).detach().float().clone()
+
+
+def _assembled(parameter: nn.Parameter, optimizer: DistributedOptimizer) -> Tensor:
+    flat = torch.zeros(parameter.numel())
+    if parameter in optimizer.model_param_group_index_map:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        span = optimizer._get_model_param_range_map(parameter)["param"]
+        flat[span.start : span.end] = optimizer.optimizer.param_groups[group]["params"][order]
+    dist.all_reduce(flat, group=optimizer.data_parallel_group)
+    return flat.view(parameter.shape)
+
+
+def gathered(parts: list[tuple[Cut, Tensor]]) -> tuple[dict[str, Tensor], float]:
+    """Unsharded weights on rank 0, put together from every rank's parts; empty on the others.
+
+    Returns:
+        The weights by name, and the largest difference between two ranks' values of the same element.
+    """
+    everyone: list[list[tuple[Cut, Tensor]]] | None = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, everyone)
+    weights: dict[str, Tensor] = {}
+    gap = 0.0
+    for cut, part in (item for rank in everyone or [] for item in rank):
+        full = weights.setdefault(cut.name, torch.full(cut.shape, torch.nan))
+        assert full.shape == cut.shape, (cut.name, full.shape, cut.shape)
+        difference = (cut.of(full) - part).abs().nan_to_num(0.0)
+        gap = max(gap, difference.max().item())
+        cut.into(full, part)
+    for name, full in weights.items():
+        assert not full.isnan().any(), f"no rank holds all of {name}, or training diverged"
+    return weights, gap
