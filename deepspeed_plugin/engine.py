@@ -9,6 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 from torch import nn
 
+from deepspeed_plugin.experts import name_experts
 from deepspeed_plugin.layouts import layout_of, logical_shape
 from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
@@ -29,6 +30,8 @@ def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
             was known of the parameters but their shapes, learns it now.
     """
     annotate(engine.module, logical_shape)
+    if engine.has_moe_layers:
+        name_experts(engine.module)
     if is_pipeline(engine):
         settle_shared_weights(engine.module)
     if isinstance(client_optimizer, ShardedOptimizer):
@@ -52,7 +55,9 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     report_health(engine, optimizer)
     optimizer.announce = lambda text: log_dist(text, ranks=[0])
     if isinstance(optimizer, MKOR):
-        optimizer.capture(engine.module, window=lambda: engine.global_steps)
+        # A pipeline's stages run several micro-batches at once: none is the last.
+        last = None if is_pipeline(engine) else engine.is_gradient_accumulation_boundary
+        optimizer.capture(engine.module, window=lambda: engine.global_steps, last_micro_batch=last)
         if optimizer.options.hybrid and is_pipeline(engine):
             StageLosses(engine, optimizer)
         elif optimizer.options.hybrid:

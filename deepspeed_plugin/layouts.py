@@ -50,9 +50,8 @@ def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeed
     )
 
 
-def _exchange_group(engine: DeepSpeedEngine) -> dist.ProcessGroup:
-    """The data-parallel group, or its twin for CPU tensors where offload keeps the partitions on the host."""
-    group: dist.ProcessGroup = engine.seq_data_parallel_group
+def _exchange_group(engine: DeepSpeedEngine, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or its twin for CPU tensors where offload keeps the partitions on the host."""
     if engine.zero_cpu_offload() and "gloo" not in dist.get_backend(group):
         ranks = dist.get_process_group_ranks(group)
         twin = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -74,7 +73,8 @@ class DeepSpeedLayout(ABC):
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
         self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
-        self.group: dist.ProcessGroup | None = _exchange_group(engine)
+        self.group: dist.ProcessGroup | None = _exchange_group(engine, engine.seq_data_parallel_group)
+        self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
@@ -200,7 +200,19 @@ class _FlatPartition(DeepSpeedLayout):
             weight = parameter.data.reshape(-1)[start - position : end - position]
             self._verify(name, tensor.detach()[offset : offset + end - start], weight)
             slices.append(Slice(name, start - position, end - position, offset))
-        return TensorContents(index, tuple(slices))
+        return TensorContents(index, tuple(slices), self._ranks_apart(index))
+
+    def _ranks_apart(self, index: int) -> dist.ProcessGroup | None:
+        """The ranks among which a group of experts is cut; None for the data-parallel ranks."""
+        group: dist.ProcessGroup = self._engine.optimizer.real_dp_process_group[index]
+        if not self._engine.has_moe_layers or group is self._engine.seq_data_parallel_group:
+            return None
+        return self._host_twin(group)
+
+    def _host_twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        if group not in self._twins:
+            self._twins[group] = _exchange_group(self._engine, group)
+        return self._twins[group]
 
 
 class _ZeroOneTwo(_FlatPartition):

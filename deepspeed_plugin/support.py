@@ -9,6 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
+from deepspeed_plugin.experts import are_cut_alike, are_native
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
@@ -59,14 +60,22 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
             "remove the zenflow block",
         )
+    if engine.zero_elastic_checkpoint():
+        _refuse(
+            name,
+            "zero_optimization.elastic_checkpoint",
+            True,
+            "DeepSpeed then saves states without asking the optimizer, so that matrix states are lost",
+            "set it to false; checkpoints continue on any number of ranks without it",
+        )
     _refuse_cut_weights(engine, name)
-    if engine.has_moe_layers:
+    if engine.has_moe_layers and (is_pipeline(engine) or not are_native(engine.module)):
         _refuse(
             name,
             "expert layers",
-            "deepspeed.moe",
-            "expert groups have process groups of their own, which the layout does not cover yet",
-            "use a dense model, or AdamW",
+            "in a pipeline" if is_pipeline(engine) else "AutoEP",
+            "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only",
+            "use that layer under ZeRO stage 1 or 2, or a dense model",
         )
 
 
@@ -105,6 +114,14 @@ def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
         OptionError: As :func:`refuse_settings`.
     """
     wrapper = engine.optimizer
+    if engine.has_moe_layers and not are_cut_alike(engine):
+        _refuse(
+            name,
+            "expert layers under",
+            type(wrapper).__name__,
+            "it steps experts and other weights at once, which lie on different groups of ranks",
+            "use ZeRO stage 1 or 2 with data_types.grad_accum_dtype as the model's type",
+        )
     if isinstance(wrapper, BF16_Optimizer) and not engine.zero_optimization():
         _refuse(
             name,

@@ -184,5 +184,24 @@ def explain(
         raise typer.BadParameter(str(error)) from error
 
 
+@app.command()
+def universal(
+    source: Annotated[Path, typer.Argument(help="Folder of a tag, such as checkpoints/global_step100.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write, such as checkpoints/universal.")],
+    workers: Annotated[int, typer.Option(min=1, help="Processes of DeepSpeed's converter.")] = 2,
+) -> None:
+    """Make a DeepSpeed universal checkpoint that keeps the states of our optimizers.
+
+    Load it with "checkpoint": {"load_universal": true} in the JSON, at any ZeRO stage on any number of ranks.
+    """
+    from deepspeed_plugin.saved import CheckpointError
+    from deepspeed_plugin.universal import convert
+
+    try:
+        convert(source, target, workers)
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 if __name__ == "__main__":
     app()

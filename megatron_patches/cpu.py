@@ -8,6 +8,7 @@ about speed can be learnt in it: streams and events do nothing.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -55,6 +56,9 @@ def cpu_megatron() -> Iterator[None]:
     Raises:
         ModuleNotFoundError: megatron-core is not installed.
     """
+    # Before anything is replaced, so that nothing imported keeps a replacement: the compiler lists all of torch.cuda.
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("megatron.core.models.gpt")
     with ExitStack() as stack:
         _replace_cuda_calls(stack)
         _replace_core_functions(stack)
@@ -77,10 +81,10 @@ def cpu_pretraining() -> Iterator[None]:
         ModuleNotFoundError: megatron-core or megatron.training is not importable.
     """
     with ExitStack() as stack:
-        stack.enter_context(cpu_megatron())
         _lend_dataset_helpers(stack)
-        _set(stack, torch.cuda, "is_available", lambda: True)
         initialize = importlib.import_module("megatron.training.initialize")
+        stack.enter_context(cpu_megatron())
+        _set(stack, torch.cuda, "is_available", lambda: True)
         _set(stack, initialize, "_compile_dependencies", lambda: None)
         yield
 
@@ -231,7 +235,7 @@ def _replace_core_functions(stack: ExitStack) -> None:
 
 
 def _norm(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """torch's norms under sequence parallelism: the weights are marked, so that Megatron sums their gradients."""
+    """Torch norms under sequence parallelism: the weights are marked, so that Megatron sums their gradients."""
 
     def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         if not config.sequence_parallel:

@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.sources import Slice, TensorContents
 from rankwise.optimizers.unit import StepUnit
 from rankwise.sharding import Traffic, halo_volume, matrix_volume, sums_volume
 
 __all__ = ["RankEstimate", "estimate"]
+
+META = torch.device("meta")
 
 
 @dataclass
@@ -98,17 +102,18 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
-                owner.matrix_state_bytes += sum(state.nbytes for state in work.matrix_state(task).values())
-        _send(ranks, matrix_volume(layout, plan, unit.exchange.wire_itemsize, work.payload))
+                owner.matrix_state_bytes += sum(state.nbytes for state in work.matrix_state(task, META).values())
+        _send(ranks, matrix_volume(layout, plan, unit.exchange.wire_itemsize, work.reply))
     if layout.world_size == 1:
         return
     _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), work.sums))
     if unit.halo is not None:
         width, keys = unit.halo.width, unit.halo.keys
         _send(ranks, halo_volume(layout, keys, width, work.halo_fields, itemsize, unit.halo.by_row))
+    scalars = (*work.scalars, 4) if optimizer.options.skip_nonfinite else work.scalars
     for rank in ranks:
-        rank.bytes_sent += sum(work.scalars)
-        rank.collectives += len(work.scalars)
+        rank.bytes_sent += sum(scalars)
+        rank.collectives += len(scalars)
         rank.periodic_bytes += sum(work.periodic)
         rank.periodic_collectives += len(work.periodic)
         rank.period = work.period

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from rankwise.optimizers.capture import Record
 from rankwise.sharding import Traffic
@@ -83,6 +84,8 @@ class BackwardReduction:
         self._next = 0
         self._windows = 0
         self._results: dict[str, ReducedSums] = {}
+        self.failures: dict[str, float] = {}
+        """Failed factor steps in a row by weight, as told by their owners in the last window."""
         self.open = False
         """Whether this rank has begun a window that every rank must complete."""
 
@@ -114,7 +117,8 @@ class BackwardReduction:
             parts += extra
             bucket.sizes = [part.numel() for part in parts]
             bucket.sent = torch.cat([part.to(parts[0].device, self._dtype) for part in parts])
-        bucket.work = self._all_reduce(bucket.sent)
+        with record_function("rankwise: statistics"):
+            bucket.work = self._all_reduce(bucket.sent)
         self._next += 1
 
     def _hand_over(self, record: Record) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rankwise.optimizers.checkpoints import Checkpoints
-from rankwise.optimizers.element_states import ElementStates, StateTypes
+from rankwise.optimizers.element_states import ElementStates
 from rankwise.optimizers.entries import Entry, cut_into_entries
+from rankwise.optimizers.nonfinite import Unsettled, any_not_finite, undone_where, zeroed_where
 from rankwise.optimizers.options import Options
 from rankwise.optimizers.reports import Reports
-from rankwise.optimizers.routing import ParameterInfo, Rule
+from rankwise.optimizers.routing import Rule
 from rankwise.optimizers.sources import TensorContents
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Layout, MatrixTask
@@ -63,10 +64,6 @@ class ShardedOptimizer(Checkpoints, Reports):
         self._announced = False
 
     # --- what a subclass declares -------------------------------------------------------------------------------
-
-    @abstractmethod
-    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """Names of a parameter's per-element states, and their type (None: that of the computation)."""
 
     @abstractmethod
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
@@ -133,7 +130,9 @@ class ShardedOptimizer(Checkpoints, Reports):
         """Spread a unit's tasks over the ranks, considering those of the units planned before."""
         if tasks:
             comm_dtype = getattr(self.options, "comm_dtype", None)
-            self._loads = unit.plan_exchange(tasks, self._loads, comm_dtype, self._owner_of)
+            # The loads of ranks outside the unit would be unknown to its own.
+            loads = unit.plan_exchange(tasks, [] if unit.apart else self._loads, comm_dtype, self._owner_of)
+            self._loads = self._loads if unit.apart else loads
             assert unit.exchange is not None
             self._owner_of.update(unit.exchange.plan.owners)
 
@@ -142,8 +141,12 @@ class ShardedOptimizer(Checkpoints, Reports):
     ) -> StepUnit:
         contents = [self._source.contents(tensor) for tensor in tensors]
         entries = self._entries(contents)
-        layout = Layout.share([entry.fragment for entry in entries], self._source.group, self._source.replicated)
-        return self._assemble(tensors, contents, positions, groups, entries, layout)
+        apart = next((content.ranks for content in contents if content.ranks is not None), None)
+        fragments = [entry.fragment for entry in entries]
+        layout = Layout.share(fragments, apart or self._source.group, self._source.replicated)
+        unit = self._assemble(tensors, contents, positions, groups, entries, layout)
+        unit.apart = apart is not None
+        return unit
 
     def imagine(self, units: Sequence[Sequence[Sequence[TensorContents]]], replicated: bool = False) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes.
@@ -155,7 +158,8 @@ class ShardedOptimizer(Checkpoints, Reports):
         Returns:
             The units as rank 0 would plan them.
         """
-        loads, self._loads = self._loads, []
+        present = self._loads, self._owner_of
+        self._loads, self._owner_of = [], {}
         groups = dict(enumerate(self.param_groups))
         found = []
         try:
@@ -167,7 +171,7 @@ class ShardedOptimizer(Checkpoints, Reports):
                 found.append(self._assemble([], ranks[0], positions, groups, cut[0], layout))
                 self._plan(found[-1])
         finally:
-            self._loads = loads
+            self._loads, self._owner_of = present
         return found
 
     def _entries(self, contents: Sequence[TensorContents]) -> list[Entry]:
@@ -231,10 +235,14 @@ class ShardedOptimizer(Checkpoints, Reports):
         if _deferrals:
             return loss
         unit = self._unit()
+        self.settle([_unit_key(unit.tensors)])
         opened = self._open(unit)
         if opened is not None:
             weights, grads = opened
-            self._update(unit, self._buckets(unit, weights, grads))
+            if self.options.skip_nonfinite:
+                self._update_if_finite(unit, weights, grads)
+            else:
+                self._update(unit, self._buckets(unit, weights, grads))
             self._close(unit, weights)
             if unit is next(iter(self._units.values())):
                 self.health.add("steps", 1.0)
@@ -269,6 +277,30 @@ class ShardedOptimizer(Checkpoints, Reports):
                 grads.append(grad.detach().to(unit.dtype).reshape(-1))
             self._count_step(tensor)
         return weights, grads
+
+    def _update_if_finite(
+        self, unit: StepUnit, weights: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Update, and leave every weight and state as it was if a gradient is not finite on any rank."""
+        stepped = [index for index, weight in enumerate(weights) if weight is not None]
+        changed = [weight for weight in weights if weight is not None]
+        counts = []
+        for index in stepped:
+            unit.states.runs(self.state, index)  # allocates what is missing, to be zero if the step is undone
+            state = self.state[unit.tensors[index]]
+            counts.append((state["step"], state["step"] - 1))
+            changed += [value for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
+        broken = any_not_finite(unit, self._judged(unit, grads))
+        self.health.add("skipped_steps", broken)
+        finite = zeroed_where(broken, grads)
+        unsettled = Unsettled.of(broken, counts)
+        with undone_where(broken, changed, self.matrix_states, counts, self.counted_states):
+            self._update(unit, self._buckets(unit, weights, finite))
+        self._unsettled[_unit_key(unit.tensors)] = unsettled
+
+    def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """What must be finite for a step to count."""
+        return [grad for grad in grads if grad is not None]
 
     def _count_step(self, tensor: Tensor) -> None:
         state = self.state[tensor]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class Record:
         sum_input: sum of the input over tokens, ``(in_features,)``.
         sum_output_grad: sum of the output gradient over tokens, ``(out_features,)``, with the loss scale in it.
         count: number of tokens in the sums; 0 if no backward pass came by.
+        touched: whether there is anything in the sums.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Record:
     sum_output_grad: Tensor = field(repr=False)
     count: int = 0
     epoch: int = field(default=0, repr=False)
+    touched: bool = field(default=False, repr=False)
 
     @property
     def module_has_bias(self) -> bool:
@@ -72,16 +74,21 @@ class Record:
 
     def clear(self) -> None:
         """Forget the sums."""
-        if self.count:
+        self.hand_over()
+        self.epoch += 1
+
+    def hand_over(self) -> None:
+        """Start the sums afresh within the window: somebody has copied them."""
+        if self.touched:
             self.sum_input.zero_()
             self.sum_output_grad.zero_()
         self.count = 0
-        self.epoch += 1
+        self.touched = False
 
     def move_to(self, device: torch.device) -> None:
         """Follow a model that was moved, or materialized, after the record was made."""
         if self.sum_input.device != device:
-            if self.count:
+            if self.touched:
                 self.sum_input, self.sum_output_grad = self.sum_input.to(device), self.sum_output_grad.to(device)
             else:
                 self.sum_input = torch.zeros_like(self.sum_input, device=device)
@@ -96,6 +103,19 @@ class _Call:
     sum_input: Tensor
     count: int
     epoch: int = -1
+
+
+class CommitListener(Protocol):
+    """Follows the sums as the backward pass adds to them."""
+
+    open: bool
+    """Whether a window has begun that all ranks must end together."""
+
+    def committed(self, record: Record) -> None:
+        """A weight has got the sums of a module call."""
+
+    def abandon(self) -> None:
+        """The window is dropped."""
 
 
 def describe_linear(module: nn.Module) -> LinearShape | None:
@@ -157,9 +177,11 @@ class Capture:
         describe: Callable[[nn.Module], LinearShape | None] = describe_linear,
     ) -> None:
         self.enabled = True
+        self.listener: CommitListener | None = None
         self.records: dict[Parameter, Record] = {}
         self._window = window
         self._window_id: Hashable = None
+        self._root = model if isinstance(model, nn.Module) else None
         self._by_module: dict[nn.Module, Record] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in _named_modules(model):
@@ -176,6 +198,8 @@ class Capture:
             self._handles = [
                 module.register_forward_hook(self._on_forward, with_kwargs=True) for module in self._by_module
             ]
+            if self._root is not None and self._window is not None:
+                self._handles.append(self._root.register_forward_pre_hook(self._on_window))
 
     def remove(self) -> None:
         """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
@@ -220,6 +244,8 @@ class Capture:
 
     def clear(self) -> None:
         """Forget the sums of all weights."""
+        if self.listener is not None:
+            self.listener.abandon()
         for record in self.records.values():
             record.clear()
 
@@ -242,6 +268,13 @@ class Capture:
         elif record.bias is not bias:
             record.bias = None
         return record
+
+    def _on_window(self, module: nn.Module, args: Any) -> None:
+        # Every rank comes by here, also one whose backward pass will reach no captured layer.
+        if self.listener is not None and self.enabled and module.training and torch.is_grad_enabled():
+            assert self._window is not None
+            self.begin_window(self._window())
+            self.listener.open = True
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.enabled:
@@ -272,6 +305,9 @@ class Capture:
             call.epoch = record.epoch
             record.sum_input += call.sum_input
             record.count += call.count
+        record.touched = True
+        if self.listener is not None:
+            self.listener.committed(record)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         # Hooks travel with a copied model; its modules are unknown here and commit nothing.

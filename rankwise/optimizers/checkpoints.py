@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -9,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.optimizers.element_states import StoredRun
+from rankwise.optimizers.element_states import ElementStates, StateTypes, StoredRun
+from rankwise.optimizers.entries import cut_into_entries
 from rankwise.optimizers.groups import RoutedOptimizer
 from rankwise.optimizers.matrix_states import MatrixState
+from rankwise.optimizers.nonfinite import Unsettled
+from rankwise.optimizers.routing import ParameterInfo, Rule
 from rankwise.optimizers.sources import LayoutSource
+from rankwise.optimizers.unit import StepUnit
 
 __all__ = ["Checkpoints"]
 
@@ -25,6 +30,8 @@ class Checkpoints(RoutedOptimizer):
 
     matrix_state_names: ClassVar[tuple[str, ...]] = ()
     """Names of the states that an owner keeps of a matrix."""
+    counted_states: ClassVar[tuple[str, ...]] = ()
+    """Those among them that the host works with; they lie in its memory."""
 
     copied_attributes: ClassVar[tuple[str, ...]] = (
         "options",
@@ -35,6 +42,21 @@ class Checkpoints(RoutedOptimizer):
     )
     """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
 
+    def _detach(self) -> None:
+        super()._detach()
+        self._unsettled: dict[tuple[int, ...], Unsettled] = {}
+
+    def _forget_plans(self) -> None:
+        self.settle()
+        super()._forget_plans()
+
+    def settle(self, keys: Iterable[tuple[int, ...]] | None = None) -> None:
+        """Take back the counts of steps that were undone; of all units, or some."""
+        for key in list(self._unsettled) if keys is None else keys:
+            unsettled = self._unsettled.pop(key, None)
+            if unsettled is not None:
+                unsettled.settle()
+
     # --- dictionaries -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,13 +65,16 @@ class Checkpoints(RoutedOptimizer):
         Where a framework saves only one rank's dictionary (parameters replicated), the owners' states are collected
         first; every rank must then call this.
         """
+        self.settle()
         result = super().state_dict()
         states = self.matrix_states.everything()
         if self._source.replicated and self._source.group is not None:
             states = self._collected(states, self._source.group)
         result["matrix_states"] = {key: dict(state) for key, state in states.items()}
         result["rankwise"] = self.identity
-        result["layout"] = [self._layout_record(tensor) for tensor in self._tensors()]
+        result["layout"] = [
+            self._layout_record(tensor, group) for group in self.param_groups for tensor in group["params"]
+        ]
         return result
 
     def _collected(self, states: Mapping[str, MatrixState], group: dist.ProcessGroup) -> dict[str, MatrixState]:
@@ -64,14 +89,24 @@ class Checkpoints(RoutedOptimizer):
         """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
         return type(self).__name__
 
-    def _layout_record(self, tensor: Tensor) -> dict[str, Any]:
+    def _layout_record(self, tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """What ``tensor`` stores, in plain data, so that a checkpoint can be read on another layout."""
+        names = [name for name in self.state.get(tensor, {}) if name != "step"]
         for unit in self._units.values():
             for index, candidate in enumerate(unit.tensors):
                 if candidate is tensor:
-                    names = [name for name in self.state[tensor] if name != "step"]
                     return {"group": unit.tensor_groups[index], **unit.states.record(names, index)}
-        return {"group": 0, "runs": [], "states": {}}
+        if tensor not in self.state:
+            return {"group": 0, "runs": [], "states": {}}
+        # States were loaded and no step has planned since.
+        content = self._source.contents(tensor)
+        entries = cut_into_entries([content], {name: info for name, (info, _) in self._catalog.items()}, self._routes)
+        declared = [self.element_states(entry.info, entry.route.rule, group) for entry in entries]
+        return {"group": content.group, **ElementStates([tensor], entries, declared, tensor.dtype).record(names, 0)}
+
+    @abstractmethod
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Names of a parameter's per-element states, and their type (None: that of the computation)."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore; element states keep the type they were saved with, matrix states go to whoever owns them now.
@@ -115,6 +150,10 @@ class Checkpoints(RoutedOptimizer):
                     f"one of {', '.join(self.matrix_state_names) or 'none'}; load it with the version that wrote it"
                 )
 
+    def extra_state(self) -> dict[str, Any]:
+        """What is neither weight, element state nor matrix state, in plain data."""
+        return {}
+
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what is neither weight, element state nor matrix state."""
 
@@ -150,13 +189,35 @@ class Checkpoints(RoutedOptimizer):
             for index, tensor in enumerate(unit.tensors):
                 yield tensor, unit.states.runs(self.state, index)
 
-    def adopt(
-        self,
-        matrix_states: Mapping[str, MatrixState],
-        steps: Mapping[int, Tensor],
-        param_groups: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Take over matrix states, step counts by group and hyper-parameters from another layout's checkpoint."""
+    @property
+    def planned_units(self) -> Sequence[StepUnit]:
+        """The units planned so far, one for each ``step()`` call of a round."""
+        return list(self._units.values())
+
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of everything planned, whichever rank holds it, by parameter or matrix of a stack."""
+        return {key: tuple(shape) for unit in self._units.values() for key, shape in unit.layout.shapes.items()}
+
+    def adopt_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some."""
+        before = self._structure()
+        for group, saved in zip(self.param_groups, param_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        if self._structure() != before:
+            self._owner_of.clear()
+            self._route_again()
+
+    def forget_states(self) -> None:
+        """Drop all states: the next step is a first one."""
+        self.settle()
+        for unit in self._units.values():
+            for tensor in unit.tensors:
+                self.state.pop(tensor, None)
+        self.matrix_states.forget()
+
+    def adopt(self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor]) -> None:
+        """Take over matrix states and step counts by group from another layout's checkpoint."""
+        self.settle()
         device = next((unit.device for unit in self._units.values()), torch.device("cpu"))
         self.matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
@@ -166,12 +227,11 @@ class Checkpoints(RoutedOptimizer):
                 step = steps.get(group_index)
                 if step is not None:
                     self.state[tensor]["step"] = step.clone()
-        for group, saved in zip(self.param_groups, param_groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
 
     # --- copies -------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied_attributes}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

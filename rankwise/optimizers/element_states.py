@@ -98,11 +98,17 @@ class ElementStates:
         slot = self._slots.get((entry.fragment.tensor, name))
         return None if slot is None else slot.offsets.get(entry.index)
 
+    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
+        """The entries in one tensor with views of their states, allocated if they were not."""
+        return [
+            (entry, {name: self.views(states, name, [entry])[0] for name in self._declared[entry.index]})
+            for entry in self._by_tensor[index]
+        ]
+
     def runs(self, states: States, index: int) -> list[StoredRun]:
         """The runs in one tensor with views of their states, allocated if they were not."""
         found = []
-        for entry in self._by_tensor[index]:
-            views = {name: self.views(states, name, [entry])[0] for name in self._declared[entry.index]}
+        for entry, views in self.of_entries(states, index):
             fragment = entry.fragment
             found.append(StoredRun(entry.key, fragment.shape, fragment.start, fragment.end, fragment.offset, views))
         return found

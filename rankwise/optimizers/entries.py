@@ -54,9 +54,7 @@ def _fragments(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) ->
     if piece.start == piece.end:
         return
     if chosen.rule != "matrix" or len(info.shape) != 3:
-        yield Fragment(
-            piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy
-        )
+        yield Fragment(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy)
         return
     size = prod(info.matrix_shape)
     for index in range(piece.start // size, (piece.end - 1) // size + 1):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.optimizers.unit import StepUnit
 
-__all__ = ["CapturedSums", "LayerVectors", "reduce_statistics", "refuse_broken_factors"]
+__all__ = ["CapturedSums", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
 
 # Consecutive factor steps a matrix may fail before the run stops with an explanation.
 TOLERATED_FAILURES = 3
@@ -20,6 +20,18 @@ CapturedSums = tuple[Tensor, int, Tensor]
 
 LayerVectors = tuple[Tensor, Tensor, Tensor]
 """Of one layer: mean input, gradient of a (virtual) bias, and number of tokens, ``(1,)``."""
+
+
+def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: float) -> LayerVectors:
+    """What a factor step takes, from sums over all ranks.
+
+    Args:
+        inputs: Sum of the inputs.
+        tokens: Their number, ``(1,)``.
+        outputs: Sum of the output gradients.
+        divisor: What output gradients were multiplied by, over and above the mean over the batch.
+    """
+    return inputs / tokens.clamp(min=1), outputs / divisor, tokens
 
 
 def reduce_statistics(
@@ -48,23 +60,23 @@ def reduce_statistics(
         dist.all_reduce(packed, group=unit.layout.group)
     pieces = packed.split([part.numel() for part in parts])
     vectors = [
-        (inputs / tokens.clamp(min=1), outputs / divisor, tokens)
+        layer_vectors(inputs, tokens, outputs, divisor)
         for inputs, outputs, tokens in zip(pieces[0::4], pieces[1::4], pieces[2::4], strict=True)
     ]
     return vectors, torch.cat(pieces[3::4])
 
 
-def refuse_broken_factors(keys: Sequence[str], failures: Tensor) -> None:
+def refuse_broken_factors(keys: Sequence[str], failures: Sequence[float]) -> None:
     """Stop where factors keep failing; the counts travelled with the statistics, so all ranks stop together.
 
     Args:
         keys: The matrices.
-        failures: Failed factor steps in a row of each. Reading them is the one wait for the device per factor step.
+        failures: Failed factor steps in a row of each.
 
     Raises:
         RuntimeError: A matrix has failed too often.
     """
-    broken = [key for key, count in zip(keys, failures.tolist(), strict=True) if count >= TOLERATED_FAILURES]
+    broken = [key for key, count in zip(keys, failures, strict=True) if count >= TOLERATED_FAILURES]
     if broken:
         raise RuntimeError(
             f"MKOR: the factors of {', '.join(broken)} were not finite {TOLERATED_FAILURES} factor steps in a row. "

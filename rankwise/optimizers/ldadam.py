@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.optimizers.work import StepWork
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding import Batch, Fragment, MatrixTask, Reply
 from rankwise.updates import ldadam as updates
 
 __all__ = ["LDAdam"]
@@ -28,8 +29,9 @@ class LDAdam(ShardedOptimizer):
 
     The owner of a matrix keeps its basis ``U`` and the two low-dimensional moments; every rank keeps the error of its
     own elements. With error feedback the error and the momentum share one buffer ``F``; a step gathers
-    ``C = G + F``, and the owner returns rank-*r* factors, never a full matrix. Parameters that are not matrices,
-    embeddings, heads, and matrices too small for a low rank to save anything take AdamW with the same lr and betas.
+    ``C = G + F``, and the owner returns rank-*r* factors, or, to many holders of small parts, their elements.
+    Parameters that are not matrices, embeddings, heads, and matrices too small for a low rank to save anything take
+    AdamW with the same lr and betas.
 
     Args:
         params: Parameters, ``(name, parameter)`` pairs or param groups.
@@ -45,6 +47,8 @@ class LDAdam(ShardedOptimizer):
         comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
             nothing; "bfloat16" halves the bytes.
         exclude: Name patterns sent to the fallback.
+        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
+            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the low-rank rule.
@@ -55,6 +59,7 @@ class LDAdam(ShardedOptimizer):
     health_means = ("subspace_rotation",)
     group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
+    counted_states = ("step", "beta1")
     structural_options = ("fallback", "rank", "error_feedback")
 
     def __init__(
@@ -70,6 +75,7 @@ class LDAdam(ShardedOptimizer):
         error_dtype: str | None = None,
         comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
+        skip_nonfinite: bool = False,
     ) -> None:
         options = LDAdamOptions(
             lr=lr,
@@ -82,6 +88,7 @@ class LDAdam(ShardedOptimizer):
             error_dtype=error_dtype,
             comm_dtype=comm_dtype,
             exclude=patterns(exclude),
+            skip_nonfinite=skip_nonfinite,
         )
         super().__init__(params, options)
 
@@ -121,12 +128,12 @@ class LDAdam(ShardedOptimizer):
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the returned factors."""
 
-        def matrix_state(task: MatrixTask) -> MatrixState:
+        def matrix_state(task: MatrixTask, device: torch.device) -> MatrixState:
             rows, columns, rank, _ = task.signature
-            like = torch.empty(0, dtype=unit.dtype, device="meta")
+            like = torch.empty(0, dtype=unit.dtype, device=device)
             return _fresh(like, min(rows, columns), max(rows, columns), rank)
 
-        return StepWork(payload=self._payload, matrix_state=matrix_state)
+        return StepWork(reply=partial(self._reply, unit), matrix_state=matrix_state)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         sources: list[Tensor | None] = [None] * len(unit.entries)
@@ -159,42 +166,54 @@ class LDAdam(ShardedOptimizer):
             matrices = updates.side_normalized(stack.view(-1, rows, columns))
             states = [self._subspace(task.key, matrices, rank) for task in tasks]
             pasts = [(int(state["step"]), float(state["beta1"])) for state in states]
+            returned = partial(_returned, self._reply(unit, batch), batch)
             if len(set(pasts)) == 1:
-                return self._step_subspaces(matrices, states, *pasts[0], group)
-            result = stack.new_empty(len(tasks), self._payload(batch))
+                return returned(self._step_subspaces(matrices, states, *pasts[0], group))
+            result = stack.new_empty(len(tasks), self._factors_length(batch.signature))
             # Matrices whose gradients were missing at different steps are at different counts.
             for past in sorted(set(pasts)):
                 chosen = [i for i, other in enumerate(pasts) if other == past]
                 part = [states[i] for i in chosen]
                 result[chosen] = self._step_subspaces(matrices[chosen], part, *past, group)
-            return result
+            return returned(result)
 
-        def deliver(task: MatrixTask, index: int, payload: Tensor) -> None:
+        def deliver(task: MatrixTask, index: int, result: Tensor) -> None:
             weight, error, group = targets[index]
-            entry = unit.entries[index]
-            rows, columns, rank, _ = task.signature
-            short, long = min(rows, columns), max(rows, columns)
-            basis = payload[: short * rank].view(short, rank)
-            factors = payload[short * rank :].view(-1, rank, long)
-            right = updates.projects_right(rows, columns)
-            part = entry.fragment
-            if part.columns is not None:
-                # Only the columns that this rank holds.
-                block = slice(*part.columns)
-                basis, factors = (basis[block], factors) if right else (basis, factors[..., block])
-            products = updates.low_rank_rows(basis, factors, part.start, part.end, rows, part.row_length, right)
+            part = unit.entries[index].fragment
+            whole = self._reply(unit, task).whole is not None
+            products = _own_products(result, task.signature, part) if whole else result.view(-1, part.numel)
             weight.sub_(products[0] * group["lr"])
             source = sources[index]
             if error is not None and source is not None:
                 error.copy_(source - products[1])
 
-        unit.exchange.run(sources, compute, deliver, self._payload)
+        unit.exchange.run(sources, compute, deliver, partial(self._reply, unit))
 
-    def _payload(self, batch: Batch) -> int:
-        """Elements of the returned factors: the basis, the direction, and with error feedback what the buffer loses."""
-        rows, columns, rank, position = batch.signature
-        factors = 2 if self.param_groups[position]["error_feedback"] else 1
-        return rank * (min(rows, columns) + factors * max(rows, columns))
+    def _reply(self, unit: StepUnit, batch: Batch | MatrixTask) -> Reply:
+        """The factors to every holder, or each one's elements of their products: whichever is less to send."""
+        replies: dict[Any, Reply] = unit.scratch.setdefault("replies", {})
+        signature = batch.signature
+        if signature not in replies:
+            assert unit.exchange is not None
+            plan, holders = unit.exchange.plan, unit.layout.holders
+            receivers = elements = 0
+            for key in (task.key for other in plan.batches if other.signature == signature for task in other.tasks):
+                others = [parts for holder, parts in holders[key].items() if holder != plan.owners[key]]
+                receivers += len(others)
+                elements += sum(part.numel for parts in others for part in parts)
+            length, values = self._factors_length(signature), self._products(signature)
+            fewer = receivers * length <= values * elements
+            replies[signature] = Reply(whole=length) if fewer else Reply(values=values)
+        return replies[signature]
+
+    def _products(self, signature: tuple[int, ...]) -> int:
+        """The direction, and with error feedback what the buffer loses."""
+        return 2 if self.param_groups[signature[-1]]["error_feedback"] else 1
+
+    def _factors_length(self, signature: tuple[int, ...]) -> int:
+        """Elements of the basis and of each product's other factor."""
+        rows, columns, rank, _ = signature
+        return rank * (min(rows, columns) + self._products(signature) * max(rows, columns))
 
     def _subspace(self, key: str, matrices: Tensor, rank: int) -> MatrixState:
         short, long = matrices.shape[-2:]
@@ -233,6 +252,35 @@ class LDAdam(ShardedOptimizer):
             unchanged = step == 1 or beta1 == written_beta1
             factors.append(exp_avg if unchanged else updates.kept_factor(matrices, basis, exp_avg, beta1))
         return torch.cat([part.reshape(len(states), -1) for part in (basis, *factors)], dim=1)
+
+
+def _split_factors(factors: Tensor, signature: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Basis (..., short, rank) and the products' other factors (..., products, rank, long)."""
+    rows, columns, rank, _ = signature
+    short, long = min(rows, columns), max(rows, columns)
+    basis, others = factors[..., : short * rank], factors[..., short * rank :]
+    return basis.unflatten(-1, (short, rank)), others.unflatten(-1, (-1, rank, long))
+
+
+def _returned(reply: Reply, batch: Batch, factors: Tensor) -> Tensor:
+    """What owners return: the factors, or (matrices, products * elements) their products."""
+    if reply.whole is not None:
+        return factors
+    basis, others = _split_factors(factors, batch.signature)
+    products = basis.unsqueeze(1) @ others
+    return (products.mT if updates.projects_right(*batch.signature[:2]) else products).flatten(1)
+
+
+def _own_products(factors: Tensor, signature: tuple[int, ...], part: Fragment) -> Tensor:
+    """A fragment's elements of the products of one matrix's factors, (products, elements)."""
+    basis, others = _split_factors(factors, signature)
+    rows, columns, *_ = signature
+    right = updates.projects_right(rows, columns)
+    if part.columns is not None:
+        # Only the columns that this rank holds.
+        block = slice(*part.columns)
+        basis, others = (basis[block], others) if right else (basis, others[..., block])
+    return updates.low_rank_rows(basis, others, part.start, part.end, rows, part.row_length, right)
 
 
 def _fresh(like: Tensor, short: int, long: int, rank: int) -> MatrixState:

@@ -70,6 +70,8 @@ class MARS(ShardedOptimizer):
         comm_dtype: Type in which straddling matrices of "shampoo" and "muon" travel to their owners and back.
             None: their own, which rounds nothing; "bfloat16" halves the bytes.
         exclude: Name patterns sent to the fallback.
+        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
+            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the MARS rule.
@@ -110,6 +112,7 @@ class MARS(ShardedOptimizer):
         ns_dtype: str = "bfloat16",
         comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
+        skip_nonfinite: bool = False,
     ) -> None:
         options = MARSOptions(
             lr=lr,
@@ -128,6 +131,7 @@ class MARS(ShardedOptimizer):
             ns_dtype=ns_dtype,
             comm_dtype=comm_dtype,
             exclude=patterns(exclude),
+            skip_nonfinite=skip_nonfinite,
         )
         self._recorded = False
         super().__init__(params, options, {"lr_1d_ratio": _fallback_lr_ratio(options)})
@@ -265,6 +269,14 @@ class MARS(ShardedOptimizer):
                 "batch's gradient before computing the present batch's."
             )
         return super()._open(unit)
+
+    def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        judged = super()._judged(unit, grads)
+        if self.options.exact:
+            # Recorded one step ago, when nobody looked at it.
+            states = (self.state[tensor] for tensor, grad in zip(unit.tensors, grads, strict=True) if grad is not None)
+            judged += [state["reference"] for state in states if "reference" in state]
+        return judged
 
     def _split(self, buckets: list[Bucket], corrected: list[Tensor]) -> list[_Corrected]:
         parts = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class MatrixStates(dict[str, MatrixState]):
     def __init__(self) -> None:
         super().__init__()
         self.loaded: dict[str, MatrixState] = {}
+        self._before: dict[str, MatrixState] | None = None
 
     def obtain(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
         """An owned matrix's states: those in use, else those loaded, else fresh ones."""
@@ -34,7 +36,18 @@ class MatrixStates(dict[str, MatrixState]):
                     name: value.to(state[name].device) if name in state else value for name, value in loaded.items()
                 }
             self[key] = state
+        if self._before is not None and key not in self._before:
+            self._before[key] = {name: value.clone() for name, value in state.items()}
         return state
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, MatrixState]]:
+        """Copies of the states that are asked for in the body, as they were then."""
+        self._before = {}
+        try:
+            yield self._before
+        finally:
+            self._before = None
 
     def load(self, states: Mapping[str, MatrixState]) -> None:
         """Replace everything by states to be taken up when their matrices are stepped."""

@@ -9,20 +9,27 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from rankwise.optimizers.backward_reduction import BackwardReduction, twin_group
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.capture import Capture, Record
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.factors import KroneckerFactors, LayerSignature
 from rankwise.optimizers.first_order import FirstOrder
 from rankwise.optimizers.hybrid import KneeDetector, LossWindow
-from rankwise.optimizers.layer_statistics import LayerVectors, reduce_statistics, refuse_broken_factors
+from rankwise.optimizers.layer_statistics import (
+    LayerVectors,
+    layer_vectors,
+    reduce_statistics,
+    refuse_broken_factors,
+)
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions, OptionError, Options, patterns
-from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.optimizers.work import StepWork
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding import Batch, MatrixTask, Traffic
 
 __all__ = ["MKOR"]
 
@@ -67,6 +74,8 @@ class MKOR(ShardedOptimizer):
         momentum: Of "sgd".
         nesterov: Of "sgd".
         exclude: Name patterns that are not preconditioned.
+        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
+            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
 
     Raises:
         OptionError: A value is outside its range, or there is no matrix to precondition.
@@ -114,6 +123,7 @@ class MKOR(ShardedOptimizer):
         momentum: float = 0.9,
         nesterov: bool = False,
         exclude: Sequence[str] = (),
+        skip_nonfinite: bool = False,
     ) -> None:
         options = MKOROptions(
             lr=lr,
@@ -140,6 +150,7 @@ class MKOR(ShardedOptimizer):
             momentum=momentum,
             nesterov=nesterov,
             exclude=patterns(exclude),
+            skip_nonfinite=skip_nonfinite,
         )
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
@@ -157,6 +168,8 @@ class MKOR(ShardedOptimizer):
         self._capture: Capture | None = None
         self._loss_scale: Callable[[], float] | None = None
         self._records: dict[str, Record] = {}
+        self._reduction: BackwardReduction | None = None
+        self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
 
     # --- routing ------------------------------------------------------------------------------------------------
 
@@ -166,6 +179,9 @@ class MKOR(ShardedOptimizer):
         return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
 
     def _adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        if chosen.rule == "matrix" and info.role is Role.EXPERT:
+            # Their inputs are padded to a capacity that depends on how many ranks there are, and so does their mean.
+            return Route("fallback", "expert")
         if chosen.rule == "matrix" and len(info.shape) != 2:
             return Route("fallback", "only 2-D weights of linear modules are captured")
         if chosen.rule == "matrix" and min(info.shape) > self.options.max_factor_dim:
@@ -178,7 +194,13 @@ class MKOR(ShardedOptimizer):
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
-    def capture(self, model: nn.Module, window: Any = None, loss_scale: Callable[[], float] | None = None) -> None:
+    def capture(
+        self,
+        model: nn.Module,
+        window: Any = None,
+        loss_scale: Callable[[], float] | None = None,
+        last_micro_batch: Callable[[], bool] | None = None,
+    ) -> None:
         """Hook the model's linear layers. Call once, before the first step.
 
         Args:
@@ -188,12 +210,15 @@ class MKOR(ShardedOptimizer):
                 framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
             loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the
                 step: with ``torch.amp.GradScaler``, pass ``scaler.get_scale``. An engine's own scale is known.
+            last_micro_batch: Whether the present backward pass is the last before the step; the statistics then travel
+                while it runs, otherwise in ``step()``. Known for ``DistributedDataParallel``.
 
         Raises:
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self.attach(self._plain.replicated_over(model.process_group))
+            last_micro_batch = last_micro_batch or partial(getattr, model, "require_backward_grad_sync")
             model = model.module
         self._loss_scale = loss_scale
         self._learn_roles(model)
@@ -207,6 +232,7 @@ class MKOR(ShardedOptimizer):
             self._capture.remove()
         self._capture = Capture(model, wanted, window)
         self._records = {names[id(parameter)]: record for parameter, record in self._capture.records.items()}
+        self._reduction = self._capture.listener = self._reduce_early(last_micro_batch)
         for name, chosen in self._routes.items():
             if chosen.rule == "matrix" and name not in self._records:
                 self._routes[name] = Route("fallback", "no linear module uses it")
@@ -214,6 +240,14 @@ class MKOR(ShardedOptimizer):
         self._refuse_if_idle()
         if self._switched:
             self._drop_factors()
+
+    def _reduce_early(self, is_last: Callable[[], bool] | None) -> BackwardReduction | None:
+        group = self._source.group
+        if is_last is None or group is None or group.size() == 1 or not self._records:
+            return None
+        if self._twin is None or self._twin[0] is not group:
+            self._twin = (group, twin_group(group))
+        return BackwardReduction(self._records, self._twin[1], is_last)
 
     def record_loss(self, loss: Tensor | float) -> None:
         """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
@@ -286,11 +320,24 @@ class MKOR(ShardedOptimizer):
         elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
         return StepWork(
             sums=(2,) if self.options.backend == "lamb" else (),
-            matrix_state=lambda task: self._factors.fresh(task.signature, torch.device("meta")),
-            periodic=(elements * unit.dtype.itemsize,) if tasks else (),
+            matrix_state=lambda task, device: self._factors.fresh(task.signature, device),
+            periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.update_interval,
             scalars=(8,) * (bool(tasks) and not all(unit.layout.ranks)) + (16,) * self._watches_loss(unit),
         )
+
+    def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:
+        if self._switched or not size:
+            return ()
+        if self._reduction is None:
+            return (size,)
+        # They carry the vectors of all units.
+        return self._reduction.message_bytes if unit is next(iter(self._units.values()), unit) else ()
+
+    @property
+    def further_traffic(self) -> list[Traffic]:
+        """See the base class: the statistics."""
+        return [] if self._reduction is None else [self._reduction.traffic]
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -331,21 +378,34 @@ class MKOR(ShardedOptimizer):
 
     def _drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
+        if self._reduction is not None:
+            self._reduction.abandon()
         for key in unit.scratch["statistics"]:
             self._records[key].clear()
 
     def _prepare_capture(self, step: int) -> None:
         assert self._capture is not None
-        self._capture.enabled = step % self.options.update_interval == 0
+        # A factor step that turns out to have been undone comes again.
+        again = self.options.skip_nonfinite and (step - 1) % self.options.update_interval == 0
+        self._capture.enabled = again or step % self.options.update_interval == 0
 
     def _reduced_statistics(self, unit: StepUnit) -> dict[str, LayerVectors]:
         """Statistics of every matrix of the unit over all ranks."""
         assert self._capture is not None
         keys: list[str] = unit.scratch["statistics"]
+        divisor = self._gradient_divisor(unit)
+        if self._reduction is not None:
+            first = unit is next(iter(self._units.values()))
+            reduced = self._reduction.take(keys, first, lambda key: self.matrix_states.get(key, {}).get("failures"))
+            refuse_broken_factors(keys, [self._reduction.failures[key] for key in keys])
+            like = torch.empty(0, dtype=unit.dtype, device=unit.device)
+            found = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in reduced]
+            return dict(zip(keys, found, strict=True))
         sums = [self._capture.take(self._records[key].parameter) for key in keys]
         failures = [self.matrix_states.get(key, {}).get("failures") for key in keys]
-        vectors, failures_of_all = reduce_statistics(unit, sums, failures, self._gradient_divisor(unit))
-        refuse_broken_factors(keys, failures_of_all)
+        vectors, failures_of_all = reduce_statistics(unit, sums, failures, divisor)
+        # The one wait for the device of a factor step.
+        refuse_broken_factors(keys, failures_of_all.tolist())
         return dict(zip(keys, vectors, strict=True))
 
     def _gradient_divisor(self, unit: StepUnit) -> float:
@@ -373,7 +433,8 @@ class MKOR(ShardedOptimizer):
             logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self.options.backend)
 
     def _watches_loss(self, unit: StepUnit) -> bool:
-        return self.options.hybrid and not self._switched and unit is next(iter(self._units.values()), unit)
+        first = next((other for other in self._units.values() if not other.apart), unit)
+        return self.options.hybrid and not self._switched and not unit.apart and unit is first
 
     def _drop_factors(self) -> None:
         if self._capture is not None:
@@ -394,7 +455,11 @@ class MKOR(ShardedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class, plus the state of the hybrid switch."""
-        return {**super().state_dict(), "hybrid": {"switched": self._switched, **self._detector.state_dict()}}
+        return {**super().state_dict(), **self.extra_state()}
+
+    def extra_state(self) -> dict[str, Any]:
+        """The hybrid switch."""
+        return {"hybrid": {"switched": self._switched, **self._detector.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in the base class; statistics gathered since the last step are dropped."""

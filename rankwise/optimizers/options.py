@@ -51,6 +51,7 @@ class Options:
 
     owner: ClassVar[str] = "optimizer"
     lr: float | Tensor = 1e-3
+    skip_nonfinite: bool = False
 
     @classmethod
     def names(cls) -> list[str]:
@@ -138,6 +139,7 @@ class Options:
         self._at_least("eps", 0.0)
         self._at_least("weight_decay", 0.0)
         self._patterns("exclude")
+        self._flag("skip_nonfinite")
 
 
 @dataclass(frozen=True)

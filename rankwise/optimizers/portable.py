@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.sharding.state import ChunkedVector, load_vectors, stored_tensors
+from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
 
-__all__ = ["merge_vectors", "restore", "saved_vectors"]
+__all__ = ["Vectors", "merge_vectors", "restore", "saved_vectors"]
 
 Vectors = dict[str, Any]
+"""Tensors, and :class:`ChunkedVector` of which other ranks hold the rest, by name."""
 
 
 def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vectors:
@@ -65,38 +66,69 @@ def restore(
     optimizer: ShardedOptimizer,
     folder: Path,
     group: dist.ProcessGroup | None,
-    param_groups: Sequence[Mapping[str, Any]],
+    *,
+    states: bool = True,
+    strict: bool = True,
 ) -> None:
     """Load weights and states from ``folder`` into an optimizer whose units are planned, whatever its layout.
 
     Args:
-        optimizer: Its tensors receive the weights, its states are allocated as needed.
+        optimizer: Its tensors receive the weights; its states are replaced by the saved ones, which may be none.
         folder: Written by :func:`rankwise.sharding.state.save_vectors` from :func:`saved_vectors`.
         group: Ranks that call this together.
-        param_groups: The saved hyper-parameters, one dictionary per group.
+        states: False loads the weights alone and leaves the states as they are.
+        strict: False leaves weights alone that were not saved.
+
+    Raises:
+        StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
     """
     stored = stored_tensors(folder)
+    _compare(optimizer.logical_shapes(), stored, strict)
+    if states:
+        optimizer.forget_states()
+    wanted = _destinations(optimizer, stored, states)
+    steps: dict[str, Tensor] = {}
+    if states:
+        owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
+        for name, (shape, dtype) in stored.items():
+            if name.startswith("matrix/") and name.removeprefix("matrix/").rpartition("/")[0] in owned:
+                wanted[name] = torch.empty(shape, dtype=dtype)
+            elif name.startswith("step/"):
+                steps[name] = torch.zeros((), dtype=dtype)
+    load_vectors({**wanted, **steps}, folder, group)
+    if states:
+        counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
+        optimizer.adopt(_matrix_states(wanted), counts)
+
+
+def _destinations(optimizer: ShardedOptimizer, stored: Collection[str], states: bool) -> Vectors:
+    """The optimizer's own weights and element states, those that were saved, to be filled in place."""
     wanted: Vectors = {}
     for tensor, runs in optimizer.storage():
         flat = tensor.detach().view(-1)
-        for key, shape, start, end, offset, states in runs:
-            numel = prod(shape)
-            _add(wanted, f"weight/{key}", numel, start, flat[offset : offset + end - start])
-            for name, values in states.items():
-                if f"element/{name}/{key}" in stored:
-                    _add(wanted, f"element/{name}/{key}", numel, start, values)
-    owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
-    matrices = {name: value for name, value in stored.items() if name.startswith("matrix/")}
-    for name, (shape, dtype) in matrices.items():
-        if name.removeprefix("matrix/").rpartition("/")[0] in owned:
-            wanted[name] = torch.empty(shape, dtype=dtype)
-    steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
-    load_vectors({**wanted, **steps}, folder, group)
-    optimizer.adopt(
-        matrix_states=_matrix_states(wanted),
-        steps={int(name.removeprefix("step/")): value for name, value in steps.items()},
-        param_groups=param_groups,
-    )
+        for key, shape, start, end, offset, values_by_name in runs:
+            values = {f"weight/{key}": flat[offset : offset + end - start]}
+            if states:
+                values.update({f"element/{name}/{key}": part for name, part in values_by_name.items()})
+            for name, part in values.items():
+                if name in stored:
+                    _add(wanted, name, prod(shape), start, part)
+    return wanted
+
+
+def _compare(
+    shapes: Mapping[str, Sequence[int]], stored: Mapping[str, tuple[torch.Size, torch.dtype]], strict: bool
+) -> None:
+    # Every rank looks at all parameters, not only at its own, so that all fail alike.
+    for key, shape in shapes.items():
+        found = stored.get(f"weight/{key}")
+        if found is None and strict:
+            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")
+        if found is not None and found[0].numel() != prod(shape):
+            raise StorageError(
+                f"'{key}' has {found[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
+                "another model"
+            )
 
 
 def _matrix_states(vectors: Vectors) -> dict[str, dict[str, Tensor]]:

@@ -47,25 +47,34 @@ class Reports(RoutedOptimizer):
 
     def _detach(self) -> None:
         super()._detach()
-        self.health = Health(self.health_means, (*_PER_STEP, *self.health_totals))
+        self.health = Health(self.health_means, (*_PER_STEP, "skipped_steps", *self.health_totals))
         self._reported = Traffic()
 
     def read_health(self) -> dict[str, float]:
         """What happened since the last reading; every data-parallel rank must call it.
 
         Returns:
-            Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); and the optimizer's
+            Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); ``skipped_steps``,
+            the calls of ``step()`` that ``skip_nonfinite`` undid; and the optimizer's
             own metrics, see its ``health_means`` and ``health_totals``.
         """
-        sent = [unit.total_traffic for unit in self._units.values()]
+        sent = [*(unit.total_traffic for unit in self._units.values()), *self.further_traffic]
         total = Traffic(sum(part.collectives for part in sent), sum(part.bytes for part in sent))
+        if total.collectives < self._reported.collectives:
+            self._reported = Traffic()  # planned anew since
         self.health.add("collectives", total.collectives - self._reported.collectives)
         self.health.add("bytes_sent", total.bytes - self._reported.bytes)
         self._reported = total
         found = self.health.read(self._source.group)
         ranks = 1 if self._source.group is None else dist.get_world_size(self._source.group)
         steps = max(found.pop("steps") / ranks, 1.0)
+        found["skipped_steps"] /= ranks
         return {name: value / steps if name in _PER_STEP else value for name, value in found.items()}
+
+    @property
+    def further_traffic(self) -> list[Traffic]:
+        """What this rank has sent outside its units."""
+        return []
 
     def work(self, unit: StepUnit) -> StepWork:
         """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""

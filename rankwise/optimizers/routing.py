@@ -17,6 +17,7 @@ __all__ = [
     "Rule",
     "RoutingPolicy",
     "annotate",
+    "attach_info",
     "assign_role",
     "describe",
     "info_of",
@@ -41,6 +42,7 @@ class Role(StrEnum):
     HEAD = "head"
     NORM = "norm"
     CONV = "conv"
+    EXPERT = "expert"
     UNKNOWN = "unknown"
 
 
@@ -175,6 +177,11 @@ def assign_role(parameters: Iterable[Tensor], role: Role) -> None:
     """Overrule the role that :func:`annotate` found for some parameters."""
     for parameter in parameters:
         setattr(parameter, _ATTRIBUTE, replace(info_of(parameter, None, ""), role=role))
+
+
+def attach_info(parameter: Tensor, info: ParameterInfo) -> None:
+    """Say what is known of a parameter; an optimizer built later finds it."""
+    setattr(parameter, _ATTRIBUTE, info)
 
 
 def info_of(parameter: Tensor, name: str | None, default_name: str) -> ParameterInfo:

@@ -45,6 +45,8 @@ class SONew(ShardedOptimizer):
         chain: "row": chains end with the rows of a matrix, which makes row cuts free of communication; "tensor": one
             chain per parameter in row-major order, as in the paper. Either is exact under any cut.
         exclude: Name patterns sent to the fallback.
+        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
+            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the SONew rule.
@@ -68,6 +70,7 @@ class SONew(ShardedOptimizer):
         gamma: float = 1e-2,
         chain: str = "row",
         exclude: Sequence[str] = (),
+        skip_nonfinite: bool = False,
     ) -> None:
         options = SONewOptions(
             lr=lr,
@@ -80,6 +83,7 @@ class SONew(ShardedOptimizer):
             gamma=gamma,
             chain=chain,
             exclude=patterns(exclude),
+            skip_nonfinite=skip_nonfinite,
         )
         super().__init__(params, options)
 

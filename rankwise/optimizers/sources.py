@@ -35,10 +35,13 @@ class TensorContents:
     Attributes:
         group: Index of the param group it came from, as passed to the constructor.
         slices: The runs of parameters in it; padding belongs to none.
+        ranks: The ranks that hold the rest of these parameters, where they are not those of the whole layout, as of
+            experts; all tensors of one ``step()`` call have the same.
     """
 
     group: int
     slices: tuple[Slice, ...]
+    ranks: dist.ProcessGroup | None = None
 
 
 class LayoutSource(Protocol):

@@ -69,6 +69,7 @@ class StepUnit:
     device: torch.device
     dtype: torch.dtype
     sum_all: bool = False
+    apart: bool = False  # its ranks are some of the optimizer's ranks only
     sums: FragmentSums = field(init=False)
     exchange: MatrixExchange | None = None
     halo: HaloExchange | None = None

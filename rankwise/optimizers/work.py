@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding import Batch, MatrixTask, Reply, own_pieces
 
 __all__ = ["StepWork", "no_matrix_state"]
 
 
-def no_matrix_state(task: MatrixTask) -> Mapping[str, Tensor]:
+def no_matrix_state(task: MatrixTask, device: torch.device) -> Mapping[str, Tensor]:
     """For rules whose states all have one value per element."""
     return {}
 
@@ -24,8 +25,8 @@ class StepWork:
     Attributes:
         sums: Quantities in each all-reduce of per-parameter sums.
         halo_fields: Values fetched of every neighbour across a fragment border.
-        payload: Elements an owner returns to each holder instead of its piece; None for pieces.
-        matrix_state: The states an owner keeps of one matrix, on the meta device.
+        reply: What an owner returns to the holders of its matrices.
+        matrix_state: The states an owner keeps of one matrix, as they are before the first step.
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces that only some steps need, and every how many steps.
         period: See ``periodic``.
@@ -34,8 +35,8 @@ class StepWork:
 
     sums: tuple[int, ...] = ()
     halo_fields: int = 0
-    payload: Callable[[Batch], int] | None = None
-    matrix_state: Callable[[MatrixTask], Mapping[str, Tensor]] = no_matrix_state
+    reply: Callable[[Batch], Reply] = own_pieces
+    matrix_state: Callable[[MatrixTask, torch.device], Mapping[str, Tensor]] = no_matrix_state
     scalars: tuple[int, ...] = ()
     periodic: tuple[int, ...] = ()
     period: int = 1

@@ -3,7 +3,7 @@
 from .exchange import MatrixExchange
 from .halo import Halo, HaloExchange
 from .layout import Fragment, Layout, LayoutError, Place
-from .plan import Batch, MatrixPlan, MatrixTask, plan_matrices
+from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .reduce import FragmentSums
 from .traffic import Traffic
 from .volume import halo_volume, matrix_volume, sums_volume
@@ -20,9 +20,11 @@ __all__ = [
     "MatrixPlan",
     "MatrixTask",
     "Place",
+    "Reply",
     "Traffic",
     "halo_volume",
     "matrix_volume",
+    "own_pieces",
     "plan_matrices",
     "sums_volume",
 ]

@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from .layout import Fragment, Layout, Place
-from .plan import Batch, MatrixPlan, MatrixTask
+from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces
 from .traffic import Traffic
 
 __all__ = ["Compute", "Deliver", "MatrixExchange"]
@@ -128,13 +128,24 @@ class _Gather:
 class _Return:
     plan: _BatchPlan
     result: Tensor
-    length: int | None  # of the payload; None if every holder gets its own piece
+    reply: Reply
     message: _Message | None
 
 
 def _phase(plan: _BatchPlan, phase: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
     return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else nullcontext()
+
+
+def _separated(result: Tensor, values: int) -> list[Tensor]:
+    """The flattened stacks of results with ``values`` values per element, one stack for each of these."""
+    if values == 1:
+        return [result.reshape(-1)]
+    return [part.reshape(-1) for part in result.chunk(values, dim=1)]
+
+
+def _times(factor: int, counts: Sequence[int]) -> list[int]:
+    return [factor * count for count in counts]
 
 
 class MatrixExchange:
@@ -192,7 +203,7 @@ class MatrixExchange:
         sources: Sequence[Tensor | None],
         compute: Compute,
         deliver: Deliver,
-        payload: Callable[[Batch], int] | None = None,
+        reply: Callable[[Batch], Reply] = own_pieces,
     ) -> None:
         """Gather, compute on owners, and deliver results to the holders.
 
@@ -204,9 +215,9 @@ class MatrixExchange:
                 (owned, result length). Called only on ranks that own a task of the batch.
             deliver: ``(task, local fragment index, result)``; called once per local fragment of every task, unless
                 its source is None.
-                ``result`` is the fragment's own piece, or the whole payload when ``payload`` is given. Valid during
+                ``result`` is what ``reply`` says. Valid during
                 the call only.
-            payload: Length of the whole result that every holder receives instead of its piece (low-rank factors).
+            reply: What the holders of a batch's matrices get of the results; their own piece unless it says otherwise.
         """
         arriving = self._start_gather(self._batches[0], sources) if self._batches else None
         returning: _Return | None = None
@@ -216,8 +227,8 @@ class MatrixExchange:
             arriving = None if following is None else self._start_gather(following, sources)
             stack = self._finish_gather(plan, current)
             with _phase(plan, "compute"):
-                result = self._compute(plan, stack, sources, compute, payload)
-            leaving = self._start_return(plan, result, payload)
+                result = self._compute(plan, stack, sources, compute, reply(plan.batch))
+            leaving = self._start_return(plan, result, reply(plan.batch))
             if returning is not None:
                 self._finish_return(returning, sources, deliver)
             returning = leaving
@@ -319,7 +330,7 @@ class MatrixExchange:
         stack: Tensor,
         sources: Sequence[Tensor | None],
         compute: Compute,
-        payload: Callable[[Batch], int] | None,
+        reply: Reply,
     ) -> Tensor:
         if not plan.owned:
             return stack
@@ -328,54 +339,51 @@ class MatrixExchange:
             return compute(plan.batch, plan.owned, stack).to(self._dtype)
         if not live:
             # Nobody reads it, but the message has the size that was planned.
-            return stack if payload is None else stack.new_zeros(len(plan.owned), payload(plan.batch))
+            return stack.new_zeros(len(plan.owned), reply.whole or reply.values * plan.length)
         rows = sorted(live)
         part = compute(plan.batch, [plan.owned[row] for row in rows], stack[rows]).to(self._dtype)
         result = part.new_zeros(len(plan.owned), part.shape[1])
         result[rows] = part
         return result
 
-    def _start_return(self, plan: _BatchPlan, result: Tensor, payload: Callable[[Batch], int] | None) -> _Return:
+    def _start_return(self, plan: _BatchPlan, result: Tensor, reply: Reply) -> _Return:
         with _phase(plan, "return"):
-            return self._return(plan, result, payload)
+            return self._return(plan, result, reply)
 
-    def _return(self, plan: _BatchPlan, result: Tensor, payload: Callable[[Batch], int] | None) -> _Return:
-        length = None if payload is None else payload(plan.batch)
+    def _return(self, plan: _BatchPlan, result: Tensor, reply: Reply) -> _Return:
         if not plan.returns:
-            return _Return(plan, result, length, None)
+            return _Return(plan, result, reply, None)
         if plan.copied and self._wire != self._dtype:
             # Where ranks hold the same elements, the owner must use what the others get, or the copies drift apart.
             result = result.to(self._wire).to(self._dtype)
         there, here = plan.results_out, plan.results_in
-        if length is None:
-            flat = result.reshape(-1)
-            leaving = self._pack([part for piece in there.pieces for part in piece.parts(flat)])
-            message = self._all_to_all(leaving, there.counts, here.counts)
+        if reply.whole is None:
+            flats = _separated(result, reply.values)
+            leaving = self._pack([part for piece in there.pieces for flat in flats for part in piece.parts(flat)])
+            message = self._all_to_all(leaving, *(_times(reply.values, side.counts) for side in (there, here)))
         else:
             leaving = result.index_select(0, plan.result_rows).reshape(-1).to(self._wire)
-            message = self._all_to_all(
-                leaving, [length * count for count in there.row_counts], [length * count for count in here.row_counts]
-            )
-        return _Return(plan, result, length, message)
+            message = self._all_to_all(leaving, *(_times(reply.whole, side.row_counts) for side in (there, here)))
+        return _Return(plan, result, reply, message)
 
     def _finish_return(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
         with _phase(returning.plan, "deliver"):
             self._deliver(returning, sources, deliver)
 
     def _deliver(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
-        plan, result, length = returning.plan, returning.result, returning.length
-        flat = result.reshape(-1)
+        plan, result, reply = returning.plan, returning.result, returning.reply
+        flats = _separated(result, reply.values) if reply.whole is None else []
         for piece in plan.local:
             if sources[piece.fragment] is not None:
-                values = piece.read(flat) if length is None else result[piece.row]
-                deliver(piece.task, piece.fragment, values)
+                own = [piece.read(flat) for flat in flats] or [result[piece.row]]
+                deliver(piece.task, piece.fragment, own[0] if len(own) == 1 else torch.cat(own))
         if returning.message is None:
             return
         received = returning.message.wait().to(self._dtype)
-        if length is None:
-            arrived = received.split(plan.results_in.numels)
+        if reply.whole is None:
+            arrived = received.split(_times(reply.values, plan.results_in.numels))
         else:
-            payloads = received.split(length)
+            payloads = received.split(reply.whole)
             arrived = tuple(payloads[row] for row in plan.results_in.row_of)
         for piece, values in zip(plan.results_in.pieces, arrived, strict=True):
             if sources[piece.fragment] is not None:

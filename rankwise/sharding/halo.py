@@ -114,7 +114,9 @@ class HaloExchange:
         self.active = any(transfer.holder != transfer.wanted_by for transfer in transfers)
         self._local = [part for part in transfers if part.holder == part.wanted_by == me]
         self._send = [[p for p in transfers if p.holder == me and p.wanted_by == rank != me] for rank in range(world)]
-        self._receive = [[p for p in transfers if p.wanted_by == me and p.holder == rank != me] for rank in range(world)]
+        self._receive = [
+            [p for p in transfers if p.wanted_by == me and p.holder == rank != me] for rank in range(world)
+        ]
         self._index = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._rows = [_rows(fragment) for fragment in layout.mine]
         sizes = [2 * width * (1 + rows) for rows in self._rows]

@@ -10,7 +10,7 @@ from typing import Any
 
 from .layout import Layout
 
-__all__ = ["Batch", "MatrixPlan", "MatrixTask", "assign_owners", "plan_matrices"]
+__all__ = ["Batch", "MatrixPlan", "MatrixTask", "Reply", "assign_owners", "own_pieces", "plan_matrices"]
 
 # A rank keeps what it holds whole until its load exceeds the mean by this factor: moving a matrix costs two
 # messages a step, a small imbalance costs little.
@@ -43,6 +43,25 @@ class Batch:
 
     signature: Any
     tasks: tuple[MatrixTask, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an owner's result of one matrix is, and what of it each holder of the matrix gets.
+
+    Attributes:
+        values: The result has as many values for every element, one whole matrix of them after the other, and each
+            holder gets those of its own elements.
+        whole: Instead, the result has this length, and every rank that holds anything gets all of it.
+    """
+
+    values: int = 1
+    whole: int | None = None
+
+
+def own_pieces(batch: Batch) -> Reply:
+    """One value per element, to its holder."""
+    return Reply()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -20,7 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["ChunkedVector", "load_vectors", "save_vectors", "stored_tensors"]
+__all__ = ["ChunkedVector", "StorageError", "load_vectors", "save_vectors", "stored_tensors"]
+
+
+class StorageError(RuntimeError):
+    """A folder that could not be written, or does not hold what is to be read."""
 
 
 class ChunkedVector:
@@ -94,14 +100,18 @@ def save_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
         state: What this rank holds, by name.
         folder: An empty or new folder that all ranks see.
         group: Ranks that call this together; None for one process.
+
+    Raises:
+        StorageError: On every rank alike, if any of them could not write.
     """
-    dcp.save(
-        dict(state),
-        checkpoint_id=folder,
-        planner=_SavePlanner(flatten_state_dict=False),
-        process_group=group,
-        no_dist=group is None,
-    )
+    with _own_errors(folder):
+        dcp.save(
+            dict(state),
+            checkpoint_id=folder,
+            planner=_SavePlanner(flatten_state_dict=False),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def load_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -111,21 +121,42 @@ def load_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
         state: Destinations by name; each must have been saved.
         folder: Folder written by :func:`save_vectors`.
         group: Ranks that call this together; None for one process.
+
+    Raises:
+        StorageError: On every rank alike, if any of them could not read.
     """
-    dcp.load(
-        dict(state),
-        checkpoint_id=folder,
-        planner=_LoadPlanner(flatten_state_dict=False),
-        process_group=group,
-        no_dist=group is None,
-    )
+    with _own_errors(folder):
+        dcp.load(
+            dict(state),
+            checkpoint_id=folder,
+            planner=_LoadPlanner(flatten_state_dict=False),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and type of every tensor saved in ``folder``."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    """Shape and type of every tensor saved in ``folder``.
+
+    Raises:
+        StorageError: There is nothing to be read.
+    """
+    with _own_errors(folder):
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name: (stored.size, stored.properties.dtype)
         for name, stored in metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
+
+
+@contextmanager
+def _own_errors(folder: Path) -> Iterator[None]:
+    # torch's own failure is no Exception, and its text lists every rank's traceback.
+    try:
+        yield
+    except CheckpointException as failure:
+        rank, (cause, _) = next(iter(failure.failures.items()))
+        raise StorageError(f"{folder}: {type(cause).__name__} on rank {rank}: {cause}") from failure
+    except OSError as error:
+        raise StorageError(f"{folder}: {error}") from error

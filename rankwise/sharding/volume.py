@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 
 from .layout import Fragment, Layout
-from .plan import Batch, MatrixPlan
+from .plan import Batch, MatrixPlan, Reply, own_pieces
 from .traffic import Traffic
 
 __all__ = ["halo_volume", "matrix_volume", "sums_volume"]
 
 
 def matrix_volume(
-    layout: Layout, plan: MatrixPlan, itemsize: int, payload: Callable[[Batch], int] | None = None
+    layout: Layout, plan: MatrixPlan, itemsize: int, reply: Callable[[Batch], Reply] = own_pieces
 ) -> list[Traffic]:
     """What each rank sends when all straddling matrices travel to their owners and their results back.
 
@@ -22,7 +22,7 @@ def matrix_volume(
         layout: The common layout.
         plan: Owners and batches.
         itemsize: Bytes of one element in a message.
-        payload: Elements of the whole result that every holder receives instead of its piece.
+        reply: What the holders get of the results.
 
     Returns:
         Collectives and bytes by rank; all ranks join the same collectives.
@@ -31,6 +31,7 @@ def matrix_volume(
     collectives = 0
     for batch in plan.batches:
         gathers = returns = False
+        answer = reply(batch)
         for task in batch.tasks:
             owner = plan.owners[task.key]
             recipients: dict[int, int] = {}
@@ -44,8 +45,7 @@ def matrix_volume(
                         held = sum(fragment.numel for fragment in fragments)
                         recipients[holder] = recipients.get(holder, 0) + held
             returns = returns or bool(recipients)
-            lengths = recipients.values() if payload is None else [payload(batch)] * len(recipients)
-            sent[owner] += sum(lengths) * itemsize
+            sent[owner] += itemsize * sum(answer.whole or answer.values * held for held in recipients.values())
         collectives += gathers + returns
     return [Traffic(collectives, size) for size in sent]
 

@@ -131,6 +131,11 @@ class Job:
         return float(self.config.get("fp16", {}).get("loss_scale") or 2.0**FIRST_SCALE_POWER)
 
     @property
+    def clipping(self) -> float:
+        """Largest gradient norm that passes unchanged."""
+        return float(self.config.get("gradient_clipping", 1.0))
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """What micro-batches' gradients are summed in."""
         wanted = self.config.get("data_types", {}).get("grad_accum_dtype")
@@ -140,7 +145,7 @@ class Job:
         config = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
             "gradient_accumulation_steps": ACCUMULATION,
-            "gradient_clipping": 1.0,
+            "gradient_clipping": self.clipping,
             "steps_per_print": 10**9,
             "optimizer": {"type": self.name, "params": dict(self.params)},
             **self.config,
@@ -403,13 +408,19 @@ class Regime:
     Attributes:
         idle_step: Half precision at stage 0 steps once on zero gradients; AdamW counts that step.
         matmul_linear: ZeRO-3 replaces ``linear`` by a product and a sum, each of them rounded.
+        half_reduction: BF16_Optimizer sums micro-batches in fp32, but reduces the sum over ranks in bf16.
         scales: Of every step, the loss scale of its backward pass and the one its gradients are divided by. They
             differ where a dynamic scale grows: DeepSpeed lets it grow before it unscales.
     """
 
     idle_step: bool = False
     matmul_linear: bool = False
+    half_reduction: bool = False
     scales: tuple[tuple[float, float], ...] = ()
+
+    def scales_of(self, job: Job, step: int) -> tuple[float, float]:
+        """The pair of scales of one step."""
+        return self.scales[step] if self.scales else (job.loss_scale, job.loss_scale)
 
 
 PLAIN = Regime()
@@ -419,7 +430,12 @@ def regime_of(job: Job, stage: int, record: Record) -> Regime:
     """The regime of a recorded run."""
     half = job.dtype is not torch.float32
     scales = tuple(record.scales) if job.dtype is torch.float16 else ()
-    return Regime(idle_step=half and stage == 0, matmul_linear=half and stage == 3, scales=scales)
+    return Regime(
+        idle_step=half and stage == 0,
+        matmul_linear=half and stage == 3,
+        half_reduction=job.accumulation_dtype is not job.dtype,
+        scales=scales,
+    )
 
 
 def run_plain(
@@ -441,7 +457,6 @@ def run_plain(
     initial = weights_of(master)
     half = job.dtype is not torch.float32
     now = {"step": 0}
-    scales = regime.scales or ((job.loss_scale, job.loss_scale),) * job.steps
     hooked, updated = model, (master if half else model)
     annotate(updated)
     if job.is_reference:
@@ -451,19 +466,16 @@ def run_plain(
     else:
         optimizer = build(job.name, groups_of(updated, job), **job.params)
     if isinstance(optimizer, MKOR):
-        optimizer.capture(updated, loss_scale=lambda: scales[now["step"]][1])
+        optimizer.capture(updated, loss_scale=lambda: regime.scales_of(job, now["step"])[1])
         if half:
             _capture_from(optimizer, hooked)
     for step in range(job.steps):
         now["step"] = step
-        before, after = scales[step]
-        with _linear_of(regime):
-            grads = _accumulated_grads(model, job, step, shares, optimizer, before)
-        for grad, target in zip(grads, updated.parameters(), strict=True):
-            target.grad = grad.to(target.dtype) / after
-            if noise:
+        _hand_over_grads(model, updated, job, step, shares, regime, optimizer)
+        if noise:
+            for target in updated.parameters():
                 target.grad *= 1 + noise * torch.randn(target.shape, generator=generator)
-        nn.utils.clip_grad_norm_(updated.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(updated.parameters(), job.clipping)
         optimizer.step()
         if half:
             with torch.no_grad():
@@ -484,24 +496,36 @@ def _linear_of(regime: Regime) -> Any:
     return mock.patch.object(nn.functional, "linear", zero3_linear_wrap)
 
 
-def _accumulated_grads(
-    model: nn.Module, job: Job, step: int, shares: int, optimizer: Any, scale: float
-) -> list[Tensor]:
-    """Gradients of one step's micro-batches, times the loss scale, summed in the job's accumulation type."""
+def _hand_over_grads(
+    model: nn.Module, updated: nn.Module, job: Job, step: int, shares: int, regime: Regime, optimizer: Any
+) -> None:
+    """Give the master weights the gradients of one step's micro-batches, as an engine would before it clips."""
     x, y = batches(job.steps, job.seed)
     sums = [torch.zeros_like(parameter, dtype=job.accumulation_dtype) for parameter in model.parameters()]
+    before, after = regime.scales_of(job, step)
     size = GLOBAL_BATCH // shares
     for micro, first in product(range(ACCUMULATION), range(0, GLOBAL_BATCH, size)):
         share = slice(first, first + size)
-        loss = model(x[step, micro, share], y[step, micro, share])
+        model.zero_grad()
+        with _linear_of(regime):
+            loss = model(x[step, micro, share], y[step, micro, share])
+            (loss / (ACCUMULATION * shares) * before).backward()
         if isinstance(optimizer, MKOR):
             optimizer.record_loss(loss)
-        model.zero_grad()
-        (loss / (ACCUMULATION * shares) * scale).backward()
         for total, parameter in zip(sums, model.parameters(), strict=True):
             if parameter.grad is not None:
                 total += parameter.grad
-    return sums
+    for total, target in zip(sums, updated.parameters(), strict=True):
+        reduced = total.to(job.dtype) if regime.half_reduction else total
+        target.grad = reduced.to(target.dtype) / after
+
+
+def first_grads(job: Job, regime: Regime = PLAIN) -> dict[str, np.ndarray]:
+    """The clipped gradients of the first step of one process."""
+    model, master = model_of(job).to(job.dtype), model_of(job)
+    _hand_over_grads(model, master, job, 0, 1, regime, None)
+    nn.utils.clip_grad_norm_(master.parameters(), job.clipping)
+    return {name: parameter.grad.numpy().copy() for name, parameter in master.named_parameters()}
 
 
 def noise_response(job: Job, noise: float) -> float:

@@ -20,12 +20,14 @@ from ds_harness import (
     Record,
     Regime,
     error,
+    first_grads,
     mean_error,
     noise_response,
     regime_of,
     replay_error,
     run_all,
     run_plain,
+    whole,
 )
 from ranks import run_ranks
 
@@ -54,6 +56,9 @@ PRECISIONS: dict[str, tuple[torch.dtype, tuple[str, ...]]] = {
 STATIC_SCALE = 256.0
 GROWTH_WINDOW = 3
 """Steps after which a dynamic loss scale doubles: it does so three times in ten steps."""
+
+CLIPPING = {True: 1.0, False: 0.1}
+"""By whether the head is tied: a fifth of the gradient norms there are, so that clipping acts in every step."""
 
 SEEDS = 5
 SPLITS = (2, 3, 4)
@@ -119,8 +124,10 @@ def job_of(label: str, precision: str, wrapper: str, seed: int) -> Job:
     fp16 = {"loss_scale": 1.0 if stage == 0 else STATIC_SCALE}
     if precision == "fp16 dynamic":
         fp16 = {"loss_scale_window": GROWTH_WINDOW}
-    extra = {"fp16": fp16} if dtype is torch.float16 else {}
     tied = (stage if dtype is torch.float32 else seed) % 2 == 1
+    extra: dict[str, Any] = {"gradient_clipping": CLIPPING[tied]}
+    if dtype is torch.float16:
+        extra["fp16"] = fp16
     return Job(name, params, config={**config, **extra}, dtype=dtype, tied=tied, seed=seed)
 
 
@@ -178,11 +185,12 @@ class Run(NamedTuple):
     ranks: list[Record]
     initial: Weights
     expected: Weights
+    regime: Regime
 
 
-def runs(group: Group, labels: Sequence[str], main: Any = train) -> Iterator[Run]:
+def runs(group: Group, labels: Sequence[str], main: Any = train, seeds: Sequence[int] | None = None) -> Iterator[Run]:
     """Train AdamW and the labelled types with every seed in one set of processes."""
-    cells = [(label, seed) for label in (REFERENCE, *labels) for seed in seeds_of(group)]
+    cells = [(label, seed) for label in (REFERENCE, *labels) for seed in seeds or seeds_of(group)]
     jobs = [job_of(label, group.precision, group.wrapper, seed) for label, seed in cells]
     results = run_ranks(group.world, main, jobs, {"stage": group.stage}, timeout=900.0)
     for index, (label, seed) in enumerate(cells):
@@ -190,7 +198,7 @@ def runs(group: Group, labels: Sequence[str], main: Any = train) -> Iterator[Run
         regime = regime_of(jobs[index], group.stage, ranks[0])
         if label != REFERENCE:
             regime = replace(regime, idle_step=False)
-        yield Run(label, jobs[index], ranks, *plain(label, group.precision, group.wrapper, seed, regime))
+        yield Run(label, jobs[index], ranks, *plain(label, group.precision, group.wrapper, seed, regime), regime)
 
 
 def rows_of(group: Group, found: Sequence[Run]) -> list[dict[str, Any]]:
@@ -204,5 +212,13 @@ def rows_of(group: Group, found: Sequence[Run]) -> list[dict[str, Any]]:
         row["mean"] = float(np.median([mean_error(*end) for end in ends]))
         if label != REFERENCE:
             row["same_gradients"] = max(replay_error(run.job, run.ranks) for run in own)
+            row["first_gradients"] = max(first_grads_error(run) for run in own)
         rows.append(row)
     return rows
+
+
+def first_grads_error(run: Run) -> float:
+    """Mean difference of the first step's gradients from one process's, relative to their mean size."""
+    expected = first_grads(run.job, run.regime)
+    found = whole(record.grads[0] for record in run.ranks)
+    return mean_error(found, expected, {name: np.zeros_like(values) for name, values in expected.items()})

@@ -49,6 +49,15 @@ class SharedTable(nn.Embedding):
             super().__init__(ds.VOCABULARY, WIDTH)
 
 
+class SharedLinear(nn.Linear):
+    """A linear layer that is built alike on every stage that shares it."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(8)
+            super().__init__(WIDTH, WIDTH, bias=False)
+
+
 def unembed(table: SharedTable, h: Tensor) -> Tensor:
     return nn.functional.linear(h, table.weight)
 
@@ -69,6 +78,7 @@ class PipelineJob:
         config: Further keys of the DeepSpeed configuration.
         dtype: Type of the model's weights.
         bare_first_stage: Whether the first stage is the embedding alone.
+        tied_linear: Whether both stages share a linear layer as well.
     """
 
     name: str
@@ -78,13 +88,16 @@ class PipelineJob:
     config: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     bare_first_stage: bool = False
+    tied_linear: bool = False
 
     def layers(self) -> list[Any]:
         torch.manual_seed(0)
         table, head = nn.Embedding(ds.VOCABULARY, WIDTH), nn.Linear(WIDTH, ds.VOCABULARY, bias=False)
         mix = Conv1D(13, WIDTH)
         nn.init.normal_(mix.weight, std=0.3)
-        inner = [Block(), mix, nn.Linear(13, WIDTH), Block()]
+        inner: list[Any] = [Block(), mix, nn.Linear(13, WIDTH), Block()]
+        if self.tied_linear:
+            inner = [TiedLayerSpec("mix", SharedLinear), *inner, TiedLayerSpec("mix", SharedLinear)]
         if self.bare_first_stage:
             return [table, nn.Sequential(*inner, head)]
         if self.tied:
@@ -147,31 +160,60 @@ def engine_of(job: PipelineJob, world: int) -> Any:
     return engine
 
 
-def train(engine: Any, steps: range) -> None:
+def train(engine: Any, steps: range, recorder: ds.Recorder | None = None) -> None:
     """Optimizer steps of a pipeline engine on its replica's share of the global batch."""
     x, y = batches()
     size = BATCH // engine.grid.data_parallel_size
     share = slice(engine.grid.data_parallel_id * size, (engine.grid.data_parallel_id + 1) * size)
     for step in steps:
+        if recorder is not None:
+            recorder.begin_step()
         engine.train_batch(iter([(x[step, micro, share], y[step, micro, share]) for micro in range(ACCUMULATION)]))
 
 
+def replay(job: PipelineJob, ranks: list[ds.Record]) -> dict[str, np.ndarray]:
+    """Final weights of one process that is fed the gradients and statistics the stages' optimizers were handed."""
+    model = Whole(job)
+    parameters = dict(model.named_parameters())
+    start = ds.whole(record.initial for record in ranks)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(start[name]))
+    annotate(model)
+    optimizer = build(job.name, list(model.parameters()), **TYPES[job.name])
+    now = {"step": 0}
+    if isinstance(optimizer, MKOR):
+        optimizer.capture(model)
+        optimizer._reduced_statistics = lambda unit: {  # type: ignore[method-assign]
+            key: tuple(torch.from_numpy(value) for value in values)
+            for record in ranks
+            for key, values in record.statistics[now["step"]].items()
+        }
+    for step in range(STEPS):
+        now["step"] = step
+        grads = ds.whole(record.grads[step] for record in ranks)
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(grads[name])
+        losses = {record.losses[step] for record in ranks} - {None}
+        assert len(losses) <= 1, "the stages were told different losses"
+        if isinstance(optimizer, MKOR) and losses:
+            optimizer.record_loss(losses.pop())
+        optimizer.step()
+    return ds.weights_of(model)
+
+
 def run_whole(job: PipelineJob) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Initial and final weights of a single process of plain PyTorch; half types keep fp32 master weights."""
-    model, master = Whole(job).to(job.dtype), Whole(job)
-    master.load_state_dict(model.state_dict())
-    updated = model if job.dtype is torch.float32 else master
-    initial = ds.weights_of(updated)
-    annotate(updated)
+    """Initial and final weights of a single process of plain PyTorch."""
+    model = Whole(job)
+    initial = ds.weights_of(model)
+    annotate(model)
     params = TYPES[job.name]
     if job.name == ds.REFERENCE:
-        optimizer: Any = torch.optim.AdamW(updated.parameters(), lr=params["lr"])
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=params["lr"])
     else:
-        optimizer = build(job.name, list(updated.parameters()), **params)
+        optimizer = build(job.name, list(model.parameters()), **params)
     if isinstance(optimizer, MKOR):
-        optimizer.capture(updated)
-        if updated is master:
-            ds._capture_from(optimizer, model)
+        optimizer.capture(model)
     x, y = batches()
     for step in range(STEPS):
         model.zero_grad()
@@ -180,10 +222,6 @@ def run_whole(job: PipelineJob) -> tuple[dict[str, np.ndarray], dict[str, np.nda
             if isinstance(optimizer, MKOR):
                 optimizer.record_loss(loss)
             (loss / ACCUMULATION).backward()
-        for source, target in zip(model.parameters(), updated.parameters(), strict=True):
-            target.grad = source.grad.to(target.dtype)
-        nn.utils.clip_grad_norm_(updated.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if updated is master:
-            model.load_state_dict(master.state_dict())
-    return initial, ds.weights_of(updated)
+    return initial, ds.weights_of(model)

@@ -1,23 +1,26 @@
 """Every JSON type, under every wrapper, precision and world size, follows one process of plain PyTorch.
 
-Two forms. *Same gradients*: one process is fed the reduced gradients (for MKOR also the statistics) that the engine
-handed over; what is left is the sharded optimizer itself, and it must agree to fp32 rounding in every precision.
-*End to end*: one process trains on the whole batch; here the gradients differ by rounding too, and `torch.optim.AdamW`
-in the same cell shows by how much that alone moves a run.
+Three figures. *Same gradients*: one process is fed the reduced gradients (for MKOR also the statistics) that the
+engine handed over; what is left is the sharded optimizer itself, and it must agree to fp32 rounding in every precision.
+*First gradients*: what the engine handed over in the first step is what one process computes and clips, up to the
+rounding of the type. *End to end*: one process trains on the whole batch, under the wrapper's own arithmetic
+(`ds_harness.Regime`); the gradients differ by rounding, and `torch.optim.AdamW` in the same cell shows by how much that
+alone moves a run.
 
 In fp32 the end-to-end error is the largest difference of a weight, relative to the largest change of a weight, and may
-be ten times AdamW's. In half precision it is the **mean difference relative to the mean change, median of five seeds**,
-and may be twice AdamW's. Why the mean: gradients differ by 2^-9, and a rule that takes signs (Lion always, AdamW in its
-first steps) answers to a difference e by flipping a share of its signs in proportion to e. The mean grows with that
-share; the largest weight is off by a whole step as soon as one sign flips, in AdamW too, so that it says nothing about
-how many do. The mean still sees faults: what reaches all weights raises it a hundredfold
-(`test_faults_stand_out`), and what stays on a few elements (a halo, one owner's matrix) is the business of the
-same-gradients form, where it stands out by more than a thousand.
+be ten times AdamW's. In half precision it is the mean difference relative to the mean change, median of five seeds, and
+may be twice AdamW's. Why the mean: a rule that takes signs (Lion always, AdamW in its first steps) answers to gradients
+that differ by e with a share of flipped signs in proportion to e. The mean grows with that share; the largest weight is
+off by a whole step as soon as one sign flips, so that it tells one flip from none but not from a hundred. What it can
+miss is a fault on a few elements, or one an adaptive rule normalises away; the other two figures have no such noise.
+`test_ds_parity_faults.py` puts faults in: an owner's misplaced result raises the mean two hundredfold and the
+same-gradients figure from 0 to 2, a missing halo the latter from 0 to 0.4, gradients clipped twice the first-gradients
+figure more than tenfold.
 
 Four rules are worse conditioned than AdamW and move further under rounding in one process already: orthogonalisation
-lifts the small singular values, which rounding governs, to one; SONew divides by Schur complements and drops edges at
-a threshold; LDAdam's subspace turns. Where they miss the factor of two, they are held to three times what one process
-shows when the same samples are cut into smaller micro-batches.
+(MARS-Shampoo, MARS-M) lifts the small singular values, which rounding governs, to one; SONew divides by Schur
+complements and drops edges at a threshold; LDAdam's subspace turns. Where they miss the factor of two, they are held to
+three times what one process shows when the same samples are cut into smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ ALLOWED_RESPONSE = 3.0
 ILL_CONDITIONED = ("MARS-Shampoo", "MARS-M", "SONew", "SONew, default gamma", "LDAdam")
 # AdamW's own figure must be one of rounding, or twice of it would be no bound. Several ranks round more than one.
 ALLOWED_ADAMW = 4.0
+# Of the first step's gradients, in units of the type's epsilon: products, micro-batches and ranks round a few times.
+ALLOWED_ROUNDINGS = 8.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,9 +87,11 @@ def check_group(group: Group, labels: list[str]) -> None:
         check_run(group, run)
     if group.precision != "fp32":
         assert rows[0]["mean"] <= ALLOWED_ADAMW * own_response(REFERENCE, group.precision), rows[0]
+    rounding = torch.finfo(found[0].job.dtype).eps
     measure = "largest" if group.precision == "fp32" else "mean"
     for row in rows[1:]:
         assert row["same_gradients"] <= replay_tolerance(type_of(row)), row
+        assert row["first_gradients"] <= ALLOWED_ROUNDINGS * rounding, row
         assert row[measure] <= row["bound"], (row, rows[0])
 
 
@@ -121,7 +128,7 @@ def write(rows: list[dict[str, Any]]) -> None:
 def check_run(group: Group, run: Run) -> None:
     """What the comparison rests on: the wrapper, cut matrices, agreement of ranks, the model seeing the weights."""
     ranks = run.ranks
-    assert ranks[0].wrapper == group.class_name or not group.class_name
+    assert ranks[0].wrapper == group.class_name or (not group.class_name and "Optimizer" not in ranks[0].wrapper)
     if group.precision == "fp16 dynamic":
         assert [before != after for before, after in ranks[0].scales].count(True) >= 2, "the loss scale never grew"
     if run.label == REFERENCE:

@@ -26,6 +26,7 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "super_offload": lambda: getattr(found, "super_offload", False),
         "zenflow": False,
         "has_moe_layers": False,
+        "zero_elastic_checkpoint": lambda: False,
         "autotp_size": lambda: 1,
         "mp_world_size": 1,
     }
@@ -39,9 +40,10 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"offload": {"device": "nvme"}}, "offload_optimizer.device='nvme'", "device 'cpu'"),
         ({"offload": {"super_offload": True}}, "super_offload=True", "set super_offload to false"),
         ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
+        ({"zero_elastic_checkpoint": lambda: True}, "elastic_checkpoint=True", "set it to false"),
         ({"mp_world_size": 2}, "tensor parallelism=2", "data or pipeline parallelism"),
         ({"autotp_size": lambda: 4}, "tensor parallelism=4", "data or pipeline parallelism"),
-        ({"has_moe_layers": True}, "expert layers='deepspeed.moe'", "dense model"),
+
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], key: str, fix: str) -> None:

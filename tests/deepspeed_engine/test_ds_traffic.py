@@ -59,9 +59,9 @@ def _cell(name: str, stage: int, rank: int, world: int) -> Cell:
         limit += 1 + (unit.halo is not None) + len(optimizer.work(unit).scalars)
         if unit.exchange is None:
             continue
-        plan, payload = unit.exchange.plan, optimizer.work(unit).payload
+        plan, reply = unit.exchange.plan, optimizer.work(unit).reply
         limit += 2 * len(plan.batches)
-        volume = matrix_volume(unit.layout, plan, 4, payload)
+        volume = matrix_volume(unit.layout, plan, 4, reply)
         matrix_collectives += volume[rank].collectives
         staying = MatrixPlan(plan.owners, tuple(_at_home(batch, plan, unit.layout) for batch in plan.batches))
         at_home += sum(len(batch.tasks) for batch in staying.batches)

@@ -74,7 +74,8 @@ def _resume_one(case: str, layout: str, rank: int, world: int) -> dict[str, Any]
         tensor.data.copy_(weight)
     resumed.optimizer.load_state_dict(state)
     resumed.count = 4
-    saved_at_once = _differences(state["matrix_states"], resumed.optimizer.state_dict()["matrix_states"])
+    again = resumed.optimizer.state_dict()
+    saved_at_once = [found for key in ("matrix_states", "layout") for found in _differences(state[key], again[key])]
     for framework in (straight, resumed):
         for _ in range(4):
             framework.step()

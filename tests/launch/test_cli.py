@@ -168,3 +168,10 @@ def test_explain_lists_every_parameter_and_adds_up_its_state() -> None:
     assert len(sizes) == 17 and sum(sizes[:-1]) == sizes[-1] > 0, "16 parameters, then their sum"
     status, output = run("explain", "--optimizer", "adamw", *small)
     assert status == 2 and "not one of ours" in output
+
+
+def test_universal_command_says_what_is_missing(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    code, output = run("universal", str(tmp_path), str(tmp_path / "out"))
+    assert code == 2
+    assert "holds no checkpoint; name the folder of a tag" in output

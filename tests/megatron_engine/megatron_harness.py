@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -22,130 +20,16 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron_weights import bare, cuts, gathered, main_weight, set_initial
+from megatron_cells import DECAY_STEPS, GLOBAL_BATCH, LENGTH, MAX_LR, MIN_LR, VOCABULARY, Cell, tokens
+from megatron_weights import bare, cuts, gathered, main_weight, model_weight, set_initial
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron_patches.cpu import cpu_megatron
 
-GLOBAL_BATCH, LENGTH, VOCABULARY, HIDDEN, HEADS = 8, 16, 64, 64, 4
-MAX_LR, MIN_LR, DECAY_STEPS = 5e-3, 1e-3, 20
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
+Gathered = tuple[dict[str, Tensor], float]
 MakeOptimizer = Callable[[dict[str, Any], list[nn.Module]], MegatronOptimizer]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One layout of one model.
-
-    Attributes:
-        tp, pp, ep: Sizes of tensor, pipeline and expert parallelism; the rest of the world is data parallel.
-        vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
-        sp: Whether sequence parallelism goes with tensor parallelism.
-        precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale).
-        bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
-        moe: Number of experts, two of which are chosen per token; 0 for a dense model.
-        aux_loss: Coefficient of the load-balancing loss, which depends on how the batch is split.
-        swiglu: SwiGLU, RMSNorm and no bias; otherwise GELU, LayerNorm and biases.
-        gqa: Whether two heads share a key and value.
-        tied: Whether the output layer is the word embedding.
-        recompute: Whether all activations are recomputed.
-        microbatches: Micro-batches per step and rank; the global batch is the same in every cell.
-        layers: Transformer layers of the whole model.
-        clip: Largest gradient norm; 0 for none.
-        optimizer: Further fields of the optimizer's config.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    sp: bool = False
-    precision: str = "fp32"
-    use_distributed_optimizer: bool = False
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    bucket_size: int | None = None
-    moe: int = 0
-    aux_loss: float = 0.0
-    swiglu: bool = True
-    gqa: bool = True
-    tied: bool = False
-    recompute: bool = False
-    microbatches: int = 2
-    layers: int = 2
-    clip: float = 1.0
-    optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    def __str__(self) -> str:
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return ",".join(f"{k}={v}" for k, v in changed.items() if v != {}) or "default"
-
-    def transformer_config(self) -> TransformerConfig:
-        dtype = DTYPES[self.precision]
-        model: dict[str, Any] = {
-            "num_layers": self.layers,
-            "hidden_size": HIDDEN,
-            "ffn_hidden_size": 2 * HIDDEN,
-            "num_attention_heads": HEADS,
-            "num_query_groups": HEADS // 2 if self.gqa else HEADS,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "gated_linear_unit": self.swiglu,
-            "activation_func": F.silu if self.swiglu else F.gelu,
-            "normalization": "RMSNorm" if self.swiglu else "LayerNorm",
-            "add_bias_linear": not self.swiglu,
-        }
-        layout = {
-            "tensor_model_parallel_size": self.tp,
-            "sequence_parallel": self.sp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
-            "expert_model_parallel_size": self.ep,
-            "pipeline_dtype": dtype,
-            "params_dtype": dtype,
-            "bf16": self.precision == "bf16",
-            "fp16": self.precision == "fp16",
-        }
-        fused = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm")
-        off = dict.fromkeys((*fused, "gradient_accumulation_fusion", "apply_rope_fusion"), False)
-        if self.recompute:
-            layout |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if self.moe:
-            model |= {
-                "num_moe_experts": self.moe,
-                "moe_ffn_hidden_size": HIDDEN,
-                "moe_router_topk": 2,
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_router_load_balancing_type": "aux_loss" if self.aux_loss else "none",
-                "moe_aux_loss_coeff": self.aux_loss,
-            }
-        return TransformerConfig(**model, **layout, **off)
-
-    def optimizer_config(self) -> dict[str, Any]:
-        """Fields of an OptimizerConfig."""
-        return {
-            "optimizer": "adam",
-            "lr": MAX_LR,
-            "min_lr": MIN_LR,
-            "weight_decay": 0.1,
-            "clip_grad": self.clip,
-            "bf16": self.precision == "bf16",
-            "fp16": self.precision == "fp16",
-            "params_dtype": DTYPES[self.precision],
-            "initial_loss_scale": 2.0**10,
-            "loss_scale_window": 1000,
-            "use_distributed_optimizer": self.use_distributed_optimizer,
-            "overlap_param_gather": self.overlap_param_gather,
-            **self.optimizer,
-        }
-
-    def ddp_config(self) -> DistributedDataParallelConfig:
-        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
-        return DistributedDataParallelConfig(grad_reduce_in_fp32=True, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -172,14 +56,6 @@ class Result:
 def stock_adam(config: dict[str, Any], chunks: list[nn.Module]) -> MegatronOptimizer:
     """Megatron's own optimizer for the config."""
     return get_megatron_optimizer(OptimizerConfig(**config), chunks)
-
-
-def tokens(step: int) -> Tensor:
-    """The global batch of a step, one token longer than the sequences: the same in every cell."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    # Not uniform, so that there is something to learn.
-    draws = torch.rand(GLOBAL_BATCH, LENGTH + 1, generator=generator)
-    return (VOCABULARY * draws**3).long()
 
 
 class Trainer:
@@ -247,11 +123,14 @@ class Trainer:
             for chunk in self.chunks:
                 chunk.disable_forward_pre_hook(param_sync=False)
 
-    def train_step(self) -> tuple[float | None, float | None]:
+    def train_step(self, before_update: Callable[[Trainer], None] | None = None) -> tuple[float | None, float | None]:
         """One step on its global batch.
 
+        Args:
+            before_update: Called when the gradients are reduced and not yet clipped.
+
         Returns:
-            The mean loss over this rank's sequences, on the last pipeline stage only; the gradient norm, None if skipped.
+            The mean loss over this rank's sequences, on the last pipeline stage only; the norm, None if skipped.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -266,6 +145,8 @@ class Trainer:
             micro_batch_size=len(batches[0]),
             forward_only=False,
         )
+        if before_update is not None:
+            before_update(self)
         done, norm, _ = self.optimizer.step()
         if done:
             self.scheduler.step(increment=GLOBAL_BATCH)
@@ -289,15 +170,23 @@ class Trainer:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def weights(self, main: bool = True) -> tuple[dict[str, Tensor], float]:
-        """Unsharded weights on rank 0 (a collective of all ranks), and the largest difference between replicas."""
+    def weights(self, of: Callable[[nn.Parameter, list[MegatronOptimizer]], Tensor] = main_weight) -> Gathered:
+        """Weights on rank 0 by the names and in the shapes of the unsharded model. A collective of all ranks.
+
+        Args:
+            of: :func:`main_weight`, :func:`model_weight` or, inside ``before_update``, :func:`reduced_gradient`.
+
+        Returns:
+            The weights by name (empty on the other ranks), and the largest difference between two ranks' copies.
+        """
         optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        parts = []
-        for chunk in self.chunks:
-            for parameter, cut in cuts(chunk, self.cell.tied):
-                value = main_weight(parameter, optimizers) if main else parameter.detach().float().clone()
-                parts.append((cut, value))
-        return gathered(parts)
+        return gathered(
+            [
+                (cut, of(parameter, optimizers))
+                for chunk in self.chunks
+                for parameter, cut in cuts(chunk, self.cell.tied)
+            ]
+        )
 
     def sharded_state(self, is_loading: bool = False, optimizer_format: str | None = None) -> dict[str, Any]:
         """What Megatron's checkpoints hold of this rank.
@@ -316,7 +205,7 @@ class Trainer:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
         state: dict[str, Any] = {
-            name: chunk.sharded_state_dict(metadata=metadata)
+            name: bare(chunk).sharded_state_dict(metadata=metadata)
             for name, chunk in zip(names, self.chunks, strict=True)
         }
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
@@ -380,7 +269,7 @@ def trained(trainer: Trainer, steps: int) -> Result | None:
     dist.gather_object(records, everyone)
     weights, gap = trainer.weights()
     trainer.gather_params()
-    model_weights, model_gap = trainer.weights(main=False)
+    model_weights, model_gap = trainer.weights(model_weight)
     if everyone is None:
         return None
     last = [[loss for loss, _ in records] for records in everyone if records and records[0][0] is not None]
@@ -396,7 +285,15 @@ def trained(trainer: Trainer, steps: int) -> Result | None:
 
 def _train_all(rank: int, world: int, cells: Sequence[Cell], make_optimizer: MakeOptimizer, steps: int) -> list[Any]:
     with cpu_megatron():
-        return [train(cell, make_optimizer, steps) for cell in cells]
+        return [_train_named(cell, make_optimizer, steps) for cell in cells]
+
+
+def _train_named(cell: Cell, make_optimizer: MakeOptimizer, steps: int) -> Result | None:
+    try:
+        return train(cell, make_optimizer, steps)
+    except Exception as error:
+        error.add_note(f"cell: {cell}")
+        raise
 
 
 def run_cells(

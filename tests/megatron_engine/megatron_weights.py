@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -103,24 +103,51 @@ def set_initial(model: nn.Module, tied: bool) -> None:
 
 @torch.no_grad()
 def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
-    """The fp32 weight an optimizer keeps for a parameter, in the parameter's shape; the parameter if it keeps none.
+    """The fp32 weight an optimizer keeps for a parameter, in the parameter's shape; the parameter if it keeps none."""
+    if owner := _distributed(parameter, optimizers):
 
-    A collective of the optimizer's data-parallel group under the distributed optimizer.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, DistributedOptimizer) and any(parameter in b.param_to_bucket for b in optimizer.buffers):
-            return _assembled(parameter, optimizer)
+        def shard(span: slice) -> Tensor:
+            group, order = owner.model_param_group_index_map[parameter]
+            return owner.optimizer.param_groups[group]["params"][order]
+
+        return _assembled(parameter, owner, shard)
     main = getattr(parameter, "main_param", None)
-    return (parameter if main is None else main).detach().float().clone()
+    return model_weight(parameter if main is None else main, optimizers)
 
 
-def _assembled(parameter: nn.Parameter, optimizer: DistributedOptimizer) -> Tensor:
+@torch.no_grad()
+def model_weight(parameter: Tensor, optimizers: list[MegatronOptimizer]) -> Tensor:
+    """The weight of the model itself, in fp32."""
+    return parameter.detach().float().clone()
+
+
+@torch.no_grad()
+def reduced_gradient(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
+    """The gradient after data-parallel reduction, without the loss scale, before clipping."""
+    scale = 1.0 / optimizers[0].get_loss_scale()
+    if owner := _distributed(parameter, optimizers):
+        return scale * _assembled(parameter, owner, lambda span: parameter.main_grad.view(-1)[span])
+    return scale * parameter.main_grad.float()
+
+
+def _distributed(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> DistributedOptimizer | None:
+    """The distributed optimizer that updates a parameter."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, DistributedOptimizer) and any(
+            parameter in b.param_to_bucket for b in optimizer.buffers
+        ):
+            return optimizer
+    return None
+
+
+def _assembled(parameter: nn.Parameter, owner: DistributedOptimizer, shard: Callable[[slice], Tensor]) -> Tensor:
+    """A whole tensor from the data-parallel ranks' shards of it, which do not overlap."""
     flat = torch.zeros(parameter.numel())
-    if parameter in optimizer.model_param_group_index_map:
-        group, order = optimizer.model_param_group_index_map[parameter]
-        span = optimizer._get_model_param_range_map(parameter)["param"]
-        flat[span.start : span.end] = optimizer.optimizer.param_groups[group]["params"][order]
-    dist.all_reduce(flat, group=optimizer.data_parallel_group)
+    if parameter in owner.model_param_group_index_map:
+        local = owner._get_model_param_range_map(parameter)["param"]
+        span = slice(local.start, local.end)
+        flat[span] = shard(span)
+    dist.all_reduce(flat, group=owner.data_parallel_group)
     return flat.view(parameter.shape)
 
 

@@ -89,6 +89,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
             (cls, "weight_decay", NEGATIVE[:1], "it must be >= 0", "the default is 0.0"),
             (cls, "weight_decay", NOT_A_NUMBER[:5], "it must be a finite number", "write e.g. 0.0"),
             (cls, "exclude", PATTERNS, "it must be a list of name patterns", r'write e.g. \["\*gate\*"\]'),
+            (cls, "skip_nonfinite", FLAGS, "it must be true or false", "the default is False"),
         )
     ],
 ]

@@ -21,11 +21,12 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixTask, plan_matrices
+from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixTask, Reply, plan_matrices
 
 CPU = torch.device("cpu")
 SEEDS = 25
 PAYLOAD = 3
+REPLIES = {"pieces": Reply(), "two values": Reply(values=2), "payload": Reply(whole=PAYLOAD)}
 
 
 def _shapes(seed: int) -> dict[str, tuple[int, ...]]:
@@ -76,7 +77,7 @@ class Probe:
     def matrix(self, task: MatrixTask) -> Tensor:
         return torch.cat([self.whole[part] for part in task.parts])
 
-    def run(self, payload: bool) -> dict[str, list[int]]:
+    def run(self, reply: str = "pieces") -> dict[str, list[int]]:
         used = {part for task in self.tasks for part in task.parts}
         sources = [
             self.whole[fragment.key][fragment.start : fragment.end] if fragment.key in used else None
@@ -90,7 +91,9 @@ class Probe:
             assert tasks and all(self.plan.owners[task.key] == self.layout.rank for task in tasks)
             assert torch.equal(stack, torch.stack([self.matrix(task) for task in tasks]))
             computed.update(task.key for task in tasks)
-            return self.payload_of(stack) if payload else stack.square()
+            if reply == "payload":
+                return self.payload_of(stack)
+            return stack.square() if reply == "pieces" else torch.cat([stack.square(), -stack], dim=1)
 
         def deliver(task: MatrixTask, index: int, values: Tensor) -> None:
             self.events.append(("deliver", task.key))
@@ -98,14 +101,17 @@ class Probe:
             assert fragment.key in task.parts
             result = self.matrix(task).square()
             first = sum(self.whole[part].numel() for part in task.parts[: task.parts.index(fragment.key)])
-            expected = result[first + fragment.start : first + fragment.end]
-            if payload:
+            own = slice(first + fragment.start, first + fragment.end)
+            expected = result[own]
+            if reply == "two values":
+                expected = torch.cat([expected, -self.matrix(task)[own]])
+            if reply == "payload":
                 expected = self.payload_of(self.matrix(task)[None])[0]
             assert torch.equal(values, expected)
             delivered[index] += 1
 
         with recorded("all_to_all_single", "all_reduce", log=self.events.append) as calls:
-            self.exchange.run(sources, compute, deliver, (lambda batch: PAYLOAD) if payload else None)
+            self.exchange.run(sources, compute, deliver, lambda batch: REPLIES[reply])
         expected_deliveries = {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
         assert dict(delivered) == expected_deliveries
         owned = [task.key for task in self.exchange.owned()]
@@ -141,17 +147,17 @@ def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
     found = []
     for seed in range(SEEDS):
         for replicated in (False, True) if world > 1 else (False,):
-            for payload in (False, True):
+            for reply in REPLIES:
                 shapes = _shapes(seed)
                 layout = Layout(random_fragments(shapes, world, seed, replicated), rank, group, replicated)
                 probe = Probe(layout, _tasks(shapes), _whole(shapes))
-                calls = probe.run(payload)["all_to_all_single"]
+                calls = probe.run(reply)["all_to_all_single"]
                 travelling = sum(map(probe.crossing, probe.plan.batches))
                 assert len(calls) == travelling * (1 if replicated else 2)
                 found.append(
                     {
                         "replicated": replicated,
-                        "payload": payload,
+                        "reply": reply,
                         "sent": sum(calls),
                         "planned": probe.exchange.bytes_per_gather,
                         "payload_bytes": probe.payload_bytes(),
@@ -168,11 +174,10 @@ def test_random_layouts(world: int) -> None:
     for cases in zip(*ranks, strict=True):
         case, sent = cases[0], sum(other["sent"] for other in cases)
         planned = sum(other["planned"] for other in cases)
-        if case["replicated"]:
-            assert planned == 0
-            assert sent == (case["payload_bytes"] if case["payload"] else 8 * case["numel"] * (world - 1))
-        else:
-            assert sent == planned + (case["payload_bytes"] if case["payload"] else planned)
+        pieces = 8 * case["numel"] * (world - 1) if case["replicated"] else planned
+        returned = {"pieces": pieces, "two values": 2 * pieces, "payload": case["payload_bytes"]}
+        assert planned == 0 or not case["replicated"]
+        assert sent == planned + returned[case["reply"]]
     assert world == 1 or any(case["travelling"] for case in ranks[0])
 
 
@@ -187,7 +192,7 @@ def _stay_at_home(rank: int, world: int) -> tuple[int, int]:
         for holder in range(world)
     ]
     probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes))
-    return len(probe.run(False)["all_to_all_single"]), probe.exchange.bytes_per_gather
+    return len(probe.run()["all_to_all_single"]), probe.exchange.bytes_per_gather
 
 
 def test_matrices_whole_on_their_owners_send_nothing() -> None:
@@ -205,7 +210,7 @@ def _pipeline(rank: int, world: int) -> list[Any]:
     probe = Probe(layout, _tasks(shapes), _whole(shapes), batch_elements=20)
     assert len(probe.plan.batches) == 4
     batch_of = {task.key: index for index, batch in enumerate(probe.plan.batches) for task in batch.tasks}
-    probe.run(False)
+    probe.run()
     return [("deliver", batch_of[event[1]]) if event[0] == "deliver" else event for event in probe.events]
 
 
@@ -308,7 +313,7 @@ def _trace(rank: int, world: int) -> list[dict[str, Any]]:
     ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
     probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes), batch_elements=20)
     with profile(activities=[ProfilerActivity.CPU]) as recorder:
-        probe.run(False)
+        probe.run()
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")
         trace = json.loads(Path(f"{folder}/trace.json").read_text())

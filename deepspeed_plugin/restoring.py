@@ -1,0 +1,170 @@
+"""What a checkpoint holds beside weights and optimizer states: counters, schedulers, samplers, scaler, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from deepspeed_plugin.saved import RECORD, CheckpointError
+
+__all__ = ["Wanted", "refuse_module", "restore_engine", "restore_module", "restore_scaler", "without_record"]
+
+# What DeepSpeed keeps of a model file when it hands out the client state.
+_NOT_CLIENT_STATE = (
+    "module",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The arguments of ``load_checkpoint``, under DeepSpeed's names.
+
+    Attributes:
+        load_module_strict: Whether model and checkpoint must have the same parameters and buffers.
+        load_optimizer_states: False keeps weights only.
+        load_lr_scheduler_states: Whether the scheduler is restored.
+        load_module_only: Leaves counters and schedulers alone, too.
+        custom_load_fn: Called with ``src``, the saved state dictionary, and ``dst``, the module.
+    """
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def states(self) -> bool:
+        """Whether optimizer states are to be loaded."""
+        return self.load_optimizer_states and not self.load_module_only
+
+    @property
+    def strict(self) -> bool:
+        """Whether every parameter must be in the checkpoint."""
+        return self.load_module_strict and self.custom_load_fn is None
+
+    def client_state(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What DeepSpeed would return of a model file."""
+        dropped = {"module"} if self.load_module_only else set(_NOT_CLIENT_STATE)
+        dropped |= {"lr_scheduler"} if self.load_lr_scheduler_states else set()
+        dropped |= {"optimizer"} if self.load_optimizer_states else set()
+        return without_record({key: value for key, value in content.items() if key not in dropped})
+
+
+def without_record(client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Client state as the user gave it, without what was added on saving."""
+    ours = client_state.get(RECORD) or {}
+    added = {RECORD, UNIVERSAL_CHECKPOINT_INFO} if ours.get("added_info") else {RECORD}
+    return {key: value for key, value in client_state.items() if key not in added}
+
+
+def refuse_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted, partitioned: bool) -> None:
+    """Refuse what of the model cannot be loaded from another layout.
+
+    Args:
+        engine: The engine that loads.
+        content: The model file's.
+        wanted: The arguments of the call.
+        partitioned: Whether ZeRO-3 wrote the file.
+
+    Raises:
+        CheckpointError: Other names than the model's, a ``custom_load_fn`` or frozen parameters at ZeRO-3.
+    """
+    at_three = partitioned or engine.zero_optimization_stage() == 3
+    frozen = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+    if frozen and at_three:
+        raise CheckpointError(
+            f"frozen parameters ({frozen[0]}, …) cannot be moved to, from or within ZeRO-3; resume on the stage and "
+            "world size that wrote the checkpoint, or convert it with zero_to_fp32 and load the weights."
+        )
+    if wanted.custom_load_fn is not None and at_three:
+        raise CheckpointError(
+            "custom_load_fn cannot be used to move a checkpoint to, from or within ZeRO-3, where no rank has whole "
+            "weights; convert it with zero_to_fp32 and load the weights yourself."
+        )
+    if wanted.strict:
+        names, saved = set(engine.module.state_dict()), set(content["module"])
+        problems = [
+            f"{text} {sorted(which)[:3]}"
+            for text, which in (("it lacks", names - saved), ("the model lacks", saved - names))
+            if which
+        ]
+        if problems:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(problems)}; pass load_module_strict=False to load "
+                "what fits."
+            )
+
+
+def restore_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
+    """Buffers and untrained weights, or whatever the user's own function loads; before the trained weights."""
+    if wanted.custom_load_fn is not None:
+        wanted.custom_load_fn(src=content["module"], dst=engine.module)
+        _refresh_full_precision(engine)
+    else:
+        _load_untrained(engine, content)
+
+
+def restore_engine(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
+    """Counters, schedulers and samplers, unless only the module is wanted."""
+    if wanted.load_module_only:
+        return
+    engine.global_steps = content["global_steps"]
+    engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = content["skipped_steps"]
+    engine.loaded_checkpoint_dp_world_size = content["dp_world_size"]
+    engine.loaded_checkpoint_mp_world_size = content["mp_world_size"]
+    saved = content.get("lr_scheduler")
+    if wanted.load_lr_scheduler_states and engine.lr_scheduler is not None and saved is not None:
+        engine.lr_scheduler.load_state_dict(saved)
+    saved = content.get("random_ltd")
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and saved is not None:
+        engine.random_ltd_scheduler.load_state_dict(saved)
+    saved = content.get("data_sampler")
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and saved is not None:
+        engine.training_dataloader.data_sampler.load_state_dict(saved)
+
+
+def _load_untrained(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> None:
+    buffers = set(content.get("buffer_names") or ())
+    parameters = engine.module.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in parameters if parameter.requires_grad}
+    kept = {
+        name: value
+        for name, value in content["module"].items()
+        if name in buffers or (name not in trained and value.numel())
+    }
+    engine.module.load_state_dict(kept, strict=False)
+
+
+def _refresh_full_precision(engine: DeepSpeedEngine) -> None:
+    """Take over weights of the model that were changed from outside."""
+    wrapper = engine.optimizer
+    for name in ("refresh_fp32_params", "_restore_from_bit16_weights"):
+        if hasattr(wrapper, name):
+            getattr(wrapper, name)()
+            return
+
+
+def restore_scaler(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
+    """The loss scale with its counters, where both runs have one.
+
+    Args:
+        engine: The engine that loads.
+        saved: What ZeRO's wrapper saved; empty if it was not scaling.
+    """
+    wrapper = engine.optimizer
+    if engine.fp16_enabled() and saved.get("loss_scaler") is not None and hasattr(wrapper, "loss_scaler"):
+        wrapper.loss_scaler = saved["loss_scaler"]
+        wrapper.dynamic_loss_scale = saved["dynamic_loss_scale"]
+        wrapper.overflow = saved["overflow"]

@@ -1,0 +1,229 @@
+"""What lies in a checkpoint folder of DeepSpeed, as far as its optimizer is concerned."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_plugin.stock_form import from_stock
+
+__all__ = ["RECORD", "CheckpointError", "SavedCheckpoint", "newest_model_file", "read", "tag_in"]
+
+RECORD = "rankwise"
+"""Key of the model file under which we note who wrote the checkpoint, which save it was, and where."""
+
+_ZERO_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be continued as asked."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Content of one of DeepSpeed's files.
+
+    Raises:
+        CheckpointError: It is missing, cut off or otherwise damaged.
+    """
+    try:
+        # DeepSpeed's files hold its own classes; mapped, so that a rank reads only the bytes it needs, unless they are
+        # in the old format, which cannot be.
+        mapped = zipfile.is_zipfile(path)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: the checkpoint was not written to the end, or is damaged ({error}). Load an "
+            "earlier tag."
+        ) from error
+    return content
+
+
+def tag_in(load_dir: str | Path, pointer: str = "latest") -> str | None:
+    """The tag a pointer file names; None without one."""
+    path = Path(load_dir) / pointer
+    return path.read_text().strip() if path.is_file() else None
+
+
+def newest_model_file(folder: Path) -> Path | None:
+    """The file with the module's state and the engine's counters; None if there is none.
+
+    A tag may be written again by a run of another stage or size, whose files replace only some of the old ones: what
+    belongs to the checkpoint is for the newest model file to say.
+    """
+    models = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=lambda path: path.stat().st_mtime)
+    return models[-1] if models else None
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint as DeepSpeed writes it.
+
+    Attributes:
+        folder: The tag's folder.
+        zero_files: ZeRO's files in rank order, of the first pipeline stage; empty at stage 0.
+        model_file: The file with the module's state and the engine's counters.
+        missing: Names of the ZeRO files that must have been there.
+    """
+
+    folder: Path
+    zero_files: tuple[Path, ...]
+    model_file: Path
+    missing: tuple[str, ...] = ()
+
+    @classmethod
+    def find(cls, load_dir: str | Path, tag: str | None) -> SavedCheckpoint | None:
+        """Locate the files of a tag, or of the latest one; None if there are none.
+
+        Raises:
+            CheckpointError: The model file cannot be read.
+        """
+        tag = tag_in(load_dir) if tag is None else str(tag)
+        return None if tag is None else cls.at(Path(load_dir) / tag)
+
+    @classmethod
+    def at(cls, folder: Path) -> SavedCheckpoint | None:
+        """As :meth:`find`, of a tag's folder."""
+        model_file = newest_model_file(folder)
+        if model_file is None:
+            return None
+        content = read(model_file)
+        config = _config(content)
+        prefixes: tuple[str, ...] = ("bf16_",) if _enabled(config, "bf16") else ("",)
+        if not config:
+            prefixes = ("", "bf16_")
+        names = [path.name for path in sorted(folder.glob("*_optim_states.pt"))]
+        matches = {
+            int(match[2]): folder / name
+            for name in names
+            if (match := _ZERO_FILE.match(name)) and (match[1] or "") in prefixes
+        }
+        partitioned = content.get("optimizer") is None and bool(matches or _stage(config))
+        ranks = range(int(content.get("dp_world_size", len(matches))) if partitioned else 0)
+        missing = [
+            name
+            for stage in range(int(content.get("mp_world_size", 1)))
+            for rank in ranks
+            if not any((name := _file_name(prefix, rank, stage)) in names for prefix in prefixes)
+        ]
+        files = tuple(matches[rank] for rank in ranks if rank in matches)
+        return cls(folder, files, model_file, tuple(missing))
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The model file's."""
+        return read(self.model_file)
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Our note in the model file; empty for anybody else's checkpoint."""
+        return self.content.get(RECORD) or {}
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks that wrote it; None at stage 0, whose file any number of ranks can read."""
+        return len(self.zero_files) or None
+
+    def require_complete(self) -> None:
+        """Refuse a checkpoint of which files are missing.
+
+        Raises:
+            CheckpointError: Names the first one.
+        """
+        if self.missing:
+            raise CheckpointError(
+                f"{self.folder} lacks {self.missing[0]} ({len(self.missing)} of the files of "
+                f"{self.content.get('dp_world_size')} data-parallel ranks are missing): it was not written to the "
+                "end, or files were deleted. Load an earlier tag, or the weights with load_optimizer_states=False."
+            )
+
+    def optimizer(self, rank: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """The base optimizer's dictionary saved by one rank, and the flat weights of its param groups."""
+        if not self.zero_files:
+            return self._unpartitioned()
+        content = read(self.zero_files[rank])["optimizer_state_dict"]
+        if "fp32_flat_groups" in content:
+            return from_stock(content["optimizer_state_dict"]), list(content["fp32_flat_groups"])
+        return from_stock(content["base_optimizer_state"]), list(content["single_partition_of_fp32_groups"])
+
+    def _unpartitioned(self) -> tuple[dict[str, Any], list[Tensor]]:
+        saved = self.content["optimizer"]
+        if "fp32_groups" in saved:
+            return saved["optimizer_state_dict"], [tensor for group in saved["fp32_groups"] for tensor in group]
+        names = [record["runs"][0][0] if record["runs"] else None for record in saved.get("layout", [])]
+        module = self.content["module"]
+        return saved, [module[name] if name is not None else torch.empty(0) for name in names]
+
+    def wrapper_state(self) -> Mapping[str, Any]:
+        """What ZeRO's wrapper saved beside the base optimizer: loss scaler, overflow flag; empty at stage 0."""
+        if not self.zero_files:
+            return {}
+        state: Mapping[str, Any] = read(self.zero_files[0])["optimizer_state_dict"]
+        return state
+
+    @cached_property
+    def author(self) -> str | None:
+        """Which of our optimizers wrote it; None for anybody else's, whatever the format.
+
+        Raises:
+            CheckpointError: The file that would tell cannot be read.
+        """
+        if self.record:
+            return str(self.record["identity"])
+        try:
+            # Not the weights: pipeline engines keep them in files of their own, by layer.
+            saved = None if self.zero_files else self.content["optimizer"]
+            state = self.optimizer(0)[0] if saved is None else saved.get("optimizer_state_dict", saved)
+        except (AttributeError, ImportError, IndexError, KeyError, TypeError):
+            return None
+        return state.get("rankwise") if isinstance(state, dict) else None
+
+    @cached_property
+    def stage(self) -> int:
+        """ZeRO stage that wrote it."""
+        if not self.zero_files:
+            return 0
+        stage = self.wrapper_state().get("zero_stage", 1)
+        return int(getattr(stage, "value", stage))
+
+    @property
+    def partitioned_weights(self) -> bool:
+        """Whether the model file holds placeholders, as ZeRO-3 writes them."""
+        return self.model_file.name.startswith("zero_pp_rank")
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration of the engine that wrote it."""
+        return _config(self.content)
+
+    @property
+    def fp16(self) -> bool:
+        """Whether a loss scale was in use."""
+        return _enabled(self.config, "fp16")
+
+
+def _file_name(prefix: str, rank: int, stage: int) -> str:
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt"
+
+
+def _config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = content.get("ds_config")
+    return config if isinstance(config, Mapping) else {}
+
+
+def _enabled(config: Mapping[str, Any], key: str) -> bool:
+    block = config.get(key) or config.get("bfloat16" if key == "bf16" else key)
+    return isinstance(block, Mapping) and bool(block.get("enabled"))
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    block = config.get("zero_optimization")
+    return int(block.get("stage", 0)) if isinstance(block, Mapping) else 0

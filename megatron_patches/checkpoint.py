@@ -1,0 +1,152 @@
+"""Optimizer states as Megatron's sharded tensors: by name and position in the unsharded parameter.
+
+Every rank writes the pieces it holds, the first copy of those that several hold, and owners their matrix states; what
+is read back depends on names and positions alone, so that data-, tensor- and pipeline-parallel sizes may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+from torch import Tensor
+
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.named_states import common_step, owned_states, resume, stored_fragments
+from rankwise.sharding import Fragment
+
+__all__ = ["load_sharded", "sharded_state"]
+
+_PREFIX = "optimizer.rankwise"
+
+
+class _Piece(NamedTuple):
+    """A rectangle of a parameter (a run, where it is no matrix) with a view of the values this rank keeps of it."""
+
+    name: str
+    values: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    copy: int
+
+
+def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
+    """What one wrapper contributes to a checkpoint, or asks of one.
+
+    Args:
+        wrapper: One of ours, with its layout.
+        is_loading: Whether the tensors are to be filled.
+    """
+    inner = wrapper.optimizer
+    if inner is None:
+        return {}
+    inner.plan_ahead(inner.layout_source.units())
+    state: dict[str, Any] = {
+        "rankwise": {
+            "identity": inner.identity,
+            "step": common_step(inner),
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+            "extra": inner.extra_state(),
+        },
+        "elements": {str(index): _sharded(piece) for index, piece in enumerate(_pieces(wrapper))},
+        "matrices": {
+            f"{key}/{name}": _whole(f"{_PREFIX}.matrix.{name}.{key}", value)
+            for key, values in owned_states(inner).items()
+            for name, value in values.items()
+        },
+    }
+    if getattr(wrapper, "grad_scaler", None):
+        state["grad_scaler"] = wrapper.grad_scaler.state_dict()
+    return state
+
+
+@torch.no_grad()
+def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
+    """Take over what a checkpoint filled into :func:`sharded_state`.
+
+    Args:
+        wrapper: One of ours.
+        state: The filled dictionary.
+
+    Raises:
+        ValueError: Another optimizer has written the checkpoint.
+    """
+    inner: ShardedOptimizer = wrapper.optimizer
+    saved = state["rankwise"]
+    if saved["identity"] != inner.identity:
+        raise ValueError(
+            f"{inner.identity}: the checkpoint's optimizer {saved['identity']!r} is invalid: it must be "
+            f"{inner.identity!r}; continue with that one, or pass --no-load-optim to start its states afresh"
+        )
+    _restore_groups(inner, saved["groups"])
+    for index, piece in enumerate(_pieces(wrapper)):
+        loaded = state["elements"][str(index)]
+        if loaded.data_ptr() != piece.values.data_ptr():
+            piece.values.copy_(loaded.view_as(piece.values))
+    matrices: dict[str, dict[str, Tensor]] = {}
+    for key, values in owned_states(inner).items():
+        matrices[key] = {
+            name: state["matrices"][f"{key}/{name}"].reshape(value.shape).to(value) for name, value in values.items()
+        }
+    resume(inner, matrices, saved["step"], saved["extra"])
+
+
+def _restore_groups(inner: ShardedOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Hyper-parameters, matched by what Megatron identifies groups with: another layout may order them differently."""
+
+    def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(group.get(key) for key in param_group_identifier_keys)
+
+    known = {identity(group): group for group in saved}
+    for group in inner.param_groups:
+        group.update(known.get(identity(group), {}))
+
+
+def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
+    """All element states of this rank, and the main weights where the model's own are rounded."""
+    half = wrapper.config.bf16 or wrapper.config.fp16
+    for fragment, copy, weight, states in stored_fragments(wrapper.optimizer):
+        named = {"weight": weight, **states} if half else states
+        for name, values in named.items():
+            yield from _rectangles(fragment, copy, f"{_PREFIX}.{name}.{fragment.key}", values)
+
+
+def _rectangles(fragment: Fragment, copy: int, name: str, values: Tensor) -> Iterator[_Piece]:
+    if len(fragment.shape) != 2:
+        yield _Piece(name, values, (prod(fragment.shape),), (fragment.start,), copy)
+        return
+    width = fragment.row_length
+    left = 0 if fragment.columns is None else fragment.columns[0]
+    position = fragment.start
+    while position < fragment.end:
+        row, column = divmod(position, width)
+        whole = (fragment.end - position) // width if column == 0 else 0
+        rows, part = (whole, width) if whole else (1, min(width - column, fragment.end - position))
+        first = position - fragment.start
+        view = values[first : first + rows * part].view(rows, part)
+        yield _Piece(name, view, fragment.shape, (row, left + column), copy)
+        position += rows * part
+
+
+def _sharded(piece: _Piece) -> ShardedTensor:
+    return ShardedTensor(
+        key=piece.name,
+        data=piece.values,
+        dtype=piece.values.dtype,
+        local_shape=tuple(piece.values.shape),
+        global_shape=piece.shape,
+        global_offset=piece.offset,
+        axis_fragmentations=None,
+        replica_id=piece.copy,
+    )
+
+
+def _whole(name: str, value: Tensor) -> ShardedTensor:
+    # Megatron's tensors have at least one dimension.
+    data = value.reshape(1) if value.dim() == 0 else value
+    shape = tuple(data.shape)
+    return ShardedTensor(name, data, data.dtype, shape, shape, (0,) * data.dim(), (1,) * data.dim())

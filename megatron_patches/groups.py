@@ -1,0 +1,75 @@
+"""This rank's process groups, from Megatron's global state or from an explicit collection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+__all__ = ["ParallelGroups"]
+
+
+class ParallelGroups:
+    """The groups an optimizer's layout is shared over.
+
+    A dense parameter is held, in pieces and copies, by the ranks of its pipeline stage: tensor, context and data
+    parallel. An expert's is held by the ranks of its expert-tensor and expert-data-parallel groups.
+
+    Args:
+        collection: What the user passed as ``pg_collection``; None for Megatron's global groups.
+    """
+
+    def __init__(self, collection: ProcessGroupCollection | None = None) -> None:
+        self._collection = collection
+
+    def _find(self, name: str, default: Any) -> Any:
+        found = None if self._collection is None else getattr(self._collection, name, None)
+        return default() if found is None else found
+
+    def tensor(self, expert: bool) -> tuple[int, int]:
+        """This rank's position among the tensor-parallel ranks, and their number."""
+        if expert:
+            group = self._find("expt_tp", lambda: parallel_state.get_expert_tensor_parallel_group(False))
+        else:
+            group = self._find("tp", lambda: parallel_state.get_tensor_model_parallel_group(False))
+        return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def data(self, expert: bool) -> tuple[int, int]:
+        """This rank's position among the ranks that gradients are averaged over, and their number."""
+        group = self._data(expert)
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def expert_rank(self) -> int:
+        """Which of the expert-parallel shares of the experts this rank holds."""
+        group = self._find("ep", lambda: parallel_state.get_expert_model_parallel_group(False))
+        return 0 if group is None else dist.get_rank(group)
+
+    def stage(self, expert: bool) -> dist.ProcessGroup:
+        """Every rank that holds a piece or a copy of this rank's parameters. A collective of those ranks."""
+        if self.tensor(expert)[1] == 1:
+            return self._data(expert)
+        if not expert:
+            group: dist.ProcessGroup = self._find(
+                "tp_dp_cp", lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            )
+            return group
+        return self._expert_stage()
+
+    def _data(self, expert: bool) -> dist.ProcessGroup:
+        group: dist.ProcessGroup
+        if expert:
+            group = self._find("expt_dp", parallel_state.get_expert_data_parallel_group)
+        else:
+            group = self._find("dp_cp", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return group
+
+    def _expert_stage(self) -> dist.ProcessGroup:
+        tensor = self._find("expt_tp", parallel_state.get_expert_tensor_parallel_group)
+        rows: list[list[int]] = [[] for _ in range(dist.get_world_size(self._data(True)))]
+        dist.all_gather_object(rows, dist.get_process_group_ranks(tensor), group=self._data(True))
+        group = dist.new_group(sorted({rank for row in rows for rank in row}), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group

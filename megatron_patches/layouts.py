@@ -1,0 +1,109 @@
+"""Where each of Megatron's optimizer wrappers keeps each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_patches.groups import ParallelGroups
+from megatron_patches.parameters import ModelParameter
+from rankwise.optimizers.sources import TensorContents
+from rankwise.sharding import LayoutError
+
+__all__ = ["MegatronLayout"]
+
+
+class MegatronLayout:
+    """Names the contents of the tensors in the param groups of a wrapper's inner optimizer.
+
+    Args:
+        wrapper: A Megatron optimizer, built.
+        parameters: The model's parameters.
+        groups: This rank's process groups.
+        expert: Whether the wrapper holds experts.
+    """
+
+    replicated = False
+
+    def __init__(
+        self,
+        wrapper: MegatronOptimizer,
+        parameters: Mapping[Parameter, ModelParameter],
+        groups: ParallelGroups,
+        expert: bool,
+    ) -> None:
+        self._wrapper = wrapper
+        self._parameters = parameters
+        self.group: dist.ProcessGroup | None = groups.stage(expert)
+        self._data_rank, self._data_size = groups.data(expert)
+        self._contents: dict[int, TensorContents] = {}
+        if isinstance(wrapper, DistributedOptimizer):
+            self._register_shards(wrapper)
+        elif isinstance(wrapper, Float16OptimizerWithFloat16Params):
+            self._register_main_copies(wrapper)
+        else:
+            for index, group in enumerate(wrapper.param_groups):
+                for parameter in group["params"]:
+                    self._register_whole(index, parameter, parameter)
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """See :class:`rankwise.optimizers.sources.LayoutSource`."""
+        try:
+            return self._contents[id(tensor)]
+        except KeyError:
+            raise LayoutError(
+                f"step() met a tensor of shape {tuple(tensor.shape)} that Megatron's optimizer did not list when it was "
+                "built; param groups must not be changed afterwards."
+            ) from None
+
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        """The tensors of the one ``step()`` call, and the position of their group."""
+        groups = self._wrapper.param_groups
+        return [[(tensor, position) for position, group in enumerate(groups) for tensor in group["params"]]]
+
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by during backward."""
+        return float(self._wrapper.get_loss_scale())
+
+    def gradient_divisor(self) -> float:
+        """What output gradients, summed over all ranks that saw different tokens, must be divided by."""
+        return self._data_size * self.loss_scale()
+
+    # --- registration -------------------------------------------------------------------------------------------
+
+    def _register_shards(self, wrapper: DistributedOptimizer) -> None:
+        instance = wrapper.distributed_optimizer_instance_id
+        model_groups = (wrapper.model_fp32_groups, wrapper.model_float16_groups)
+        shard_groups = (wrapper.shard_fp32_groups, wrapper.shard_fp32_from_float16_groups)
+        for models, shards in zip(model_groups, shard_groups, strict=True):
+            for index, (parameters, tensors) in enumerate(zip(models, shards, strict=True)):
+                for parameter, tensor in zip(parameters, tensors, strict=True):
+                    held = wrapper._get_model_param_range_map(parameter)["param"]
+                    self._register(index, parameter, tensor, held.start, held.end, instance)
+
+    def _register_main_copies(self, wrapper: Float16OptimizerWithFloat16Params) -> None:
+        for index, parameters in enumerate(wrapper.float16_groups):
+            for parameter, copy in zip(parameters, wrapper.fp32_from_float16_groups[index], strict=True):
+                self._register_whole(index, parameter, copy)
+        for index, parameters in enumerate(wrapper.fp32_from_fp32_groups):
+            for parameter in parameters:
+                self._register_whole(index, parameter, parameter)
+
+    def _register_whole(self, index: int, parameter: Parameter, tensor: Tensor) -> None:
+        self._register(index, parameter, tensor, 0, tensor.numel(), self._data_rank)
+
+    def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
+        known = self._parameters[parameter]
+        weight = parameter.detach().reshape(-1)[start:end]
+        if tensor.numel() != end - start or not torch.equal(tensor.detach().reshape(-1).to(weight), weight):
+            raise LayoutError(
+                f"the optimizer's copy of '{known.info.name}' differs from the model's weight: the layout of this "
+                "megatron-core was misread. Training would corrupt the model; use a tested version."
+            )
+        self._contents[id(tensor)] = TensorContents(index, known.slices(start, end, copy) if end > start else ())

@@ -1,0 +1,188 @@
+"""What Megatron's modules say of their parameters: global names, roles, logical shapes, and how they are cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_patches.groups import ParallelGroups
+from rankwise.optimizers.routing import ParameterInfo, Role, attach_info
+from rankwise.optimizers.sources import Slice
+from rankwise.sharding import LayoutError
+
+__all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
+
+_LINEAR = re.compile(r"(Column|Row)ParallelLinear$|^TE\w*Linear$|^Linear$")
+_EXPERTS = ("local_experts.", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class ModelParameter:
+    """One parameter of this rank's model chunks.
+
+    Attributes:
+        info: Global name, logical (unsharded) shape and role.
+        local_shape: Shape of the tensor-parallel shard.
+        dim: The dimension tensor parallelism cuts, or None where every tensor-parallel rank holds the whole.
+        strips: Pieces the shard consists of, one from each of as many equal sections of the logical parameter (gate
+            and up projections that are stored as one weight have two).
+        rank: This rank's position among the ``ways`` tensor-parallel shards.
+        ways: Number of tensor-parallel ranks.
+        expert: Whether it belongs to one rank's experts.
+    """
+
+    info: ParameterInfo
+    local_shape: tuple[int, ...]
+    dim: int | None
+    strips: int
+    rank: int
+    ways: int
+    expert: bool
+
+    def slices(self, start: int, end: int, copy: int) -> tuple[Slice, ...]:
+        """The elements [start, end) of the flattened shard, in terms of the logical parameter.
+
+        Args:
+            start: First element, stored at offset 0 of the optimizer's tensor.
+            end: One past the last.
+            copy: Which data-parallel copy of the shard this is.
+        """
+        if self.dim is None:
+            return (Slice(self.info.name, start, end, 0, None, copy * self.ways + self.rank),)
+        if self.dim == 1:
+            width = self.local_shape[1]
+            columns = (self.rank * width, (self.rank + 1) * width) if self.ways > 1 else None
+            return (Slice(self.info.name, start, end, 0, columns, copy),)
+        numel = prod(self.local_shape) // self.strips
+        found = []
+        for strip in range(self.strips):
+            low, high = max(start, strip * numel), min(end, (strip + 1) * numel)
+            if low < high:
+                shift = (strip * (self.ways - 1) + self.rank) * numel
+                found.append(Slice(self.info.name, low + shift, high + shift, low - start, None, copy))
+        return tuple(found)
+
+
+def bare_model(chunk: nn.Module) -> nn.Module:
+    """The model without Megatron's data-parallel and half-precision wrappers."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Whether Megatron reduces the parameter over the expert-data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[Parameter, ModelParameter]:
+    """Describe the parameters of this rank's model chunks and attach names and roles for the optimizer to find.
+
+    Args:
+        chunks: The chunks passed to ``get_megatron_optimizer``.
+        groups: This rank's process groups.
+
+    Raises:
+        LayoutError: A parameter is cut in a way this version does not know.
+    """
+    found: dict[Parameter, ModelParameter] = {}
+    for chunk in chunks:
+        model = bare_model(chunk)
+        roles = dict(_roles(model))
+        biases = _biases(model)
+        prefixes = _global_prefixes(model, groups)
+        for local_name, parameter in model.named_parameters():
+            name = _global_name(local_name, prefixes)
+            described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups)
+            bias = biases.get(parameter)
+            if bias is not None:
+                described = _with_bias(described, _global_name(bias, prefixes))
+            found[parameter] = described
+            attach_info(parameter, described.info)
+    return found
+
+
+def _describe(name: str, parameter: Parameter, role: Role, groups: ParallelGroups) -> ModelParameter:
+    expert = is_expert(parameter)
+    rank, ways = groups.tensor(expert)
+    shape = tuple(parameter.shape)
+    cut = bool(getattr(parameter, "tensor_model_parallel", False)) and ways > 1
+    dim = int(getattr(parameter, "partition_dim", -1)) if cut else None
+    strips = int(getattr(parameter, "partition_stride", 1)) if dim == 0 else 1
+    if dim is not None and not (dim == 0 or (dim == 1 and len(shape) == 2)):
+        raise LayoutError(
+            f"'{name}' of shape {shape} is cut along dimension {dim} by tensor parallelism; only rows of any tensor and "
+            "columns of matrices can be followed. Exclude the layer from tensor parallelism."
+        )
+    logical = tuple(size * ways if index == dim else size for index, size in enumerate(shape))
+    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, strips, rank, ways, expert)
+
+
+def _with_bias(described: ModelParameter, bias: str) -> ModelParameter:
+    info = described.info
+    linked = ParameterInfo(info.name, info.shape, info.role, info.transposed, bias)
+    return ModelParameter(linked, *(getattr(described, name) for name in list(described.__dataclass_fields__)[1:]))
+
+
+def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
+    """Roles by module; a later, more special one overrides an earlier one."""
+    special: list[tuple[Parameter, Role]] = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        for local, parameter in module.named_parameters(recurse=False):
+            if name.rsplit(".", 1)[-1] == "output_layer":
+                special.append((parameter, Role.HEAD))
+            elif "Embedding" in kind:
+                special.append((parameter, Role.EMBEDDING))
+            elif "Norm" in kind or local.startswith("layer_norm_"):
+                yield parameter, Role.NORM
+            elif _LINEAR.search(kind):
+                yield parameter, Role.LINEAR
+            elif "Conv" in kind:
+                yield parameter, Role.CONV
+    yield from special
+
+
+def _biases(model: nn.Module) -> dict[Parameter, str]:
+    """Local names of the biases that belong to linear weights."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for module in model.modules():
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if _LINEAR.search(type(module).__name__) and isinstance(weight, Parameter) and isinstance(bias, Parameter):
+            found[weight] = names[bias]
+    return found
+
+
+def _global_prefixes(model: nn.Module, groups: ParallelGroups) -> Mapping[str, str]:
+    """Prefixes of module names that count layers and experts from this rank's first one, and what to call them."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        parent, _, index = name.rpartition(".")
+        if isinstance(module, BaseTransformerLayer) and index.isdigit() and hasattr(module, "layer_number"):
+            found[name] = f"{parent}.{int(module.layer_number) - 1}"
+        experts = getattr(module, "num_local_experts", None)
+        if experts and type(module).__name__ in ("SequentialMLP", "TEGroupedMLP"):
+            first = groups.expert_rank * int(experts)
+            for local in range(int(experts)):
+                found[f"{name}.local_experts.{local}"] = f"{name}.local_experts.{first + local}"
+                for layer in ("linear_fc1", "linear_fc2"):
+                    for kind in ("weight", "bias"):
+                        found[f"{name}.{layer}.{kind}{local}"] = f"{name}.{layer}.{kind}{first + local}"
+    return found
+
+
+def _global_name(name: str, prefixes: Mapping[str, str]) -> str:
+    """Apply the innermost prefix, then those of what contains it."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:end])
+        if prefix in prefixes:
+            parts[end - 1] = prefixes[prefix].rsplit(".", 1)[-1]
+    return ".".join(parts)

@@ -1,0 +1,168 @@
+"""Optimizer names for Megatron, and the factory that builds its wrappers around our optimizers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import megatron.core.optimizer as stock
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import distrib_optimizer as stock_distributed
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import nn
+
+from megatron_patches.groups import ParallelGroups
+from megatron_patches.parameters import describe_chunks
+from megatron_patches.support import refuse_settings
+from megatron_patches.wrappers import Adoption, wrapper_classes
+from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.groups import idle_allowed
+from rankwise.optimizers.options import Options, check_keys
+
+__all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
+
+NAMES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
+    "mars": (MARS, {}),
+    "mars-adamw": (MARS, {"variant": "adamw"}),
+    "mars-lion": (MARS, {"variant": "lion"}),
+    "mars-shampoo": (MARS, {"variant": "shampoo"}),
+    "mars-m": (MARS, {"variant": "muon"}),
+    "sonew": (SONew, {}),
+    "ldadam": (LDAdam, {}),
+    "mkor": (MKOR, {}),
+    "mkor-h": (MKOR, {"hybrid": True}),
+}
+"""Optimizer class and preset options of each ``--optimizer`` name."""
+
+# These come from Megatron's own settings.
+_MEGATRON_OPTIONS = ("lr", "weight_decay")
+_stock_factory: Callable[..., MegatronOptimizer] = stock.get_megatron_optimizer
+
+
+@dataclasses.dataclass
+class RankwiseConfig(OptimizerConfig):
+    """Megatron's ``OptimizerConfig`` with the options of one of our optimizers.
+
+    ``lr`` and ``weight_decay`` are Megatron's own fields; its ``adam_*`` and ``muon_*`` fields are not read.
+
+    Attributes:
+        rankwise: Keywords of the optimizer's class, for example ``{"rank": 256}``.
+    """
+
+    rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def provide(
+        self,
+        model_chunks: Sequence[nn.Module],
+        config_overrides: Any = None,
+        use_gloo_process_groups: bool = True,
+        pg_collection: Any = None,
+    ) -> MegatronOptimizer:
+        """Build the optimizer: the call Megatron-Bridge makes of configs that have it."""
+        return get_megatron_optimizer(
+            self,
+            list(model_chunks),
+            config_overrides,
+            use_gloo_process_groups=use_gloo_process_groups,
+            pg_collection=pg_collection,
+        )
+
+
+def option_names(name: str) -> list[str]:
+    """The options of an optimizer that a user may set beside Megatron's own.
+
+    Args:
+        name: A key of :data:`NAMES`.
+    """
+    cls, preset = NAMES[name]
+    keys = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "params")]
+    return [key for key in keys if key not in preset and key not in _MEGATRON_OPTIONS]
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check options and turn them into constructor keywords.
+
+    Args:
+        name: A key of :data:`NAMES`.
+        options: As in :class:`RankwiseConfig`.
+
+    Raises:
+        OptionError: An unknown key, or a value outside its range.
+    """
+    cls, preset = NAMES[name]
+    check_keys(options, option_names(name), f"optimizer '{name}'")
+    resolved = {**preset, **{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}}
+    options_type: type[Options] = cls.options_type
+    options_type(**resolved)
+    return resolved
+
+
+@functools.wraps(_stock_factory)
+def get_megatron_optimizer(
+    config: OptimizerConfig, model_chunks: list[nn.Module], *args: Any, **kwargs: Any
+) -> MegatronOptimizer:
+    """Megatron's factory, which also knows our names; any other name goes to the stock function.
+
+    Args:
+        config: With ``optimizer`` one of :data:`NAMES`; options in a :class:`RankwiseConfig`.
+        model_chunks: This rank's model chunks, wrapped by Megatron's ``DistributedDataParallel``.
+        args: As for the stock function.
+        kwargs: As for the stock function.
+
+    Returns:
+        Megatron's own wrappers (distributed optimizer, half precision, fp32) around our optimizer.
+
+    Raises:
+        OptionError: A bad option, or a model with nothing to update.
+        SupportError: A setting that cannot work, with the nearest one that does.
+    """
+    name = config.optimizer
+    if name not in NAMES:
+        return _stock_factory(config, model_chunks, *args, **kwargs)
+    options = resolve(name, getattr(config, "rankwise", {}))
+    refuse_settings(config, name, options)
+    given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
+    groups = ParallelGroups(given.get("pg_collection"))
+    adoption = Adoption(describe_chunks(model_chunks, groups), groups, model_chunks)
+    # Megatron knows our optimizers as its most general kind; what it then builds is ours.
+    config = copy.copy(config)
+    config.optimizer = "adam"
+    with idle_allowed(), _our_wrappers(functools.partial(_build, name, options), adoption):
+        built = _stock_factory(config, model_chunks, *args, **kwargs)
+    adoption.finish(built)
+    return built
+
+
+def _build(name: str, options: Mapping[str, Any], params: Any, lr: float, weight_decay: float, **_: Any) -> Any:
+    """What Megatron calls in place of Adam's constructor."""
+    cls: Callable[..., ShardedOptimizer] = NAMES[name][0]
+    for group in params:
+        if NAMES[name][0] is MARS and group.get("wd_mult") == 0 and "weight_decay_1d" not in options:
+            group["weight_decay_1d"] = 0.0  # Megatron asks for no decay of these parameters.
+    return cls(params, lr=lr, weight_decay=weight_decay, **options)
+
+
+@contextmanager
+def _our_wrappers(build: Callable[..., Any], adoption: Adoption) -> Iterator[None]:
+    """Let the stock factory construct our optimizer and our wrappers in place of Adam and its own."""
+    replacements: list[tuple[Any, str, Any]] = [
+        (stock, "Adam", build),
+        (stock, "USING_PYTORCH_OPTIMIZER", False),
+        (stock_distributed, "Adam", (stock_distributed.Adam, ShardedOptimizer)),
+    ]
+    for name, wrapper in wrapper_classes().items():
+        replacements.append((stock, name, functools.partial(wrapper, adoption)))  # type: ignore[misc]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in saved:
+            setattr(owner, name, value)

@@ -1,0 +1,58 @@
+"""Settings that cannot work, refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig
+
+__all__ = ["SupportError", "refuse_settings"]
+
+
+class SupportError(ValueError):
+    """A Megatron setting that cannot work with our optimizers."""
+
+
+# Field of OptimizerConfig, its flag, why it cannot work, and the nearest setting that does.
+_REFUSED = (
+    (
+        "use_precision_aware_optimizer",
+        "--use-precision-aware-optimizer",
+        "main weights and moments then live inside Transformer Engine's FusedAdam",
+        "leave it out; LDAdam and MARS-Lion keep less state instead",
+    ),
+    (
+        "optimizer_cpu_offload",
+        "--optimizer-cpu-offload",
+        "Megatron's hybrid optimizer splits parameters between two instances of Adam",
+        "leave it out; the distributed optimizer divides the states by the data-parallel size",
+    ),
+    (
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "gradients and gathered weights then share memory in a layout of their own",
+        "train with bf16 parameters",
+    ),
+)
+
+
+def refuse_settings(config: OptimizerConfig, name: str, options: Mapping[str, Any]) -> None:
+    """Check an optimizer config.
+
+    Args:
+        config: Megatron's config.
+        name: The optimizer's name.
+        options: Its options.
+
+    Raises:
+        SupportError: The flag, the reason and the nearest setting that works.
+    """
+    for field, flag, reason, fix in _REFUSED:
+        if getattr(config, field, False):
+            raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}; {fix}")
+    if options.get("exact"):
+        raise SupportError(
+            f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, exact "
+            "MARS needs the next batch's gradient too; use the default exact=False"
+        )

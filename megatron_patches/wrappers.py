@@ -1,0 +1,153 @@
+"""Megatron's optimizer wrappers around ours: where the layout is told and checkpoints are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch import nn
+from torch.nn import Parameter
+
+from megatron_patches.checkpoint import load_sharded, sharded_state
+from megatron_patches.groups import ParallelGroups
+from megatron_patches.layouts import MegatronLayout
+from megatron_patches.parameters import ModelParameter, is_expert
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.options import OptionError
+
+__all__ = ["Adoption", "wrapper_classes"]
+
+
+class Adoption:
+    """What a wrapper under construction needs to know of the model, and what is left to do when all are built.
+
+    Args:
+        parameters: The model's parameters.
+        groups: This rank's process groups.
+        chunks: The model chunks.
+    """
+
+    def __init__(
+        self, parameters: Mapping[Parameter, ModelParameter], groups: ParallelGroups, chunks: Sequence[nn.Module]
+    ) -> None:
+        self.parameters, self.groups, self.chunks = parameters, groups, chunks
+        self._adopted: list[ShardedOptimizer] = []
+
+    def adopt(self, wrapper: MegatronOptimizer, held: Sequence[Parameter]) -> None:
+        """Tell a wrapper's inner optimizer where its parameters lie.
+
+        Args:
+            wrapper: The wrapper, built.
+            held: The model parameters it was built with.
+        """
+        inner = wrapper.optimizer
+        if not isinstance(inner, ShardedOptimizer):
+            return
+        expert = any(is_expert(parameter) for parameter in held)
+        inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, expert))
+        inner.announce = _announce
+        self._adopted.append(inner)
+
+    def finish(self, built: MegatronOptimizer) -> None:
+        """Refuse a model none of whose parameters, on any rank, takes the optimizer's own rule. A collective.
+
+        Args:
+            built: What the factory returned.
+
+        Raises:
+            OptionError: There is nothing to update.
+        """
+        device = next((p.device for p in self.parameters), torch.device("cpu"))
+        busy = torch.tensor(float(any(not inner.is_idle for inner in self._adopted)), device=device)
+        dist.all_reduce(busy, dist.ReduceOp.MAX)
+        if not busy.item():
+            for inner in self._adopted:
+                inner.refuse_if_idle()
+            raise OptionError("the optimizer would update none of the model's parameters with its own rule.")
+
+
+def _announce(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def wrapper_classes() -> dict[str, type[Any]]:
+    """Our class for each of the names under which Megatron's factory finds its own."""
+    return {
+        "DistributedOptimizer": _Distributed,
+        "Float16OptimizerWithFloat16Params": _Half,
+        "FP32Optimizer": _Full,
+    }
+
+
+class _Adopted:
+    """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout."""
+
+    def __init__(self, adoption: Adoption, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
+        self.adoption_groups = adoption.groups
+        adoption.adopt(self, held)  # type: ignore[arg-type]
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """This rank's states alone, to be loaded into the same layout."""
+        if self.optimizer is None:  # type: ignore[attr-defined]
+            return {}
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}  # type: ignore[attr-defined]
+        state["main_weights"] = [w.detach().clone() for g in self.param_groups for w in g["params"]]  # type: ignore[attr-defined]
+        if getattr(self, "grad_scaler", None):
+            state["grad_scaler"] = self.grad_scaler.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` or a distributed checkpoint gave."""
+        inner = self.optimizer  # type: ignore[attr-defined]
+        if inner is None or not state_dict:
+            return
+        if getattr(self, "grad_scaler", None) and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])  # type: ignore[attr-defined]
+        if "main_weights" not in state_dict:
+            load_sharded(self, state_dict)  # type: ignore[arg-type]
+            return
+        inner.load_state_dict(state_dict["optimizer"])
+        tensors = [weight for group in inner.param_groups for weight in group["params"]]
+        for tensor, saved in zip(tensors, state_dict["main_weights"], strict=True):
+            tensor.copy_(saved)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, *_: Any, **__: Any
+    ) -> dict[str, Any]:
+        """States as Megatron's ``ShardedTensor``, each rank's own pieces; every rank of a stage must call this.
+
+        One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
+        data-, tensor- and pipeline-parallel size.
+        """
+        return sharded_state(self, is_loading)  # type: ignore[arg-type]
+
+
+class _Distributed(_Adopted, DistributedOptimizer):
+    """Megatron's distributed optimizer: flat shards of every parameter."""
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Refused: the legacy format has room for Adam's two moments alone."""
+        raise RuntimeError(
+            f"ckpt_format='torch' cannot hold the states of {type(self.optimizer).__name__} under the distributed "
+            "optimizer; use --ckpt-format torch_dist."
+        )
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Refused, see :meth:`save_parameter_state`."""
+        self.save_parameter_state(filename)
+
+
+class _Half(_Adopted, Float16OptimizerWithFloat16Params):
+    """Whole fp32 copies of bf16 or fp16 parameters."""
+
+
+class _Full(_Adopted, FP32Optimizer):
+    """Megatron's fp32 parameters themselves."""

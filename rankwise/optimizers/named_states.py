@@ -1,0 +1,83 @@
+"""An optimizer's states by parameter name and position, for frameworks whose checkpoints take them piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.matrix_states import MatrixState
+from rankwise.sharding import Fragment
+
+__all__ = ["StoredFragment", "common_step", "owned_states", "resume", "stored_fragments"]
+
+
+class StoredFragment(NamedTuple):
+    """A run of a parameter on this rank.
+
+    Attributes:
+        fragment: Where it lies in the parameter.
+        copy: Which of the copies that ranks hold alike it is a part of; 0 is the one to be written.
+        weight: 1-D view of the optimizer's weight.
+        states: 1-D views of its element states, by name.
+    """
+
+    fragment: Fragment
+    copy: int
+    weight: Tensor
+    states: dict[str, Tensor]
+
+
+def stored_fragments(optimizer: ShardedOptimizer) -> Iterator[StoredFragment]:
+    """This rank's planned fragments, with their states allocated if they were not.
+
+    Args:
+        optimizer: Planned, see :meth:`rankwise.optimizers.base.ShardedOptimizer.plan_ahead`.
+    """
+    for unit in optimizer.planned_units:
+        for index, tensor in enumerate(unit.tensors):
+            flat = tensor.detach().view(-1)
+            for entry, states in unit.states.of_entries(optimizer.state, index):
+                part = entry.fragment
+                copy = list(unit.layout.copies[part.key]).index(part.copy)
+                weight = flat[part.offset : part.offset + part.numel]
+                yield StoredFragment(part, copy, weight, states)
+
+
+def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
+    """The states of all matrices this rank owns; those of a matrix that was not stepped yet are the initial ones."""
+    found: dict[str, MatrixState] = {}
+    present = optimizer.matrix_states.everything()
+    for unit in optimizer.planned_units:
+        if unit.exchange is not None:
+            initial = optimizer.work(unit).matrix_state
+            for task in unit.exchange.owned():
+                fresh = dict(initial(task, unit.device))
+                if fresh:
+                    found[task.key] = {**fresh, **present.get(task.key, {})}
+    return found
+
+
+def common_step(optimizer: ShardedOptimizer) -> int:
+    """The number of steps taken; a collective, as a rank without any tensor has no count of its own."""
+    optimizer.settle()
+    return max((unit.common_step(optimizer.state) for unit in optimizer.planned_units), default=0)
+
+
+def resume(
+    optimizer: ShardedOptimizer, matrix_states: Mapping[str, MatrixState], step: int, extra: Mapping[str, Any]
+) -> None:
+    """Take over matrix states and counts; weights and element states are written through their views.
+
+    Args:
+        optimizer: Planned.
+        matrix_states: As :func:`owned_states` gave them.
+        step: As :func:`common_step` gave it; 0 leaves the optimizer as if it had not been stepped.
+        extra: As :meth:`rankwise.optimizers.base.ShardedOptimizer.extra_state` gave it.
+    """
+    steps = {index: torch.tensor(float(step)) for index in range(len(optimizer.param_groups))} if step else {}
+    optimizer.adopt(matrix_states if step else {}, steps)
+    optimizer.load_extra_state(extra)

@@ -1,0 +1,137 @@
+"""The tiny GPT of the Megatron tests: one model and one stream of batches, in many parallel layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+GLOBAL_BATCH, LENGTH, VOCABULARY, HIDDEN, HEADS = 8, 16, 64, 64, 4
+MAX_LR, MIN_LR, DECAY_STEPS = 5e-3, 1e-3, 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout of one model.
+
+    Attributes:
+        tp, pp, ep: Sizes of tensor, pipeline and expert parallelism; the rest of the world is data parallel.
+        vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
+        sp: Whether sequence parallelism goes with tensor parallelism.
+        precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale).
+        bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
+        moe: Number of experts, two of which are chosen per token; 0 for a dense model.
+        aux_loss: Coefficient of the load-balancing loss, which depends on how the batch is split.
+        swiglu: SwiGLU, RMSNorm and no bias; otherwise GELU, LayerNorm and biases.
+        gqa: Whether two heads share a key and value.
+        tied: Whether the output layer is the word embedding.
+        recompute: Whether all activations are recomputed.
+        microbatches: Micro-batches per step and rank; the global batch is the same in every cell.
+        layers: Transformer layers of the whole model.
+        clip: Largest gradient norm; 0 for none.
+        optimizer: Further fields of the optimizer's config.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    sp: bool = False
+    precision: str = "fp32"
+    use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None
+    moe: int = 0
+    aux_loss: float = 0.0
+    swiglu: bool = True
+    gqa: bool = True
+    tied: bool = False
+    recompute: bool = False
+    microbatches: int = 2
+    layers: int = 2
+    clip: float = 1.0
+    optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return ",".join(f"{k}={v}" for k, v in changed.items() if v != {}) or "default"
+
+    def transformer_config(self) -> TransformerConfig:
+        dtype = DTYPES[self.precision]
+        model: dict[str, Any] = {
+            "num_layers": self.layers,
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": 2 * HIDDEN,
+            "num_attention_heads": HEADS,
+            "num_query_groups": HEADS // 2 if self.gqa else HEADS,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "gated_linear_unit": self.swiglu,
+            "activation_func": F.silu if self.swiglu else F.gelu,
+            "normalization": "RMSNorm" if self.swiglu else "LayerNorm",
+            "add_bias_linear": not self.swiglu,
+        }
+        layout = {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "expert_model_parallel_size": self.ep,
+            "pipeline_dtype": dtype,
+            "params_dtype": dtype,
+            "bf16": self.precision == "bf16",
+            "fp16": self.precision == "fp16",
+        }
+        fused = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm")
+        off = dict.fromkeys((*fused, "gradient_accumulation_fusion", "apply_rope_fusion"), False)
+        if self.recompute:
+            layout |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if self.moe:
+            model |= {
+                "num_moe_experts": self.moe,
+                "moe_ffn_hidden_size": HIDDEN,
+                "moe_router_topk": 2,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_router_load_balancing_type": "aux_loss" if self.aux_loss else "none",
+                "moe_aux_loss_coeff": self.aux_loss,
+            }
+        return TransformerConfig(**model, **layout, **off)
+
+    def optimizer_config(self) -> dict[str, Any]:
+        """Fields of an OptimizerConfig."""
+        return {
+            "optimizer": "adam",
+            "lr": MAX_LR,
+            "min_lr": MIN_LR,
+            # Adam turns the rounding of a gradient that vanishes into a whole step; this damps it.
+            "adam_eps": 1e-5,
+            "weight_decay": 0.1,
+            "clip_grad": self.clip,
+            "bf16": self.precision == "bf16",
+            "fp16": self.precision == "fp16",
+            "params_dtype": DTYPES[self.precision],
+            "initial_loss_scale": 2.0**10,
+            "loss_scale_window": 1000,
+            "use_distributed_optimizer": self.use_distributed_optimizer,
+            "overlap_param_gather": self.overlap_param_gather,
+            **self.optimizer,
+        }
+
+    def ddp_config(self) -> DistributedDataParallelConfig:
+        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
+        return DistributedDataParallelConfig(grad_reduce_in_fp32=True, **{name: getattr(self, name) for name in names})
+
+
+def tokens(step: int) -> Tensor:
+    """The global batch of a step, one token longer than the sequences: the same in every cell."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    # Not uniform, so that there is something to learn.
+    draws = torch.rand(GLOBAL_BATCH, LENGTH + 1, generator=generator)
+    return (VOCABULARY * draws**3).long()
