@@ -1,4 +1,4 @@
-# make setup    virtual environment with torch, DeepSpeed and this package
+# make setup    virtual environment with torch, DeepSpeed, megatron-core and this package
 # make train    small GPT on real text, AdamW against OPTIMIZER (see below), two ranks
 # make test     the test suite          make lint    ruff and mypy
 #
@@ -27,7 +27,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[deepspeed,dev]" "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[deepspeed,megatron,dev]" "$(TORCH)"
 	touch $@
 
 train: setup

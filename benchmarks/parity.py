@@ -27,7 +27,7 @@ python -m benchmarks parity parity.jsonl docs/parity.md
   computes, mean difference relative to the mean size.
 - The other columns are **end to end**, by wrapper and ranks: one process trains on the whole batch in the same
   precision, with fp32 master weights and with what the wrapper does to the arithmetic of one rank already (on one rank
-  the error is then that of fp32, mostly 0). Gradients differ by rounding; the row of `torch.optim.AdamW` shows how far
+  the error is then one of fp32). Gradients differ by rounding; the row of `torch.optim.AdamW` shows how far
   that alone moves a run.
 
 How much is allowed, and why the mean is the figure in half precision, is explained at the head of the test.
@@ -39,10 +39,10 @@ SONew's default edge tolerance 10 times what gradient noise of 1e-7 does to one 
 """
 
 _HALF_TEXT = """
-Mean difference relative to the mean change, median of {seeds} seeds, and in brackets that over AdamW's in the
-same cell. Allowed: twice AdamW's. **†** marks what is beyond: rules that rounding moves further in one process. After
-the mark stands the error over the type's own response, which is what one process shows when the same samples are cut
-into smaller micro-batches; allowed there: 3.
+Mean difference relative to the mean change, median of {seeds} seeds, and in brackets that over AdamW's in the same
+cell (where that is more than fp32 rounding). Allowed: twice AdamW's. **†** marks what is beyond: rules that rounding
+moves further in one process already. After the mark stands the error over the type's own response, which is what one
+process shows when the same samples are cut into smaller micro-batches; allowed there: 3.
 """
 
 _LARGEST_TEXT = """
@@ -56,6 +56,9 @@ _TITLES = {
     "fp16": "fp16, static loss scale (256; at stage 0: 1, the only one DeepSpeed allows us there)",
     "fp16 dynamic": "fp16, dynamic loss scale that grows three times",
 }
+_FP32_ROUNDING = 1e-6
+"""Where AdamW's own figure is below this (on one rank), multiples of it say nothing and are left out."""
+
 _STAGE_0 = {"fp32": "no wrapper"}
 
 Row = Mapping[str, Any]
@@ -119,12 +122,12 @@ def _worst(rows: Any, key: str) -> str:
 
 
 def _half_cell(row: Row, adamw: Row) -> str:
-    if row["type"] == "AdamW" or not adamw["mean"]:
-        return _number(row["mean"])
-    ratio = f"{row['mean'] / adamw['mean']:.1f}"
+    notes = []
+    if row["type"] != "AdamW" and adamw["mean"] > _FP32_ROUNDING:
+        notes.append(f"{row['mean'] / adamw['mean']:.1f}")
     if "own_response" in row:
-        ratio += f"† {row['mean'] / row['own_response']:.1f}"
-    return f"{_number(row['mean'])} ({ratio})"
+        notes.append(f"† {row['mean'] / row['own_response']:.1f}")
+    return " ".join([_number(row["mean"]), *([f"({' '.join(notes)})"] if notes else [])])
 
 
 def _number(value: float) -> str:

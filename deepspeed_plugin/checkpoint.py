@@ -87,6 +87,7 @@ def _note(
     save: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(save, src=0)
     needed = UNIVERSAL_CHECKPOINT_INFO not in client_state and not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO)
+    needed = needed and not engine.has_moe_layers  # there the key is DeepSpeed's own
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     record = {"identity": optimizer.identity, "save": save[0], "folder": str(folder.resolve()), "added_info": needed}
     return {RECORD: record, **({UNIVERSAL_CHECKPOINT_INFO: version} if needed else {})}
@@ -140,7 +141,9 @@ def load_checkpoint(
     by_name = ours is not None and saved.author is not None and _by_name(engine, saved, wanted, fresh)
     if wanted.states:
         _refuse_other_stages(engine, saved, by_name and not fresh)
-    if by_name and not is_pipeline(engine):
+        if by_name and not fresh:
+            _refuse_moved_experts(engine, saved)
+    if by_name and not is_pipeline(engine) and not engine.has_moe_layers:
         return reshard(engine, saved, Wanted(**options))
     if fresh:
         _refuse_wrong_weights(engine, saved)
@@ -196,6 +199,16 @@ def _refuse_other_stages(engine: DeepSpeedEngine, saved: SavedCheckpoint, moved:
             f"{saved.world_size or 'any number of'} data-parallel ranks each, this run has {ours} pipeline stages; "
             "continue a pipeline on the same stages, ranks and ZeRO stage, or load the weights alone "
             "(load_module_only=True)."
+        )
+
+
+def _refuse_moved_experts(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
+    """Refuse to move experts: ranks hold different ones under the same name."""
+    if engine.has_moe_layers:
+        raise CheckpointError(
+            f"{saved.folder.name} was written at ZeRO stage {saved.stage} on {saved.world_size or 'any number of'} "
+            "ranks; states of expert layers continue on the same stage and ranks only. Resume there, or load the "
+            "weights alone (load_module_only=True)."
         )
 
 

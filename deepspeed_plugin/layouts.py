@@ -90,7 +90,12 @@ class DeepSpeedLayout(ABC):
 
     def loss_scale(self) -> float:
         """What the present gradients were multiplied by during backward."""
-        return float(getattr(self._engine.optimizer, "cur_scale", getattr(self._engine.optimizer, "loss_scale", 1.0)))
+        wrapper = self._engine.optimizer
+        return self._sequence_share() * float(getattr(wrapper, "cur_scale", getattr(wrapper, "loss_scale", 1.0)))
+
+    def _sequence_share(self) -> float:
+        """Under sequence parallelism DeepSpeed divides gradients by the number of replicas, not of ranks."""
+        return 1.0 / float(self._engine.sequence_parallel_size)
 
     def _name(self, parameter: Tensor) -> str:
         try:
@@ -134,7 +139,7 @@ class _Unwrapped(DeepSpeedLayout):
         }
 
     def loss_scale(self) -> float:
-        return 1.0
+        return self._sequence_share()
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         groups = self._engine.optimizer.param_groups
@@ -232,7 +237,7 @@ class _Bf16(_FlatPartition):
         return [[(tensor, position) for position, tensor in enumerate(flats)]]
 
     def loss_scale(self) -> float:
-        return 1.0
+        return self._sequence_share()
 
     def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
         wrapper = self._engine.optimizer

@@ -59,7 +59,8 @@ def newest_model_file(folder: Path) -> Path | None:
     A tag may be written again by a run of another stage or size, whose files replace only some of the old ones: what
     belongs to the checkpoint is for the newest model file to say.
     """
-    models = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=lambda path: path.stat().st_mtime)
+    found = folder.glob("*mp_rank_00_model_states.pt")
+    models = sorted((path for path in found if "_expert_" not in path.name), key=lambda path: path.stat().st_mtime)
     return models[-1] if models else None
 
 

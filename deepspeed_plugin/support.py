@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -59,6 +60,15 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             True,
             "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
             "remove the zenflow block",
+        )
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16:
+        _refuse(
+            name,
+            "torch_autocast.dtype",
+            "float16",
+            "a GradScaler on every rank then decides by that rank's gradients alone whether to step, so that ranks "
+            "would wait for each other",
+            "use bfloat16, or the fp16 block",
         )
     if engine.zero_elastic_checkpoint():
         _refuse(

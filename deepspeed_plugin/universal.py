@@ -6,6 +6,7 @@ DeepSpeed's converter knows Adam's states only. Ours lie beside its files, by na
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from deepspeed_plugin.resharding import fill, open_engine, own_error, reshard, t
 from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, restore_module, restore_scaler
 from deepspeed_plugin.saved import RECORD, CheckpointError, SavedCheckpoint, newest_model_file, read, tag_in
 from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.portable import Vectors
 from rankwise.sharding.state import save_vectors
 
 __all__ = ["author_of", "convert", "load_universal"]
@@ -70,11 +72,33 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
     )
     if author is None:
         return
+    vectors = vectors_of(saved, range(len(saved.zero_files)))
+    if (saved.config.get("zero_optimization") or {}).get("round_robin_gradients"):
+        _correct_weights(vectors, target / "zero")
     with own_error():
-        save_vectors(vectors_of(saved, range(len(saved.zero_files))), target / _FOLDER, None)
+        save_vectors(vectors, target / _FOLDER, None)
     state, _ = saved.optimizer(0)
     common = {key: value for key, value in state.items() if key not in _LAYOUT_KEYS}
     torch.save({**common, "save": saved.record.get("save")}, target / _FOLDER / _COMMON)
+
+
+def _correct_weights(vectors: Vectors, folder: Path) -> None:
+    """Write the weights again: DeepSpeed 0.19's converter misplaces what round_robin_gradients had reordered."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, vector in vectors.items():
+        kind, _, key = name.partition("/")
+        if kind == "weight":
+            stacked = re.fullmatch(r"(.+)\[(\d+)\]", key)
+            parameter, position = (stacked[1], int(stacked[2])) if stacked else (key, 0)
+            flat = torch.empty(vector.numel)
+            for start, values in vector.chunks:
+                flat[start : start + values.numel()] = values
+            parts.setdefault(parameter, []).append((position, flat))
+    for parameter, found in parts.items():
+        path = folder / parameter / "fp32.pt"
+        content = read(path)
+        whole = torch.cat([flat for _, flat in sorted(found, key=lambda part: part[0])])
+        torch.save({**content, PARAM: whole.view(content[PARAM].shape)}, path)
 
 
 def author_of(load_dir: str, tag: str | None) -> str | None:

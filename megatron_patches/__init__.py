@@ -1,1 +1,33 @@
-"""Home of the Megatron integration. Nothing is exported yet: today rankwise runs under DeepSpeed and plain PyTorch."""
+"""rankwise under Megatron: :func:`apply` makes its optimizers valid ``--optimizer`` names.
+
+Importing this package changes nothing and imports nothing of Megatron. A training loop of one's own may do without
+:func:`apply` and call this package's ``get_megatron_optimizer`` in place of Megatron's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.apex import detect_apex
+from megatron_patches.patches import PatchError, apply, check, revert
+
+if TYPE_CHECKING:
+    from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
+
+__all__ = [
+    "NAMES",
+    "PatchError",
+    "RankwiseConfig",
+    "apply",
+    "check",
+    "detect_apex",
+    "get_megatron_optimizer",
+    "revert",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("NAMES", "RankwiseConfig", "get_megatron_optimizer"):
+        return getattr(importlib.import_module("megatron_patches.registry"), name)
+    raise AttributeError(f"module 'megatron_patches' has no attribute '{name}'")

@@ -16,10 +16,11 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils._triton
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -58,7 +59,7 @@ def cpu_megatron() -> Iterator[None]:
     """
     # Before anything is replaced, so that nothing imported keeps a replacement: the compiler lists all of torch.cuda.
     importlib.import_module("torch._dynamo")
-    importlib.import_module("megatron.core.models.gpt")
+    _import("megatron.core.models.gpt")
     with ExitStack() as stack:
         _replace_cuda_calls(stack)
         _replace_core_functions(stack)
@@ -82,7 +83,7 @@ def cpu_pretraining() -> Iterator[None]:
     """
     with ExitStack() as stack:
         _lend_dataset_helpers(stack)
-        initialize = importlib.import_module("megatron.training.initialize")
+        initialize = _import("megatron.training.initialize")
         stack.enter_context(cpu_megatron())
         _set(stack, torch.cuda, "is_available", lambda: True)
         _set(stack, initialize, "_compile_dependencies", lambda: None)
@@ -289,6 +290,31 @@ def _lend_dataset_helpers(stack: ExitStack) -> None:
             sys.modules[name] = module
             stack.callback(sys.modules.pop, name, None)
             return
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module of Megatron that may name Triton kernels which are never run here."""
+    with ExitStack() as stack:
+        # Asked first, because torch remembers the answer.
+        if not torch.utils._triton.has_triton_package():
+            for stub in ("triton", "triton.language"):
+                sys.modules[stub] = _Triton(stub)
+                stack.callback(sys.modules.pop, stub)
+        return importlib.import_module(name)
+
+
+class _Triton(ModuleType):
+    """Lets files be imported that decorate functions with Triton: every name is there, and decorates with nothing."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> _Triton:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
 
 
 def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

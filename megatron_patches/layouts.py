@@ -27,6 +27,7 @@ class MegatronLayout:
         parameters: The model's parameters.
         groups: This rank's process groups.
         expert: Whether the wrapper holds experts.
+        layer_wise: Whether every data-parallel rank was given whole parameters of its own.
     """
 
     replicated = False
@@ -37,11 +38,13 @@ class MegatronLayout:
         parameters: Mapping[Parameter, ModelParameter],
         groups: ParallelGroups,
         expert: bool,
+        layer_wise: bool = False,
     ) -> None:
         self._wrapper = wrapper
         self._parameters = parameters
         self.group: dist.ProcessGroup | None = groups.stage(expert)
-        self._data_rank, self._data_size = groups.data(expert)
+        rank, self._data_size = groups.data(expert)
+        self._copy = 0 if layer_wise else rank
         self._contents: dict[int, TensorContents] = {}
         if isinstance(wrapper, DistributedOptimizer):
             self._register_shards(wrapper)
@@ -58,8 +61,8 @@ class MegatronLayout:
             return self._contents[id(tensor)]
         except KeyError:
             raise LayoutError(
-                f"step() met a tensor of shape {tuple(tensor.shape)} that Megatron's optimizer did not list when it was "
-                "built; param groups must not be changed afterwards."
+                f"step() met a tensor of shape {tuple(tensor.shape)} that Megatron's optimizer did not list when "
+                "it was built; param groups must not be changed afterwards."
             ) from None
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
@@ -96,7 +99,7 @@ class MegatronLayout:
                 self._register_whole(index, parameter, parameter)
 
     def _register_whole(self, index: int, parameter: Parameter, tensor: Tensor) -> None:
-        self._register(index, parameter, tensor, 0, tensor.numel(), self._data_rank)
+        self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
 
     def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
         known = self._parameters[parameter]

@@ -117,8 +117,8 @@ def _describe(name: str, parameter: Parameter, role: Role, groups: ParallelGroup
     strips = int(getattr(parameter, "partition_stride", 1)) if dim == 0 else 1
     if dim is not None and not (dim == 0 or (dim == 1 and len(shape) == 2)):
         raise LayoutError(
-            f"'{name}' of shape {shape} is cut along dimension {dim} by tensor parallelism; only rows of any tensor and "
-            "columns of matrices can be followed. Exclude the layer from tensor parallelism."
+            f"'{name}' of shape {shape} is cut along dimension {dim} by tensor parallelism; only rows of any tensor "
+            "and columns of matrices can be followed. Exclude the layer from tensor parallelism."
         )
     logical = tuple(size * ways if index == dim else size for index, size in enumerate(shape))
     return ModelParameter(ParameterInfo(name, logical, role), shape, dim, strips, rank, ways, expert)

@@ -13,13 +13,15 @@ from typing import Any
 import megatron.core.optimizer as stock
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer import distrib_optimizer as stock_distributed
+from megatron.core.optimizer import layer_wise_optimizer as stock_layer_wise
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import describe_chunks
 from megatron_patches.support import refuse_settings
-from megatron_patches.wrappers import Adoption, wrapper_classes
+from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.groups import idle_allowed
@@ -53,9 +55,12 @@ class RankwiseConfig(OptimizerConfig):
 
     Attributes:
         rankwise: Keywords of the optimizer's class, for example ``{"rank": 256}``.
+        rankwise_layer_wise: Deal whole parameters out to the data-parallel ranks, as Megatron's layer-wise optimizer
+            does; without the distributed optimizer. bf16 and fp32.
     """
 
     rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rankwise_layer_wise: bool = False
 
     def provide(
         self,
@@ -130,11 +135,18 @@ def get_megatron_optimizer(
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"))
     adoption = Adoption(describe_chunks(model_chunks, groups), groups, model_chunks)
+    layer_wise = getattr(config, "rankwise_layer_wise", False)
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
-    config = copy.copy(config)
-    config.optimizer = "adam"
+    known = copy.copy(config)
+    known.optimizer = "adam"
+    if layer_wise:
+        known.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
     with idle_allowed(), _our_wrappers(functools.partial(_build, name, options), adoption):
-        built = _stock_factory(config, model_chunks, *args, **kwargs)
+        built = _stock_factory(known, model_chunks, *args, **kwargs)
+        if layer_wise:
+            collection = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+            known.bf16 = config.bf16
+            built = LayerWise(adoption, built.chained_optimizers, known, collection)
     adoption.finish(built)
     return built
 
@@ -156,8 +168,9 @@ def _our_wrappers(build: Callable[..., Any], adoption: Adoption) -> Iterator[Non
         (stock, "USING_PYTORCH_OPTIMIZER", False),
         (stock_distributed, "Adam", (stock_distributed.Adam, ShardedOptimizer)),
     ]
-    for name, wrapper in wrapper_classes().items():
-        replacements.append((stock, name, functools.partial(wrapper, adoption)))  # type: ignore[misc]
+    for name, wrapper in wrapper_classes(adoption).items():
+        owners = [stock] if name == "DistributedOptimizer" else [stock, stock_layer_wise]
+        replacements += [(owner, name, wrapper) for owner in owners]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:

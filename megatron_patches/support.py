@@ -51,8 +51,15 @@ def refuse_settings(config: OptimizerConfig, name: str, options: Mapping[str, An
     for field, flag, reason, fix in _REFUSED:
         if getattr(config, field, False):
             raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}; {fix}")
+    if getattr(config, "rankwise_layer_wise", False):
+        for field, flag in (("use_distributed_optimizer", "--use-distributed-optimizer"), ("fp16", "--fp16")):
+            if getattr(config, field):
+                raise SupportError(
+                    f"{flag} is invalid with the layer-wise optimizer: Megatron deals whole bf16 or fp32 parameters "
+                    "out to the ranks; drop one of the two (the distributed optimizer works with fp16 as well)"
+                )
     if options.get("exact"):
         raise SupportError(
-            f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, exact "
-            "MARS needs the next batch's gradient too; use the default exact=False"
+            f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, "
+            "exact MARS needs the next batch's gradient too; use the default exact=False"
         )

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.nn import Parameter
 
@@ -19,7 +27,7 @@ from megatron_patches.parameters import ModelParameter, is_expert
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
 
-__all__ = ["Adoption", "wrapper_classes"]
+__all__ = ["Adoption", "LayerWise", "wrapper_classes"]
 
 
 class Adoption:
@@ -37,20 +45,21 @@ class Adoption:
         self.parameters, self.groups, self.chunks = parameters, groups, chunks
         self._adopted: list[ShardedOptimizer] = []
 
-    def adopt(self, wrapper: MegatronOptimizer, held: Sequence[Parameter]) -> None:
+    def adopt(self, wrapper: MegatronOptimizer, layer_wise: bool = False) -> None:
         """Tell a wrapper's inner optimizer where its parameters lie.
 
         Args:
             wrapper: The wrapper, built.
-            held: The model parameters it was built with.
+            layer_wise: Whether every data-parallel rank was given whole parameters of its own.
         """
         inner = wrapper.optimizer
         if not isinstance(inner, ShardedOptimizer):
             return
-        expert = any(is_expert(parameter) for parameter in held)
-        inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, expert))
+        expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
+        inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, expert, layer_wise))
         inner.announce = _announce
-        self._adopted.append(inner)
+        if inner not in self._adopted:
+            self._adopted.append(inner)
 
     def finish(self, built: MegatronOptimizer) -> None:
         """Refuse a model none of whose parameters, on any rank, takes the optimizer's own rule. A collective.
@@ -75,23 +84,28 @@ def _announce(text: str) -> None:
         print(text, flush=True)
 
 
-def wrapper_classes() -> dict[str, type[Any]]:
-    """Our class for each of the names under which Megatron's factory finds its own."""
-    return {
+def wrapper_classes(adoption: Adoption) -> dict[str, type[Any]]:
+    """Our class, knowing the model, for each of the names under which Megatron's modules find their own.
+
+    Args:
+        adoption: What the wrappers need to know.
+    """
+    ours = {
         "DistributedOptimizer": _Distributed,
         "Float16OptimizerWithFloat16Params": _Half,
         "FP32Optimizer": _Full,
     }
+    return {name: type(cls.__name__, (cls,), {"adoption": adoption}) for name, cls in ours.items()}
 
 
 class _Adopted:
     """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout."""
 
-    def __init__(self, adoption: Adoption, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    adoption: Adoption
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
-        self.adoption_groups = adoption.groups
-        adoption.adopt(self, held)  # type: ignore[arg-type]
+        self.adoption.adopt(self)  # type: ignore[arg-type]
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """This rank's states alone, to be loaded into the same layout."""
@@ -151,3 +165,40 @@ class _Half(_Adopted, Float16OptimizerWithFloat16Params):
 
 class _Full(_Adopted, FP32Optimizer):
     """Megatron's fp32 parameters themselves."""
+
+
+class LayerWise(LayerWiseDistributedOptimizer):
+    """Megatron's layer-wise optimizer: whole parameters dealt out to the data-parallel ranks.
+
+    Args:
+        adoption: What the wrappers need to know.
+        optimizers: Our wrappers of fp32 parameters, from the stock factory.
+        config: Megatron's config, as the user gave it.
+        pg_collection: The process groups.
+    """
+
+    def __init__(
+        self,
+        adoption: Adoption,
+        optimizers: list[MegatronOptimizer],
+        config: OptimizerConfig,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(optimizers, config, pg_collection)
+        for optimizer in self.chained_optimizers:
+            adoption.adopt(optimizer, layer_wise=True)
+
+    def allgather_params(self) -> None:
+        """As Megatron's; where the backend has no all-gather of unequal parts, every rank broadcasts its own."""
+        if dist.get_backend(self.pg_collection.dp_cp) == "gloo":
+            self.broadcast_params()
+        else:
+            super().allgather_params()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrappers' own, whose replica ids are true already."""
+        return ChainedOptimizer.sharded_state_dict(self, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """The wrappers' own."""
+        ChainedOptimizer.load_state_dict(self, state_dict)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from .layout import Fragment, Layout, Place
+from .layout import Layout
+from .pieces import BatchPlan, Piece, plan_batch
 from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces
 from .traffic import Traffic
 
@@ -22,87 +22,6 @@ __all__ = ["Compute", "Deliver", "MatrixExchange"]
 
 Compute = Callable[[Batch, Sequence[MatrixTask], Tensor], Tensor]
 Deliver = Callable[[MatrixTask, int, Tensor], None]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A fragment's place in its owner's stack of matrices."""
-
-    task: MatrixTask
-    row: int  # of the owner's stack
-    offset: int  # of the parameter in the owner's flattened stack
-    numel: int
-    fragment: int  # local fragment index; -1 for another rank's
-    places: tuple[Place, ...]  # within the parameter
-
-    def fill(self, stack: Tensor, values: Tensor | None) -> None:
-        """Write the fragment's values, or zeros, into the flattened stack."""
-        position = 0
-        for place in self.places:
-            target = place.of(stack, self.offset)
-            if values is None:
-                target.zero_()
-            else:
-                target.copy_(values[position : position + target.numel()].view_as(target))
-                position += target.numel()
-
-    def parts(self, stack: Tensor) -> list[Tensor]:
-        """The fragment's values in the flattened stack, as 1-D tensors to be joined."""
-        return [place.of(stack, self.offset).reshape(-1) for place in self.places]
-
-    def read(self, stack: Tensor) -> Tensor:
-        """The fragment's values in the flattened stack, 1-D."""
-        parts = self.parts(stack)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class _Side:
-    """The pieces this rank exchanges with the others in one direction, in rank order, and how many elements with each.
-
-    A payload goes once to every rank that holds a piece of its matrix: ``rows`` lists the matrices, rank by rank,
-    ``row_counts`` how many there are of each rank, and ``row_of`` where in that list each piece's matrix is.
-    """
-
-    pieces: tuple[_Piece, ...]
-    numels: list[int]
-    counts: list[int]
-    rows: list[int]
-    row_counts: list[int]
-    row_of: list[int]
-
-    @classmethod
-    def of(cls, by_rank: Sequence[Sequence[_Piece]]) -> _Side:
-        rows: list[int] = []
-        row_counts: list[int] = []
-        row_of: list[int] = []
-        for pieces in by_rank:
-            place = {row: len(rows) + i for i, row in enumerate(dict.fromkeys(piece.row for piece in pieces))}
-            rows.extend(place)
-            row_counts.append(len(place))
-            row_of.extend(place[piece.row] for piece in pieces)
-        flat = tuple(piece for pieces in by_rank for piece in pieces)
-        counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
-        return cls(flat, [piece.numel for piece in flat], counts, rows, row_counts, row_of)
-
-
-@dataclass(frozen=True)
-class _BatchPlan:
-    """What one batch means to this rank."""
-
-    batch: Batch
-    labels: Mapping[str, str]  # of its phases, for a profiler
-    owned: list[MatrixTask]
-    length: int
-    local: tuple[_Piece, ...]  # held and owned here
-    outgoing: _Side  # held here, gathered elsewhere
-    incoming: _Side  # held elsewhere, gathered here
-    results_in: _Side  # held here, computed elsewhere
-    results_out: _Side  # held elsewhere, computed here
-    result_rows: Tensor  # results_out.rows, on the device
-    gathers: bool  # alike on all ranks: whether gradients of the batch cross ranks
-    returns: bool  # and whether results do
-    copied: bool  # alike on all ranks: whether several ranks hold the same elements
 
 
 @dataclass(frozen=True)
@@ -126,13 +45,13 @@ class _Gather:
 
 @dataclass(frozen=True)
 class _Return:
-    plan: _BatchPlan
+    plan: BatchPlan
     result: Tensor
     reply: Reply
     message: _Message | None
 
 
-def _phase(plan: _BatchPlan, phase: str) -> AbstractContextManager[Any]:
+def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
     return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else nullcontext()
 
@@ -180,7 +99,10 @@ class MatrixExchange:
         self.traffic = Traffic()
         self._device, self._dtype, self._wire = device, dtype, wire_dtype or dtype
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
-        self._batches = [self._plan_batch(number, batch, index_of) for number, batch in enumerate(plan.batches)]
+        self._batches = [
+            plan_batch(layout, plan.owners, number, batch, index_of, device)
+            for number, batch in enumerate(plan.batches)
+        ]
 
     @property
     def bytes_per_gather(self) -> int:
@@ -214,9 +136,7 @@ class MatrixExchange:
             compute: ``(batch, owned tasks, stack)`` with ``stack`` of shape (owned, task length); returns
                 (owned, result length). Called only on ranks that own a task of the batch.
             deliver: ``(task, local fragment index, result)``; called once per local fragment of every task, unless
-                its source is None.
-                ``result`` is what ``reply`` says. Valid during
-                the call only.
+                its source is None. ``result`` is what ``reply`` says, and valid during the call only.
             reply: What the holders of a batch's matrices get of the results; their own piece unless it says otherwise.
         """
         arriving = self._start_gather(self._batches[0], sources) if self._batches else None
@@ -235,68 +155,13 @@ class MatrixExchange:
         if returning is not None:
             self._finish_return(returning, sources, deliver)
 
-    # --- planning -----------------------------------------------------------------------------------------------
-
-    def _plan_batch(self, number: int, batch: Batch, index_of: Mapping[Fragment, int]) -> _BatchPlan:
-        world, me = self.layout.world_size, self.layout.rank
-        shapes, holders = self.layout.shapes, self.layout.holders
-        length = sum(prod(shapes[part]) for part in batch.tasks[0].parts)
-        # By the other rank: what this one sends to an owner and gathers as one, and the same for the results.
-        outgoing, incoming, results_in, results_out = ([[] for _ in range(world)] for _ in range(4))  # type: ignore[var-annotated]
-        owned: list[MatrixTask] = []
-        rows = [0] * world
-        gathers = returns = copied = False
-        for task in batch.tasks:
-            owner = self.plan.owners[task.key]
-            row, first = rows[owner], 0
-            rows[owner] += 1
-            if owner == me:
-                owned.append(task)
-            for part in task.parts:
-
-                def piece(fragment: Fragment, row: int = row, first: int = first, task: MatrixTask = task) -> _Piece:
-                    index = index_of.get(fragment, -1)
-                    return _Piece(task, row, row * length + first, fragment.numel, index, fragment.places)
-
-                gathered = self.layout.nearest_copy(part, owner)
-                gathers = gathers or any(holder != owner for holder, _ in gathered)
-                returns = returns or any(holder != owner for holder in holders[part])
-                copied = copied or len(self.layout.copies[part]) > 1
-                for holder, fragment in gathered:
-                    if owner == me:
-                        incoming[holder].append(piece(fragment))
-                    elif holder == me:
-                        outgoing[owner].append(piece(fragment))
-                for holder in holders[part] if owner == me else (me,):
-                    by_rank = results_out[holder] if owner == me else results_in[owner]
-                    by_rank.extend(map(piece, holders[part].get(holder, ())))
-                first += prod(shapes[part])
-        local, incoming[me], results_out[me] = tuple(incoming[me]), [], []
-        there = _Side.of(results_out)
-        result_rows = torch.tensor(there.rows, dtype=torch.long, device=self._device)
-        return _BatchPlan(
-            batch=batch,
-            labels={phase: f"rankwise: {phase} {number}" for phase in ("gather", "compute", "return", "deliver")},
-            owned=owned,
-            length=length,
-            local=local,
-            outgoing=_Side.of(outgoing),
-            incoming=_Side.of(incoming),
-            results_in=_Side.of(results_in),
-            results_out=there,
-            result_rows=result_rows,
-            gathers=gathers,
-            returns=returns,
-            copied=copied,
-        )
-
     # --- one batch ----------------------------------------------------------------------------------------------
 
-    def _start_gather(self, plan: _BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
+    def _start_gather(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
         with _phase(plan, "gather"):
             return self._gather(plan, sources)
 
-    def _gather(self, plan: _BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
+    def _gather(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
         stack = torch.empty(len(plan.owned), plan.length, dtype=self._dtype, device=self._device)
         flat = stack.view(-1)
         for piece in plan.local:
@@ -307,7 +172,7 @@ class MatrixExchange:
         return _Gather(stack, self._all_to_all(self._pack(leaving), plan.outgoing.counts, plan.incoming.counts))
 
     @staticmethod
-    def _present(sources: Sequence[Tensor | None], piece: _Piece) -> Tensor:
+    def _present(sources: Sequence[Tensor | None], piece: Piece) -> Tensor:
         source = sources[piece.fragment]
         if source is None:
             raise RuntimeError(
@@ -316,7 +181,7 @@ class MatrixExchange:
             )
         return source
 
-    def _finish_gather(self, plan: _BatchPlan, gather: _Gather) -> Tensor:
+    def _finish_gather(self, plan: BatchPlan, gather: _Gather) -> Tensor:
         if gather.message is not None:
             flat = gather.stack.view(-1)
             arrived = gather.message.wait().split(plan.incoming.numels)
@@ -326,7 +191,7 @@ class MatrixExchange:
 
     def _compute(
         self,
-        plan: _BatchPlan,
+        plan: BatchPlan,
         stack: Tensor,
         sources: Sequence[Tensor | None],
         compute: Compute,
@@ -346,11 +211,11 @@ class MatrixExchange:
         result[rows] = part
         return result
 
-    def _start_return(self, plan: _BatchPlan, result: Tensor, reply: Reply) -> _Return:
+    def _start_return(self, plan: BatchPlan, result: Tensor, reply: Reply) -> _Return:
         with _phase(plan, "return"):
             return self._return(plan, result, reply)
 
-    def _return(self, plan: _BatchPlan, result: Tensor, reply: Reply) -> _Return:
+    def _return(self, plan: BatchPlan, result: Tensor, reply: Reply) -> _Return:
         if not plan.returns:
             return _Return(plan, result, reply, None)
         if plan.copied and self._wire != self._dtype:

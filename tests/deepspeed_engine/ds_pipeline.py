@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from deepspeed_plugin.registry import build
 from rankwise import MKOR
-from rankwise.optimizers.routing import annotate
+from rankwise.optimizers.routing import Role, annotate, assign_role
 
 WIDTH, LENGTH, BATCH, ACCUMULATION, STEPS = 10, 8, 8, 4, 4
 
@@ -126,6 +126,11 @@ class Whole(nn.Module):
             shared = self.tied_modules[layer.key]
             self.order.append(shared if layer.forward_fn is None else functools.partial(layer.forward_fn, shared))
 
+    def annotate(self) -> None:
+        """As on the stages, where a weight that several of them share takes an element-wise rule."""
+        annotate(self)
+        assign_role(self.tied_modules.parameters(), Role.EMBEDDING)
+
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.order:
             x = layer(x)
@@ -179,7 +184,7 @@ def replay(job: PipelineJob, ranks: list[ds.Record]) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(start[name]))
-    annotate(model)
+    model.annotate()
     optimizer = build(job.name, list(model.parameters()), **TYPES[job.name])
     now = {"step": 0}
     if isinstance(optimizer, MKOR):
@@ -206,7 +211,7 @@ def run_whole(job: PipelineJob) -> tuple[dict[str, np.ndarray], dict[str, np.nda
     """Initial and final weights of a single process of plain PyTorch."""
     model = Whole(job)
     initial = ds.weights_of(model)
-    annotate(model)
+    model.annotate()
     params = TYPES[job.name]
     if job.name == ds.REFERENCE:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=params["lr"])

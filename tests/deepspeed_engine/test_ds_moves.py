@@ -327,6 +327,34 @@ def test_another_model_is_refused_unless_asked_for(tmp_path: Path) -> None:
     assert moved == 0.0, "what the checkpoint lacks stays as it was built"
 
 
+# --- half precision -----------------------------------------------------------------------------------------------
+
+
+def _masters(rank: int, world: int, job: ds.Job, folder: str, save: bool) -> dict[str, np.ndarray]:
+    deepspeed.init_distributed("gloo")
+    engine = ds.engine_of(job, world)
+    if save:
+        ds.train_step(engine, rank, world, 0)
+        engine.save_checkpoint(folder, tag="tag")
+    else:
+        engine.load_checkpoint(folder, tag="tag")
+    masters = ds.master_weights(engine)
+    engine.destroy()
+    return masters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reader", "dtype"), [("LDAdam", torch.bfloat16), ("SONew", torch.float32)], ids=str)
+def test_full_precision_weights_travel(tmp_path: Path, reader: str, dtype: torch.dtype) -> None:
+    """From bf16 to another layout, or to another optimizer of ours in another type: not a bit is lost."""
+    writer = replace(_job("LDAdam", 1), dtype=torch.bfloat16)
+    saved = run_ranks(2, _masters, writer, str(tmp_path), True)[0]
+    assert any((value != torch.from_numpy(value).bfloat16().float().numpy()).any() for value in saved.values())
+    loaded = run_ranks(1, _masters, replace(_job(reader, 3), dtype=dtype), str(tmp_path), False)[0]
+    for name, value in saved.items():
+        np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+
+
 # --- another cut on the same ranks and stage ------------------------------------------------------------------------
 
 

@@ -28,6 +28,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "has_moe_layers": False,
         "zero_elastic_checkpoint": lambda: False,
         "autotp_size": lambda: 1,
+        "torch_autocast_enabled": lambda: True,
+        "torch_autocast_dtype": lambda: torch.bfloat16,
         "mp_world_size": 1,
     }
     return SimpleNamespace(**{**defaults, **settings})
@@ -42,8 +44,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
         ({"zero_elastic_checkpoint": lambda: True}, "elastic_checkpoint=True", "set it to false"),
         ({"mp_world_size": 2}, "tensor parallelism=2", "data or pipeline parallelism"),
+        ({"torch_autocast_dtype": lambda: torch.float16}, "torch_autocast.dtype='float16'", "use bfloat16"),
         ({"autotp_size": lambda: 4}, "tensor parallelism=4", "data or pipeline parallelism"),
-
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], key: str, fix: str) -> None:

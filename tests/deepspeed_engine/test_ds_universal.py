@@ -254,3 +254,21 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     assert "is not a universal checkpoint" in ordinary
     assert "down.weight/fp32.pt is missing" in lacking
     assert "not the weight that universal has in its model file" in mixed
+
+
+@pytest.mark.slow
+def test_reordered_weights(tmp_path: Path) -> None:
+    """DeepSpeed's converter misplaces weights of round_robin_gradients: ours does not, loading its result refuses."""
+    (job,) = _jobs("MARS-M")
+    reordered = replace(job, config={"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
+    saved = run_ranks(2, _train, [reordered], HALF, str(tmp_path))[0][0]
+    root = tmp_path / job.name
+    convert(root / f"global_step{HALF}", root / "universal", workers=1)
+    for name, value in saved.items():
+        found = torch.load(root / "universal" / "zero" / name / "fp32.pt", weights_only=False)["param"]
+        np.testing.assert_array_equal(found.numpy(), value, err_msg=name)
+    _convert_with_deepspeed(root / f"global_step{HALF}", tmp_path / "stock" / "universal")
+    shutil.rmtree(root / f"global_step{HALF}")
+    mine, stock = run_ranks(1, _attempts, _at(job, 3, True), [str(root), str(tmp_path / "stock")])[0]
+    assert mine == "loaded"
+    assert "round_robin_gradients; load the original checkpoint instead" in stock

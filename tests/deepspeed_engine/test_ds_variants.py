@@ -33,6 +33,8 @@ ZERO: dict[str, tuple[dict[str, Any], bool]] = {
     "round_robin_stage1": ({"stage": 1, "round_robin_gradients": True}, False),
     "small_buckets": ({"stage": 2, "reduce_bucket_size": 100, "allgather_bucket_size": 100}, False),
     "plain_reduction_stage3": ({"stage": 3, "contiguous_gradients": False, "reduce_scatter": False}, False),
+    "released_weights": ({"stage": 3, "stage3_param_persistence_threshold": 0}, False),
+    "secondary_copies": ({"stage": 3, "zero_hpz_partition_size": 2}, False),
     "host_memory_stage3": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, False),
 }
 
@@ -60,6 +62,43 @@ def test_zero_settings(variant: str) -> None:
         calls = {count for record in ranks for count in record.calls}
         assert min(calls) > 3 if small else calls == {1}
         assert ranks[0].matrices == expected_matrices(job)
+
+
+@pytest.mark.parametrize("stage", marked({0: False, 1: True, 3: False}))
+def test_autocast(stage: int) -> None:
+    config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    cell = ds.ours(steps=STEPS, config=config)
+    for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
+        check_replay(job, ranks)
+
+
+def _sequence_parallel(rank: int, world: int, stage: int) -> tuple[list[Any], list[Any]]:
+    """MKOR's mean output gradients, and the pieces of the gradients, of a step on a sequence shared by two ranks."""
+    deepspeed.init_distributed("gloo")
+    sizes = {"sequence_parallel_size": world, "data_parallel_size": 1, "gradient_clipping": 0.0}
+    config = {**sizes, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": ds.GLOBAL_BATCH}
+    engine = ds.engine_of(ds.Job("MKOR", ds.TYPES["MKOR"], config=config), world)
+    recorder = ds.Recorder(engine.basic_optimizer)
+    recorder.begin_step()
+    x, y = ds.batches(ds.STEPS)
+    share = slice(rank * ds.LENGTH // world, (rank + 1) * ds.LENGTH // world)
+    for micro in range(ds.ACCUMULATION):
+        engine.backward(engine(x[0, micro, :, share], y[0, micro, :, share]))
+        engine.step()
+    found = recorder.record
+    return [(key, values[1]) for key, values in found.statistics[0].items()], found.grads[0]
+
+
+@pytest.mark.parametrize("stage", marked({0: True, 2: False, 3: False}))
+def test_sequence_parallel_statistics_are_bias_gradients(stage: int) -> None:
+    results = run_ranks(2, _sequence_parallel, stage)
+    grads = ds.whole(pieces for _, pieces in results)
+    for statistics, _ in results:
+        # The gradient of a bias is what the statistics must be.
+        means = dict(statistics)
+        for layer in ("up", "mix", "back"):
+            expected = grads[f"{layer}.bias"]
+            assert np.abs(means[f"{layer}.weight"] - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def expected_matrices(job: ds.Job) -> int:

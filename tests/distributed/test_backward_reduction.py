@@ -36,9 +36,12 @@ class Net(nn.Module):
         self.sometimes = nn.Linear(7, 7)
         self.never = nn.Linear(4, 4)
         self.last = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.ones(()))
         self.double()
 
-    def forward(self, x: Tensor, branch: bool = False) -> Tensor:
+    def forward(self, x: Tensor, branch: bool = False, idle: bool = False) -> Tensor:
+        if idle:
+            return self.scale * x
         h = torch.tanh(self.twice(torch.tanh(self.twice(torch.tanh(self.first(x))))))
         if branch:
             h = h + torch.tanh(self.sometimes(h))
@@ -191,6 +194,46 @@ def test_the_reduction_starts_before_the_step() -> None:
         assert [index < step for index in statistics] == [True, True, True, False]
         # The first one leaves while layers have still to be differentiated.
         assert any(name.startswith("AddmmBackward0") for name in names[statistics[0] : step])
+
+
+def _idle_rank(rank: int, world: int) -> tuple[list[Tensor], int]:
+    """A window is skipped in which one rank's backward pass reached no captured layer."""
+    backward_reduction.BUCKET_ELEMENTS = SMALL_BUCKETS
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    optimizer = _optimizer(model.module)
+    window = {"id": 0}
+    optimizer.capture(model, window=lambda: window["id"])
+    messages = Messages(optimizer)
+    for step in range(STEPS):
+        if step % INTERVAL == 0:
+            inputs, _ = _data(step + 50, 0, rank)
+            model(inputs, idle=rank == 1).square().sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+            window["id"] += 1
+        _loss(model, "no_sync", step, 0, rank).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        window["id"] += 1
+    return [parameter.detach() for parameter in model.module.parameters()], len(messages.sent)
+
+
+def test_a_rank_without_statistics_ends_a_skipped_window_with_the_others() -> None:
+    ranks = run_ranks(2, _idle_rank)
+    model = Net()
+    optimizer = _optimizer(model)
+    optimizer.capture(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(_loss(model, "no_sync", step, 0, rank) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        model.scale.grad = torch.zeros_like(model.scale)
+        optimizer.step()
+    for weights, messages in ranks:
+        # Three factor steps and three windows that were dropped, of four messages each.
+        assert messages == 6 * 4
+        for one, other in zip(weights, model.parameters(), strict=True):
+            assert float((one - other.detach()).abs().max()) <= 1e-12
 
 
 def _misaligned(rank: int, world: int) -> str:

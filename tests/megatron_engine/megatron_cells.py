@@ -35,6 +35,7 @@ class Cell:
         microbatches: Micro-batches per step and rank; the global batch is the same in every cell.
         layers: Transformer layers of the whole model.
         clip: Largest gradient norm; 0 for none.
+        uneven: Whether micro-batches may differ in size, where gradients are prescribed.
         optimizer: Further fields of the optimizer's config.
     """
 
@@ -57,6 +58,7 @@ class Cell:
     microbatches: int = 2
     layers: int = 2
     clip: float = 1.0
+    uneven: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:

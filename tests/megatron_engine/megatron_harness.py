@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from torch import Tensor, nn
 from megatron_patches.cpu import cpu_megatron
 
 Gathered = tuple[dict[str, Tensor], float]
+# Sizes of the process groups of this rank's process, the present ones last.
+_open_sizes: list[tuple[int, ...]] = []
+
 MakeOptimizer = Callable[[dict[str, Any], list[nn.Module]], MegatronOptimizer]
 
 
@@ -160,8 +164,9 @@ class Trainer:
 
     def _micro_batches(self) -> list[Tensor]:
         dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        pieces = tokens(self.step).chunk(self.cell.microbatches * dp)
-        assert len(pieces) == self.cell.microbatches * dp, f"{self.cell}: the global batch does not divide"
+        pieces = tokens(self.step).tensor_split(self.cell.microbatches * dp)
+        even = len({len(piece) for piece in pieces}) == 1
+        assert even or self.cell.uneven, f"{self.cell}: the global batch does not divide"
         return list(pieces[rank::dp])
 
     def gather_params(self) -> None:
@@ -242,18 +247,23 @@ def _loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 @contextmanager
 def opened(cell: Cell, make_optimizer: MakeOptimizer = stock_adam) -> Iterator[Trainer]:
-    """A trainer with its process groups, which end with the scope. Needs ``cpu_megatron()`` around it."""
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=cell.tp,
-        pipeline_model_parallel_size=cell.pp,
-        virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
-        expert_model_parallel_size=cell.ep,
-    )
-    try:
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        yield Trainer(cell, make_optimizer)
-    finally:
+    """A trainer. Its process groups, slow to build, outlive the scope for the next cell of equal sizes.
+
+    Needs ``cpu_megatron()`` around it.
+    """
+    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep)
+    if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
+    if not mpu.is_initialized():
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=cell.tp,
+            pipeline_model_parallel_size=cell.pp,
+            virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
+            expert_model_parallel_size=cell.ep,
+        )
+        _open_sizes.append(sizes)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    yield Trainer(cell, make_optimizer)
 
 
 def train(cell: Cell, make_optimizer: MakeOptimizer = stock_adam, steps: int = 3) -> Result | None:

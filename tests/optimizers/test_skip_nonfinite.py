@@ -93,6 +93,24 @@ def test_finite_steps_are_those_without_the_option(name: str) -> None:
     assert optimizer.read_health()["skipped_steps"] == 0.0
 
 
+@cases()
+def test_the_update_meets_finite_numbers_only(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries raise where a matrix to be factorised holds a NaN."""
+    model, optimizer = setup(case, skip_nonfinite=True)
+    advance(model, optimizer, range(1))
+    met: list[bool] = []
+    update = optimizer._update
+
+    def watched(unit: Any, buckets: Any) -> None:
+        met.extend(bool(grad.isfinite().all()) for bucket in buckets for grad in bucket.grads)
+        update(unit, buckets)
+
+    monkeypatch.setattr(optimizer, "_update", watched)
+    bad_step(model, optimizer, 1)
+    assert len(met) == 7 and all(met)
+    assert not model.get_parameter("2.weight").grad.isfinite().all()  # the framework's own stays as it is
+
+
 def test_without_the_option_it_goes_through() -> None:
     """As in torch.optim."""
     model, optimizer = setup(BY_NAME["mars-adamw"])
@@ -143,6 +161,8 @@ def test_copies_and_new_plans_know_of_it(through: Any) -> None:
     model, optimizer = setup(BY_NAME["ldadam"], skip_nonfinite=True)
     advance(model, optimizer, range(2))
     bad_step(model, optimizer, 2)
+    # Counts lie in the host's memory, which has not looked at the flag yet.
+    assert {int(state["step"]) for state in (*optimizer.state.values(), *optimizer.matrix_states.values())} == {3}
     _, twin = through((model, optimizer))
     assert {int(state["step"]) for state in twin.state.values()} == {2}
     assert {int(state["step"]) for state in twin.matrix_states.values()} == {2}
@@ -151,7 +171,7 @@ def test_copies_and_new_plans_know_of_it(through: Any) -> None:
     bad_step(model, optimizer, 3)
     twin = through(optimizer)
     bad_step(model, optimizer, 3)
-    optimizer.adopt(twin.matrix_states, {}, optimizer.param_groups)
+    optimizer.adopt(twin.matrix_states, {})
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     bad_step(model, optimizer, 3)
     extra = nn.Parameter(torch.ones(12, 12, dtype=torch.float64))

@@ -1,0 +1,223 @@
+"""Command-line flags of our optimizers in Megatron's own parser, made from the option classes."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from megatron_patches.registry import NAMES, option_names, resolve
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.options import OptionError
+
+__all__ = ["Flag", "add_flags", "flags", "given_options"]
+
+LAYER_WISE = "--rankwise-layer-wise"
+_STOCK_NAME = "adam"
+# Megatron's flags that its own optimizers read and ours do not.
+_UNREAD = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+
+
+class Flag(NamedTuple):
+    """One option on the command line.
+
+    Attributes:
+        option: As it is typed, ``--ldadam-rank``.
+        key: The constructor's keyword, ``rank``.
+        names: The ``--optimizer`` names that know it.
+        hint: Its type in the option class.
+        default: Its value where it is not given.
+        help: From the optimizer's docstring.
+    """
+
+    option: str
+    key: str
+    names: tuple[str, ...]
+    hint: Any
+    default: Any
+    help: str
+
+    @property
+    def dest(self) -> str:
+        """Attribute of Megatron's ``args``; there only if the flag was given."""
+        return self.option.removeprefix("--").replace("-", "_")
+
+
+@cache
+def flags() -> tuple[Flag, ...]:
+    """Every option of every optimizer, prefixed with the name of its class."""
+    classes = dict.fromkeys(cls for cls, _ in NAMES.values())
+    return tuple(flag for cls in classes for flag in _flags_of(cls))
+
+
+def given_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The options of an optimizer that were on the command line, by keyword.
+
+    Args:
+        args: What the parser returned.
+        name: The optimizer.
+    """
+    return {
+        flag.key: _as_option(flag, getattr(args, flag.dest))
+        for flag in flags()
+        if name in flag.names and hasattr(args, flag.dest)
+    }
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Let a parser with Megatron's arguments know our optimizers.
+
+    After parsing, ``args.rankwise_optimizer`` holds one of our names or None. ``args.optimizer`` is then "adam", so that
+    Megatron checks all other arguments as for the optimizer it supports best.
+
+    Args:
+        parser: Megatron's parser. A wrong value ends it as argparse's own errors do, with the flag and the rule.
+    """
+    chooser = parser._option_string_actions["--optimizer"]
+    chooser.choices = [*(chooser.choices or ()), *NAMES]
+    group = parser.add_argument_group(
+        title="rankwise",
+        description=f"Options of --optimizer {', '.join(NAMES)}; each flag belongs to the optimizers that begin as it "
+        "does. Learning rate, weight decay and clipping are Megatron's own flags.",
+    )
+    for flag in flags():
+        group.add_argument(flag.option, dest=flag.dest, default=argparse.SUPPRESS, **_parsing(flag))
+    group.add_argument(
+        LAYER_WISE,
+        action="store_true",
+        help="Whole parameters dealt out over the data-parallel ranks by Megatron's layer-wise optimizer, without "
+        "--use-distributed-optimizer.",
+    )
+    parse = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        namespace, rest = parse(*args, **kwargs)
+        _settle(parser, namespace)
+        return namespace, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+
+
+# --- after parsing ---------------------------------------------------------------------------------------------------
+
+
+def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check our flags, and move our name to where Megatron does not look."""
+    name = args.optimizer
+    ours = name in NAMES
+    for flag in flags():
+        if hasattr(args, flag.dest) and name not in flag.names:
+            parser.error(f"argument {flag.option}: it is invalid with --optimizer {name}: {_owners(flag, name)}")
+    if args.rankwise_layer_wise and not ours:
+        parser.error(
+            f"argument {LAYER_WISE}: it is invalid with --optimizer {name}: it needs one of {', '.join(NAMES)}"
+        )
+    args.rankwise_optimizer = name if ours else None
+    if not ours:
+        return
+    if getattr(args, "yaml_cfg", None) is not None:
+        parser.error(
+            f"argument --yaml-cfg: it is invalid with --optimizer {name}: the file would replace every argument"
+        )
+    _check_values(parser, name, given_options(args, name))
+    _warn_of_unread(parser, args, name)
+    args.optimizer = _STOCK_NAME
+
+
+def _owners(flag: Flag, name: str) -> str:
+    known = ", ".join(flag.names)
+    if name in NAMES and NAMES[name][0] is NAMES[flag.names[0]][0]:
+        return f"that name fixes it; use --optimizer {known}"
+    return f"it belongs to --optimizer {known}"
+
+
+def _check_values(parser: argparse.ArgumentParser, name: str, options: Mapping[str, Any]) -> None:
+    typed = {flag.key: flag.option for flag in flags() if name in flag.names}
+    for key, value in options.items():
+        try:
+            resolve(name, {key: value})
+        except OptionError as error:
+            parser.error(f"argument {typed[key]}: {error}")
+    try:
+        resolve(name, options)
+    except OptionError as error:  # Values that are fine alone.
+        parser.error(f"arguments {', '.join(typed[key] for key in options)}: {error}")
+
+
+def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> None:
+    unread = [key for key in _UNREAD if getattr(args, key, None) != parser.get_default(key)]
+    if unread and os.environ.get("RANK", "0") == "0":
+        typed = ", ".join("--" + key.replace("_", "-") for key in unread)
+        prefix = _prefix(NAMES[name][0])
+        print(f"{typed}: not read by --optimizer {name}, whose own flags begin with {prefix}", file=sys.stderr)
+
+
+# --- from the option classes -----------------------------------------------------------------------------------------
+
+
+def _prefix(cls: type[ShardedOptimizer]) -> str:
+    return f"--{cls.__name__.lower()}-"
+
+
+def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[Flag]:
+    names = [name for name, (known, _) in NAMES.items() if known is cls]
+    hints = get_type_hints(cls.options_type)
+    defaults = cls.options_type()
+    texts = _argument_texts(cls)
+    for key in dict.fromkeys(key for name in names for key in option_names(name)):
+        owners = tuple(name for name in names if key in option_names(name))
+        option = _prefix(cls) + key.replace("_", "-")
+        yield Flag(option, key, owners, hints[key], getattr(defaults, key), texts[key])
+
+
+def _argument_texts(cls: type) -> dict[str, str]:
+    """The "Args" of a class's docstring, one line each."""
+    section = re.split(r"^(\w+):$", inspect.getdoc(cls) or "", flags=re.MULTILINE)
+    lines = section[section.index("Args") + 1]
+    return {
+        key: " ".join(re.sub(r":\w+:`~?([^`]+)`|``([^`]+)``", r"\1\2", text).split())
+        for key, text in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", lines, flags=re.MULTILINE)
+    }
+
+
+def _parsing(flag: Flag) -> dict[str, Any]:
+    """How argparse is to read a flag."""
+    text = f"{flag.help} Default: {_shown(flag.default)}.".replace("%", "%%")
+    if flag.hint is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    kinds = [kind for kind in get_args(flag.hint) if kind is not NoneType] if NoneType in get_args(flag.hint) else []
+    kind = kinds[0] if kinds else flag.hint
+    if get_origin(kind) is not tuple:
+        return {"type": _optional(kind) if kinds else kind, "metavar": kind.__name__.upper(), "help": text}
+    element, *rest = get_args(kind)
+    if rest == [Ellipsis]:
+        return {"nargs": "*", "type": element, "metavar": "PATTERN", "help": text}
+    if kinds:  # Two values, or the one word "none".
+        return {"nargs": "+", "type": _optional(element), "metavar": element.__name__.upper(), "help": text}
+    return {"nargs": 1 + len(rest), "type": element, "metavar": element.__name__.upper(), "help": text}
+
+
+def _optional(kind: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    read.__name__ = f"{kind.__name__} or none"  # argparse puts it into its message.
+    return read
+
+
+def _as_option(flag: Flag, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return None if value == [None] else tuple(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,239 @@
+"""The functions of Megatron that are replaced while :func:`apply` is in force: as few as let a name through.
+
+Nothing of Megatron is imported before :func:`apply` or :func:`check` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_patches.apex import detect_apex
+
+__all__ = ["PATCHES", "Patch", "PatchError", "PatchState", "apply", "check", "revert"]
+
+Function = Callable[..., Any]
+
+
+class PatchError(RuntimeError):
+    """This Megatron differs from those the patches were tested with, or somebody else has replaced a function."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced function.
+
+    Attributes:
+        module: Where it is defined.
+        name: Its name there.
+        parameters: Names of its parameters, in order, in every tested version.
+        tested: Minor versions of megatron-core it was run with.
+        reason: Why it is replaced.
+        replace: From the stock function to ours.
+        command_line: Whether it belongs to ``megatron.training``.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    tested: tuple[str, ...]
+    reason: str
+    replace: Callable[[Function], Function]
+    command_line: bool
+
+    @property
+    def symbol(self) -> str:
+        """Full name."""
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """What :func:`check` says of a patch.
+
+    Attributes:
+        symbol: Full name of the replaced function.
+        tested: Minor versions of megatron-core it was run with.
+        reason: Why it is replaced.
+        applied: Whether it is in force.
+    """
+
+    symbol: str
+    tested: tuple[str, ...]
+    reason: str
+    applied: bool
+
+
+def _factory(stock: Function) -> Function:
+    ours: Function = importlib.import_module("megatron_patches.registry").get_megatron_optimizer
+    return ours
+
+
+def _add_arguments(stock: Function) -> Function:
+    from megatron_patches.arguments import add_flags
+
+    @functools.wraps(stock)
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = stock(parser)
+        add_flags(parser)
+        return parser
+
+    return add_megatron_arguments
+
+
+def _optimizer_config(stock: Function) -> Function:
+    from megatron_patches.arguments import given_options
+
+    @functools.wraps(stock)
+    def get_megatron_optimizer_config(args: Any) -> Any:
+        config, overrides = stock(args)
+        name = getattr(args, "rankwise_optimizer", None)
+        if name is not None:
+            config.optimizer = name
+            config.rankwise = given_options(args, name)
+            config.rankwise_layer_wise = args.rankwise_layer_wise
+        return config, overrides
+
+    return get_megatron_optimizer_config
+
+
+_TESTED = ("0.16",)
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        module="megatron.core.optimizer",
+        name="get_megatron_optimizer",
+        parameters=(
+            "config",
+            "model_chunks",
+            "config_overrides",
+            "use_gloo_process_groups",
+            "pg_collection",
+            "dump_param_to_param_group_map",
+        ),
+        tested=_TESTED,
+        reason="the factory every training loop calls refuses names it does not know; other names still go to it",
+        replace=_factory,
+        command_line=False,
+    ),
+    Patch(
+        module="megatron.training.arguments",
+        name="add_megatron_arguments",
+        parameters=("parser",),
+        tested=_TESTED,
+        reason="--optimizer has a closed list of names, and scripts pass no hook of ours to the parser",
+        replace=_add_arguments,
+        command_line=True,
+    ),
+    Patch(
+        module="megatron.training.training",
+        name="get_megatron_optimizer_config",
+        parameters=("args",),
+        tested=_TESTED,
+        reason="OptimizerConfig takes from the arguments only what is one of its own fields",
+        replace=_optimizer_config,
+        command_line=True,
+    ),
+)
+
+_applied: dict[str, tuple[Function, Function]] = {}
+
+
+def apply(command_line: bool | None = None) -> None:
+    """Let Megatron know our optimizers. A second call adds what is missing.
+
+    Modules that have already imported a replaced function by its name are updated too.
+
+    Args:
+        command_line: Whether ``megatron.training`` is to know our ``--optimizer`` names and flags. True imports it; None
+            means only if it has been imported already.
+
+    Raises:
+        PatchError: An untested megatron-core, or a function whose parameters have changed; nothing is replaced then.
+        ModuleNotFoundError: Megatron is not installed.
+    """
+    apex = detect_apex()
+    if apex.kind == "other":
+        warnings.warn(apex.message, stacklevel=2)
+    wanted = _wanted(command_line)
+    for patch in wanted:
+        _verify(patch)
+    for patch in wanted:
+        if patch.symbol not in _applied:
+            stock = _current(patch)
+            ours = patch.replace(stock)
+            _rebind(patch.name, stock, ours)
+            _applied[patch.symbol] = (stock, ours)
+
+
+def revert() -> None:
+    """Put every replaced function back, in all modules that hold ours. A second call does nothing.
+
+    Raises:
+        PatchError: Somebody has replaced a function after us; undo that first.
+    """
+    for patch in reversed(PATCHES):
+        if patch.symbol not in _applied:
+            continue
+        stock, ours = _applied[patch.symbol]
+        if _current(patch) is not ours:
+            raise PatchError(f"{patch.symbol} was replaced by another package after apply(); undo that first")
+        _rebind(patch.name, ours, stock)
+        del _applied[patch.symbol]
+
+
+def check(command_line: bool | None = None) -> tuple[PatchState, ...]:
+    """Whether the patches fit this Megatron, and which are in force. Changes nothing.
+
+    Args:
+        command_line: See :func:`apply`.
+
+    Raises:
+        PatchError: See :func:`apply`.
+        ModuleNotFoundError: Megatron is not installed.
+    """
+    wanted = _wanted(command_line)
+    for patch in wanted:
+        _verify(patch)
+    return tuple(PatchState(p.symbol, p.tested, p.reason, p.symbol in _applied) for p in wanted)
+
+
+def _wanted(command_line: bool | None) -> list[Patch]:
+    if command_line is None:
+        command_line = "megatron.training.training" in sys.modules
+    return [patch for patch in PATCHES if command_line or not patch.command_line]
+
+
+def _current(patch: Patch) -> Function:
+    found: Function = getattr(importlib.import_module(patch.module), patch.name)
+    return found
+
+
+def _verify(patch: Patch) -> None:
+    version: str = importlib.import_module("megatron.core.package_info").__version__
+    if ".".join(version.split(".")[:2]) not in patch.tested:
+        raise PatchError(
+            f"megatron-core {version} is not supported: {patch.symbol} was tested with "
+            f"{', '.join(f'{minor}.*' for minor in patch.tested)}; install one of these"
+        )
+    if not hasattr(importlib.import_module(patch.module), patch.name):
+        raise PatchError(f"megatron-core {version} has no {patch.symbol}: this copy was changed; use the released one")
+    parameters = tuple(inspect.signature(_current(patch)).parameters)
+    if parameters != patch.parameters:
+        raise PatchError(
+            f"{patch.symbol} of megatron-core {version} takes ({', '.join(parameters)}), expected "
+            f"({', '.join(patch.parameters)}): it was changed, here or by another package; use the released one"
+        )
+
+
+def _rebind(name: str, old: Function, new: Function) -> None:
+    """Wherever a loaded module holds the function under its own name: most import it by name."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)

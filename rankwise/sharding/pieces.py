@@ -1,0 +1,168 @@
+"""Which runs of which fragments one rank sends and receives for a batch of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .layout import Fragment, Layout, Place
+from .plan import Batch, MatrixTask
+
+__all__ = ["BatchPlan", "Piece", "Side", "plan_batch"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A fragment's place in its owner's stack of matrices."""
+
+    task: MatrixTask
+    row: int  # of the owner's stack
+    offset: int  # of the parameter in the owner's flattened stack
+    numel: int
+    fragment: int  # local fragment index; -1 for another rank's
+    places: tuple[Place, ...]  # within the parameter
+
+    def fill(self, stack: Tensor, values: Tensor | None) -> None:
+        """Write the fragment's values, or zeros, into the flattened stack."""
+        position = 0
+        for place in self.places:
+            target = place.of(stack, self.offset)
+            if values is None:
+                target.zero_()
+            else:
+                target.copy_(values[position : position + target.numel()].view_as(target))
+                position += target.numel()
+
+    def parts(self, stack: Tensor) -> list[Tensor]:
+        """The fragment's values in the flattened stack, as 1-D tensors to be joined."""
+        return [place.of(stack, self.offset).reshape(-1) for place in self.places]
+
+    def read(self, stack: Tensor) -> Tensor:
+        """The fragment's values in the flattened stack, 1-D."""
+        parts = self.parts(stack)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The pieces this rank exchanges with the others in one direction, in rank order, and how many elements with each.
+
+    A payload goes once to every rank that holds a piece of its matrix: ``rows`` lists the matrices, rank by rank,
+    ``row_counts`` how many there are of each rank, and ``row_of`` where in that list each piece's matrix is.
+    """
+
+    pieces: tuple[Piece, ...]
+    numels: list[int]
+    counts: list[int]
+    rows: list[int]
+    row_counts: list[int]
+    row_of: list[int]
+
+    @classmethod
+    def of(cls, by_rank: Sequence[Sequence[Piece]]) -> Side:
+        """The side of pieces listed by the other rank."""
+        rows: list[int] = []
+        row_counts: list[int] = []
+        row_of: list[int] = []
+        for pieces in by_rank:
+            place = {row: len(rows) + i for i, row in enumerate(dict.fromkeys(piece.row for piece in pieces))}
+            rows.extend(place)
+            row_counts.append(len(place))
+            row_of.extend(place[piece.row] for piece in pieces)
+        flat = tuple(piece for pieces in by_rank for piece in pieces)
+        counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
+        return cls(flat, [piece.numel for piece in flat], counts, rows, row_counts, row_of)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one batch means to this rank."""
+
+    batch: Batch
+    labels: Mapping[str, str]  # of its phases, for a profiler
+    owned: list[MatrixTask]
+    length: int
+    local: tuple[Piece, ...]  # held and owned here
+    outgoing: Side  # held here, gathered elsewhere
+    incoming: Side  # held elsewhere, gathered here
+    results_in: Side  # held here, computed elsewhere
+    results_out: Side  # held elsewhere, computed here
+    result_rows: Tensor  # results_out.rows, on the device
+    gathers: bool  # alike on all ranks: whether gradients of the batch cross ranks
+    returns: bool  # and whether results do
+    copied: bool  # alike on all ranks: whether several ranks hold the same elements
+
+
+def plan_batch(
+    layout: Layout,
+    owners: Mapping[str, int],
+    number: int,
+    batch: Batch,
+    index_of: Mapping[Fragment, int],
+    device: torch.device,
+) -> BatchPlan:
+    """Find this rank's part in the exchange of one batch.
+
+    Args:
+        layout: The common layout.
+        owners: Owner by task key.
+        number: Of the batch.
+        batch: Its tasks.
+        index_of: Position of every local fragment.
+        device: Where fragments live.
+    """
+    world, me = layout.world_size, layout.rank
+    shapes, holders = layout.shapes, layout.holders
+    length = sum(prod(shapes[part]) for part in batch.tasks[0].parts)
+    # By the other rank: what this one sends to an owner and gathers as one, and the same for the results.
+    outgoing, incoming, results_in, results_out = ([[] for _ in range(world)] for _ in range(4))  # type: ignore[var-annotated]
+    owned: list[MatrixTask] = []
+    rows = [0] * world
+    gathers = returns = copied = False
+    for task in batch.tasks:
+        owner = owners[task.key]
+        row, first = rows[owner], 0
+        rows[owner] += 1
+        if owner == me:
+            owned.append(task)
+        for part in task.parts:
+
+            def piece(fragment: Fragment, row: int = row, first: int = first, task: MatrixTask = task) -> Piece:
+                index = index_of.get(fragment, -1)
+                return Piece(task, row, row * length + first, fragment.numel, index, fragment.places)
+
+            gathered = layout.nearest_copy(part, owner)
+            gathers = gathers or any(holder != owner for holder, _ in gathered)
+            returns = returns or any(holder != owner for holder in holders[part])
+            copied = copied or len(layout.copies[part]) > 1
+            for holder, fragment in gathered:
+                if owner == me:
+                    incoming[holder].append(piece(fragment))
+                elif holder == me:
+                    outgoing[owner].append(piece(fragment))
+            for holder in holders[part] if owner == me else (me,):
+                by_rank = results_out[holder] if owner == me else results_in[owner]
+                by_rank.extend(map(piece, holders[part].get(holder, ())))
+            first += prod(shapes[part])
+    local, incoming[me], results_out[me] = tuple(incoming[me]), [], []
+    there = Side.of(results_out)
+    result_rows = torch.tensor(there.rows, dtype=torch.long, device=device)
+    return BatchPlan(
+        batch=batch,
+        labels={phase: f"rankwise: {phase} {number}" for phase in ("gather", "compute", "return", "deliver")},
+        owned=owned,
+        length=length,
+        local=local,
+        outgoing=Side.of(outgoing),
+        incoming=Side.of(incoming),
+        results_in=Side.of(results_in),
+        results_out=there,
+        result_rows=result_rows,
+        gathers=gathers,
+        returns=returns,
+        copied=copied,
+    )

@@ -1,0 +1,46 @@
+"""The optimizers of the Megatron tests, by name, with options under which rounding alone moves them little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import nn
+
+from megatron_patches.registry import RankwiseConfig
+from megatron_patches.registry import get_megatron_optimizer as get_ours
+
+# The eps of the stock optimizer's cells: it damps gradients that vanish, whose rounding would become a whole step.
+EPS = 1e-5
+TYPES: dict[str, dict[str, Any]] = {
+    "mars-adamw": {},
+    "mars-lion": {},
+    "mars-shampoo": {"ns_dtype": "float32"},
+    "mars-m": {"ns_dtype": "float32"},
+    "sonew": {"band": 2, "gamma": 0.1},
+    "ldadam": {"rank": 8},
+}
+ELEMENT_WISE = ("mars-adamw", "mars-lion", "sonew")
+
+
+def _make(name: str, options: dict[str, Any], config: dict[str, Any], chunks: list[nn.Module]) -> MegatronOptimizer:
+    if name == "adam":
+        known = {field.name for field in fields(OptimizerConfig)}
+        given = {key: value for key, value in {**config, **options}.items() if key in known}
+        return get_megatron_optimizer(OptimizerConfig(**given), chunks)
+    ours = {**config, "optimizer": name}
+    return get_ours(RankwiseConfig(**ours, rankwise={"eps": EPS, **TYPES[name], **options}), chunks)
+
+
+def maker(name: str, **options: Any) -> Callable[[dict[str, Any], list[nn.Module]], MegatronOptimizer]:
+    """What a cell builds its optimizer with.
+
+    Args:
+        name: One of `TYPES`, or ``adam`` for the stock optimizer.
+        options: Further options of it.
+    """
+    return partial(_make, name, options)
