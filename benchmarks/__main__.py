@@ -58,5 +58,16 @@ def parity(
     page.write_text(parity_page(read_figures(figures)))
 
 
+@app.command()
+def megatron_parity(
+    figures: Annotated[Path, typer.Argument(help="JSON written by the Megatron parity tests.", exists=True)],
+    page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/megatron-parity.md"),
+) -> None:
+    """Turn the Megatron parity tests' figures into a page of the documentation."""
+    from benchmarks.megatron_parity import megatron_page
+
+    page.write_text(megatron_page(json.loads(figures.read_text())))
+
+
 if __name__ == "__main__":
     app()

@@ -51,6 +51,7 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """
     refuse_settings(engine, type(optimizer).__name__)
     refuse_wrapper(engine, type(optimizer).__name__)
+    optimizer.leave_out_empty_groups()
     optimizer.attach(layout_of(engine, optimizer))
     report_health(engine, optimizer)
     optimizer.announce = lambda text: log_dist(text, ranks=[0])

@@ -54,10 +54,10 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
             f"{source} was written at stage 0 and needs no conversion: it can be loaded at any stage on any ranks."
         )
     author = saved.author
-    if author is not None and int(saved.content["mp_world_size"]) > 1:
+    if author is not None and (int(saved.content.get("mp_world_size", 1)) > 1 or saved.content.get("num_experts")):
         raise CheckpointError(
-            f"{source} was written by {saved.content['mp_world_size']} pipeline stages, whose {author} states "
-            "cannot be converted; DeepSpeed's own ds_to_universal converts the weights alone."
+            f"{source} was written by a pipeline or holds expert layers, whose {author} states cannot be converted; "
+            "DeepSpeed's own ds_to_universal converts the weights alone."
         )
     ds_to_universal.main(
         Namespace(
@@ -125,10 +125,10 @@ def load_universal(
     Raises:
         CheckpointError: Alike on every rank: not a universal checkpoint, damaged, or of another model.
     """
-    if is_pipeline(engine):
+    if is_pipeline(engine) or engine.has_moe_layers:
         raise CheckpointError(
-            "universal checkpoints cannot be loaded into a pipeline with a rankwise optimizer; continue from the "
-            "original checkpoint on the same stages, or remove checkpoint.load_universal."
+            "universal checkpoints of pipelines and of expert layers cannot be loaded with a rankwise optimizer; "
+            "continue from the original checkpoint on the same ranks, and remove checkpoint.load_universal."
         )
     group = engine.seq_data_parallel_group
     folder, model_file, content = together(group, lambda: _look(load_dir, tag))

@@ -158,6 +158,36 @@ def deepspeed(
     exec_ranks("shim", [str(script), *(arguments or [])], processes, cpu)
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def megatron(
+    script: Annotated[
+        Path, typer.Argument(help="pretrain_gpt.py of a Megatron-LM checkout.", exists=True, dir_okay=False)
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    ranks: _Ranks = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Trial run without a GPU: CPU tensors, gloo, no fused kernels.")
+    ] = False,
+) -> None:
+    """Run an unedited Megatron-LM script whose --optimizer takes our names and flags.
+
+    Options of this command come before the script's name; `rankwise megatron pretrain_gpt.py --help` lists the flags,
+    ours in a group of their own. Under a launcher (RANK is set) it runs the script in this process, otherwise it starts
+    the ranks itself.
+    """
+    from rankwise.launch.megatron_shim import run_script
+    from rankwise.launch.spawn import choose_device, exec_ranks
+
+    if "RANK" in os.environ or {"-h", "--help"} & set(arguments or []):
+        run_script(script, arguments or [], cpu)
+        return
+    try:
+        _, processes = choose_device("cpu" if cpu else "cuda", ranks)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}".replace("--device cpu", "--cpu")) from error
+    exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *(arguments or [])], processes, cpu)
+
+
 @app.command()
 def explain(
     config: _Config = None,

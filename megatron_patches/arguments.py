@@ -73,8 +73,8 @@ def given_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Let a parser with Megatron's arguments know our optimizers.
 
-    After parsing, ``args.rankwise_optimizer`` holds one of our names or None. ``args.optimizer`` is then "adam", so that
-    Megatron checks all other arguments as for the optimizer it supports best.
+    After parsing, ``args.rankwise_optimizer`` holds one of our names or None. ``args.optimizer`` is then "adam", so
+    that Megatron checks all other arguments as for the optimizer it supports best.
 
     Args:
         parser: Megatron's parser. A wrong value ends it as argparse's own errors do, with the flag and the rule.

@@ -71,8 +71,13 @@ class PatchState:
 
 
 def _factory(stock: Function) -> Function:
-    ours: Function = importlib.import_module("megatron_patches.registry").get_megatron_optimizer
-    return ours
+    from megatron_patches.registry import get_megatron_optimizer
+
+    if inspect.unwrap(get_megatron_optimizer, stop=lambda function: function is stock) is not stock:
+        raise PatchError(
+            "megatron.core.optimizer.get_megatron_optimizer was replaced by another package; call apply() before it"
+        )
+    return get_megatron_optimizer
 
 
 def _add_arguments(stock: Function) -> Function:
@@ -103,7 +108,7 @@ def _optimizer_config(stock: Function) -> Function:
     return get_megatron_optimizer_config
 
 
-_TESTED = ("0.16",)
+_TESTED = ("0.16", "0.20")
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -151,8 +156,8 @@ def apply(command_line: bool | None = None) -> None:
     Modules that have already imported a replaced function by its name are updated too.
 
     Args:
-        command_line: Whether ``megatron.training`` is to know our ``--optimizer`` names and flags. True imports it; None
-            means only if it has been imported already.
+        command_line: Whether ``megatron.training`` is to know our ``--optimizer`` names and flags. True imports it;
+            None means only if it has been imported already.
 
     Raises:
         PatchError: An untested megatron-core, or a function whose parameters have changed; nothing is replaced then.

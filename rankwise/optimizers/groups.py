@@ -179,6 +179,11 @@ class RoutedOptimizer(Optimizer, ABC):
         """The parameter a key belongs to: itself, or the stack it is a matrix of."""
         return key if key in self._catalog else key.rpartition("[")[0]
 
+    def leave_out_empty_groups(self) -> None:
+        """Count param groups as a framework does that removed those without parameters."""
+        place = {index: new for new, index in enumerate(sorted({index for _, index in self._catalog.values()}))}
+        self._catalog = {name: (info, place[index]) for name, (info, index) in self._catalog.items()}
+
     # --- frameworks ---------------------------------------------------------------------------------------------
 
     def attach(self, source: LayoutSource) -> None:

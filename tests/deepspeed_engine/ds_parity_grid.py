@@ -192,7 +192,7 @@ def runs(group: Group, labels: Sequence[str], main: Any = train, seeds: Sequence
     """Train AdamW and the labelled types with every seed in one set of processes."""
     cells = [(label, seed) for label in (REFERENCE, *labels) for seed in seeds or seeds_of(group)]
     jobs = [job_of(label, group.precision, group.wrapper, seed) for label, seed in cells]
-    results = run_ranks(group.world, main, jobs, {"stage": group.stage}, timeout=900.0)
+    results = run_ranks(group.world, main, jobs, {"stage": group.stage}, timeout=1800.0)
     for index, (label, seed) in enumerate(cells):
         ranks: list[Record] = [rank[index] for rank in results]
         regime = regime_of(jobs[index], group.stage, ranks[0])

@@ -71,6 +71,7 @@ def test_engine_follows_one_process(group: Group) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("group", [pytest.param(group, id=str(group)) for group in all_groups()])
 def test_whole_grid_follows_one_process(group: Group) -> None:
     check_group(group, list(LABELS))

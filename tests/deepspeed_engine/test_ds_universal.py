@@ -148,12 +148,19 @@ def test_continues_everywhere(tmp_path: Path, before: tuple[int, int], after: tu
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 1)), ((1, 2), (2, 3))], ids=str)
 def test_states_left_behind_start_fresh(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
-    """DeepSpeed's converter alone, the original gone: weights kept, and one line that says so."""
+    """DeepSpeed's converter alone, the original gone or written anew: weights kept, and one line that says so."""
     jobs = _jobs("MKOR", "SONew")
 
     def forget(source: Path, target: Path) -> None:
         _convert_with_deepspeed(source, target)
-        shutil.rmtree(source)
+        (target / "rankwise").mkdir()
+        torch.save({"save": "an earlier conversion into the same folder"}, target / "rankwise" / "common.pt")
+        if "MKOR" in source.parts:
+            shutil.rmtree(source)
+        for path in source.glob("*model_states.pt"):
+            content = torch.load(path, weights_only=False)
+            content["rankwise"]["save"] = "a later save under the same name"
+            torch.save(content, path)
 
     saved = _save_and_convert(tmp_path, before, jobs, forget)
     results = run_ranks(after[0], _resume, [_at(job, after[1], True) for job in jobs], str(tmp_path), HALF + 1)[0]

@@ -130,6 +130,30 @@ def test_two_param_groups(stage: int) -> None:
         assert ranks[0].matrices == expected_matrices(job)
 
 
+def _with_empty_group(rank: int, world: int, stage: int) -> list[bool]:
+    """Whether a param group without parameters, in front of two others, changes nothing."""
+    deepspeed.init_distributed("gloo")
+    same = []
+    for name in ("MARS-M", "LDAdam", "MKOR"):
+        job = ds.Job(name, ds.TYPES[name], config={"zero_optimization": {"stage": stage}}, split=True)
+        found = []
+        for empty in ([], [{"params": [], "lr": 1.0}]):
+            model = ds.model_of(job)
+            groups = [*empty, *ds.groups_of(model, job)]
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config(world))
+            for step in range(2):
+                ds.train_step(engine, rank, world, step)
+            found.append(ds.model_weights(engine))
+            engine.destroy()
+        same.append(all(np.array_equal(found[0][key], found[1][key]) for key in found[0]))
+    return same
+
+
+@pytest.mark.parametrize("stage", marked({0: True, 1: False, 3: False}))
+def test_an_empty_param_group_counts_for_nothing(stage: int) -> None:
+    assert run_ranks(2, _with_empty_group, stage) == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize("stage", marked({0: False, 2: True, 3: False}))
 def test_mkor_with_recomputed_activations(stage: int) -> None:
     # Recomputation runs every forward hook twice; the statistics must be those of one pass.

@@ -22,7 +22,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "mars-shampoo": {"ns_dtype": "float32"},
     "mars-m": {"ns_dtype": "float32"},
     "sonew": {"band": 2, "gamma": 0.1},
-    "ldadam": {"rank": 8},
+    "ldadam": {"rank": 16},
 }
 ELEMENT_WISE = ("mars-adamw", "mars-lion", "sonew")
 

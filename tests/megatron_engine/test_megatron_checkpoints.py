@@ -72,39 +72,62 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("megatron")
 
 
+# Element states in two ways to cut them, matrix states everywhere; the whole grid is exhaustive.
+USUAL = [("ldadam", label) for label in SAME] + [
+    (name, label) for label in ("DP2 distributed bf16", "TP2 SP distributed") for name in TYPES if name != "ldadam"
+]
+GRID = [(name, label) for label in SAME for name in TYPES]
+
+
 @functools.cache
-def _bitwise(folder: Path) -> dict[tuple[str, str], tuple[Result, Result]]:
-    jobs = [(name, label) for label in SAME for name in TYPES]
+def _bitwise(folder: Path, jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], tuple[Result, Result]]:
     cells = [(name, SAME[label][1]) for name, label in jobs]
-    target = folder / "same"
+    target = folder / str(len(jobs))
     target.mkdir()
     whole = run_ranks(2, _save, cells, target)[0]
     again = run_ranks(2, _resume, [(*cell, target / str(index)) for index, cell in enumerate(cells)])[0]
     return dict(zip(jobs, zip(whole, again, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("label", SAME)
-@pytest.mark.parametrize("name", TYPES)
-def test_resumes_bitwise(folder: Path, name: str, label: str) -> None:
-    whole, again = _bitwise(folder)[name, label]
+def _check_bitwise(folder: Path, name: str, label: str, jobs: list[tuple[str, str]]) -> None:
+    whole, again = _bitwise(folder, tuple(jobs))[name, label]
     assert again.losses == whole.losses
     assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
     assert all(torch.equal(again.model_weights[key], whole.model_weights[key]) for key in whole.weights)
 
 
+@pytest.mark.parametrize(("name", "label"), USUAL)
+def test_resumes_bitwise(folder: Path, name: str, label: str) -> None:
+    _check_bitwise(folder, name, label, USUAL)
+
+
+@pytest.mark.exhaustive
+def test_resumes_bitwise_everywhere(folder: Path) -> None:
+    for name, label in GRID:
+        _check_bitwise(folder, name, label, GRID)
+
+
 @functools.cache
-def _moved(folder: Path, label: str) -> list[tuple[Result, Result]]:
+def _moved(folder: Path, label: str, names: tuple[str, ...]) -> list[tuple[Result, Result]]:
     (world, cell), (other_world, other) = MOVES[label]
-    target = folder / label.replace(" ", "-")
+    target = folder / f"{label.replace(' ', '-')}-{len(names)}"
     target.mkdir()
-    whole = run_ranks(world, _save, [(name, cell) for name in TYPES], target)[0]
-    jobs = [(name, other, target / str(index)) for index, name in enumerate(TYPES)]
+    whole = run_ranks(world, _save, [(name, cell) for name in names], target)[0]
+    jobs = [(name, other, target / str(index)) for index, name in enumerate(names)]
     return list(zip(whole, run_ranks(other_world, _resume, jobs)[0], strict=True))
 
 
 @pytest.mark.parametrize("label", MOVES)
 def test_resumes_on_another_layout(folder: Path, label: str) -> None:
-    for name, (whole, again) in zip(TYPES, _moved(folder, label), strict=True):
+    names = ("ldadam", "sonew")
+    for name, (whole, again) in zip(names, _moved(folder, label, names), strict=True):
+        assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("label", MOVES)
+def test_all_resume_on_another_layout(folder: Path, label: str) -> None:
+    for name, (whole, again) in zip(TYPES, _moved(folder, label, tuple(TYPES)), strict=True):
         assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE, name
 
 

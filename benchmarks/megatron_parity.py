@@ -1,0 +1,71 @@
+"""The Megatron parity figures as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["megatron_page"]
+
+_HEAD = """# Parity under Megatron
+
+Every optimizer in every wrapper of real megatron-core 0.16.1 (CPU processes, gloo) against one process: ten steps of a
+small GPT (2 layers, width 64, grouped-query attention, SwiGLU or biased GELU, four experts in the EP cells), two
+micro-batches per step, AdamW being Megatron's own. Generated from the figures of the tests:
+
+```sh
+RANKWISE_MEGATRON_TABLE=figures.json python -m pytest -m exhaustive tests/megatron_engine/test_megatron_parity.py
+python -m benchmarks megatron-parity figures.json docs/megatron-parity.md
+```
+
+**Same gradients**: the cell is fed the reduced gradients one process recorded; largest difference of a weight relative
+to the largest change of a weight. **End to end**: the cell computes its own gradients, which differ by rounding;
+AdamW's row shows how far that alone moves a run. In every cell all copies of a weight on different ranks were equal bit
+by bit.
+"""
+
+_FP32 = """
+Largest difference of a weight relative to the largest change of a weight; allowed: 10 times AdamW. For MARS-Lion, where
+one flipped sign is a whole step, the mean difference relative to the mean change is what is held to 10 times AdamW's.
+"""
+
+_BF16 = """
+Mean difference relative to the mean change; allowed: 10 times AdamW.
+"""
+
+Row = Mapping[str, Any]
+
+
+def megatron_page(rows: Sequence[Row]) -> str:
+    """The page.
+
+    Args:
+        rows: ``type``, ``layout``, ``precision``, ``same``, ``end_to_end`` and ``mean`` of every cell.
+    """
+    parts = [_HEAD]
+    fp32 = [row for row in rows if row["precision"] == "fp32"]
+    bf16 = [row for row in rows if row["precision"] == "bf16"]
+    own = [row for row in fp32 if row["type"] not in ("adam", "mkor", "mkor-h")]
+    parts += ["\n## fp32, same gradients\n\n", _table(own, "same")]
+    both = [row for row in fp32 if not row["layout"].startswith("DP3")]
+    parts += ["\n## fp32, end to end\n", _FP32, "\n", _table(both, "end_to_end")]
+    parts += ["\n## fp32, end to end, means\n\n", _table(both, "mean")]
+    if bf16:
+        parts += ["\n## bf16, end to end\n", _BF16, "\n", _table(bf16, "mean")]
+    return "".join(parts)
+
+
+def _table(rows: Sequence[Row], figure: str) -> str:
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    types = list(dict.fromkeys(row["type"] for row in rows))
+    values = {(row["type"], row["layout"]): row[figure] for row in rows}
+    lines = ["| layout | " + " | ".join("AdamW" if name == "adam" else name for name in types) + " |"]
+    lines.append("|---|" + "---|" * len(types))
+    for layout in layouts:
+        cells = (values.get((name, layout)) for name in types)
+        lines.append(f"| {layout} | " + " | ".join("" if cell is None else _number(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,59 @@
+"""Runs an unedited Megatron-LM script with our optimizers known to its ``--optimizer``.
+
+For launchers that start modules: ``torchrun -m rankwise.launch.megatron_shim pretrain_gpt.py ...``. In a script of
+one's own, ``import megatron_patches; megatron_patches.apply(command_line=True)`` does the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["main", "run_script"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def run_script(script: Path, arguments: list[str], cpu: bool = False) -> None:
+    """Runs a script as ``python script arguments...`` would, after patching Megatron.
+
+    Args:
+        script: path of the user's script; its folder is where ``megatron.training`` is looked for first.
+        arguments: its arguments.
+        cpu: run on CPU tensors and gloo, for trials; adds the flags without which ``pretrain_gpt.py`` needs a GPU.
+
+    Raises:
+        megatron_patches.PatchError: an untested Megatron.
+    """
+    sys.path[0] = str(script.resolve().parent)
+    sys.argv = [str(script), *arguments]
+    # Asserted by Megatron's tensor-parallel layers.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with ExitStack() as stack:
+        if cpu:
+            trial = importlib.import_module("megatron_patches.cpu")
+            stack.enter_context(trial.cpu_pretraining())
+            sys.argv += trial.PRETRAIN_FLAGS
+        importlib.import_module("megatron_patches").apply(command_line=True)
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def main(
+    script: Annotated[Path, typer.Argument(help="A script of a Megatron-LM checkout.", exists=True, dir_okay=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on CPU tensors and gloo, for trials.")] = False,
+) -> None:
+    """Run a Megatron-LM training script with rankwise's optimizers known to --optimizer."""
+    run_script(script, arguments or [], cpu)
+
+
+if __name__ == "__main__":
+    app()
