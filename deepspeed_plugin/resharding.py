@@ -20,7 +20,7 @@ from deepspeed_plugin.layouts import DeepSpeedLayout
 from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, restore_module, restore_scaler
 from deepspeed_plugin.saved import CheckpointError, SavedCheckpoint
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.portable import Vectors, merge_vectors, restore, saved_vectors
+from rankwise.optimizers.portable import Vectors, check_stored, merge_vectors, restore, saved_vectors
 from rankwise.sharding.state import StorageError, save_vectors
 
 __all__ = ["fill", "open_engine", "own_error", "reshard", "together", "vectors_of"]
@@ -99,8 +99,11 @@ def fill(engine: DeepSpeedEngine, folder: Path, common: Mapping[str, Any], wante
             f"the checkpoint has {len(common['param_groups'])} param groups, the engine {len(optimizer.param_groups)}; "
             "build them as they were when it was saved, or load with load_optimizer_states=False."
         )
+    group: dist.ProcessGroup = engine.seq_data_parallel_group
     with open_engine(engine, common["param_groups"] if wanted.states else None), own_error():
-        restore(optimizer, folder, engine.seq_data_parallel_group, states=wanted.states, strict=wanted.strict)
+        # Before anything changes; and no rank gives up, and removes the folder, while others still look.
+        together(group, lambda: check_stored(optimizer, folder, wanted.strict))
+        restore(optimizer, folder, group, states=wanted.states, strict=wanted.strict)
         if wanted.states:
             optimizer.load_extra_state(common)
 

@@ -82,6 +82,7 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
     torch.save({**common, "save": saved.record.get("save")}, target / _FOLDER / _COMMON)
 
 
+@torch.no_grad()
 def _correct_weights(vectors: Vectors, folder: Path) -> None:
     """Write the weights again: DeepSpeed 0.19's converter misplaces what round_robin_gradients had reordered."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}

@@ -20,7 +20,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.utils._triton
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -81,6 +80,7 @@ def cpu_pretraining() -> Iterator[None]:
     Raises:
         ModuleNotFoundError: megatron-core or megatron.training is not importable.
     """
+    _import("megatron.core")
     with ExitStack() as stack:
         _lend_dataset_helpers(stack)
         initialize = _import("megatron.training.initialize")
@@ -293,13 +293,18 @@ def _lend_dataset_helpers(stack: ExitStack) -> None:
 
 
 def _import(name: str) -> ModuleType:
-    """Import a module of Megatron that may name Triton kernels which are never run here."""
+    """Import a module of Megatron; recent ones name Triton kernels, which are never run here, without asking first."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+    # What of torch looks for Triton while it is imported must not find the stand-in.
+    importlib.import_module("torch._inductor.compile_fx")
     with ExitStack() as stack:
-        # Asked first, because torch remembers the answer.
-        if not torch.utils._triton.has_triton_package():
-            for stub in ("triton", "triton.language"):
-                sys.modules[stub] = _Triton(stub)
-                stack.callback(sys.modules.pop, stub)
+        for stub in ("triton", "triton.language"):
+            sys.modules[stub] = _Triton(stub)
+            stack.callback(sys.modules.pop, stub)
         return importlib.import_module(name)
 
 
@@ -307,6 +312,7 @@ class _Triton(ModuleType):
     """Lets files be imported that decorate functions with Triton: every name is there, and decorates with nothing."""
 
     __path__: list[str] = []
+    __version__ = "0"
 
     def __getattr__(self, name: str) -> _Triton:
         if name.startswith("__"):

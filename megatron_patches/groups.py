@@ -19,17 +19,27 @@ class ParallelGroups:
 
     Args:
         collection: What the user passed as ``pg_collection``; None for Megatron's global groups.
+        blocks: Treat every tensor-parallel shard as a matrix of its own.
     """
 
-    def __init__(self, collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(self, collection: ProcessGroupCollection | None = None, blocks: bool = False) -> None:
         self._collection = collection
+        self._blocks = blocks
 
     def _find(self, name: str, default: Any) -> Any:
         found = None if self._collection is None else getattr(self._collection, name, None)
         return default() if found is None else found
 
     def tensor(self, expert: bool) -> tuple[int, int]:
-        """This rank's position among the tensor-parallel ranks, and their number."""
+        """This rank's position among the tensor-parallel ranks that share matrices, and their number."""
+        return (0, 1) if self._blocks else self._tensor(expert)
+
+    def block(self, expert: bool) -> int | None:
+        """Which of the tensor-parallel ranks this is, where each has matrices of its own; None otherwise."""
+        rank, ways = self._tensor(expert)
+        return rank if self._blocks and ways > 1 else None
+
+    def _tensor(self, expert: bool) -> tuple[int, int]:
         if expert:
             group = self._find("expt_tp", lambda: parallel_state.get_expert_tensor_parallel_group(False))
         else:

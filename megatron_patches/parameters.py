@@ -102,7 +102,8 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
             described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups)
             bias = biases.get(parameter)
             if bias is not None:
-                described = _with_bias(described, _global_name(bias, prefixes))
+                suffix = described.info.name.removeprefix(name)
+                described = _with_bias(described, _global_name(bias, prefixes) + suffix)
             found[parameter] = described
             attach_info(parameter, described.info)
     return found
@@ -111,6 +112,9 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
 def _describe(name: str, parameter: Parameter, role: Role, groups: ParallelGroups) -> ModelParameter:
     expert = is_expert(parameter)
     rank, ways = groups.tensor(expert)
+    block = groups.block(expert)
+    if block is not None:
+        name = f"{name}@tp{block}"
     shape = tuple(parameter.shape)
     cut = bool(getattr(parameter, "tensor_model_parallel", False)) and ways > 1
     dim = int(getattr(parameter, "partition_dim", -1)) if cut else None

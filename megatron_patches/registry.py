@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import describe_chunks
-from megatron_patches.support import refuse_settings
+from megatron_patches.support import SupportError, refuse_settings
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
@@ -57,10 +57,14 @@ class RankwiseConfig(OptimizerConfig):
         rankwise: Keywords of the optimizer's class, for example ``{"rank": 256}``.
         rankwise_layer_wise: Deal whole parameters out to the data-parallel ranks, as Megatron's layer-wise optimizer
             does; without the distributed optimizer. bf16 and fp32.
+        rankwise_tp_mode: ``"exact"``: tensor parallelism changes nothing but the order of sums. ``"block"``: every
+            tensor-parallel shard is a matrix of its own, which needs no exchange between tensor-parallel ranks, but
+            the trajectory and the checkpointed states depend on their number.
     """
 
     rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
     rankwise_layer_wise: bool = False
+    rankwise_tp_mode: str = "exact"
 
     def provide(
         self,
@@ -108,6 +112,24 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return resolved
 
 
+def tp_mode(config: OptimizerConfig, options: Mapping[str, Any]) -> str:
+    """How matrices that tensor parallelism cuts are treated.
+
+    Args:
+        config: Megatron's config.
+        options: The optimizer's options, whose own ``tp_mode`` counts first.
+
+    Raises:
+        SupportError: The mode is unknown.
+    """
+    mode = options.get("tp_mode", getattr(config, "rankwise_tp_mode", "exact"))
+    if mode not in ("exact", "block"):
+        raise SupportError(
+            f"rankwise_tp_mode={mode!r} is invalid: it must be 'exact' or 'block'; the default is 'exact'"
+        )
+    return str(mode)
+
+
 @functools.wraps(_stock_factory)
 def get_megatron_optimizer(
     config: OptimizerConfig, model_chunks: list[nn.Module], *args: Any, **kwargs: Any
@@ -133,7 +155,7 @@ def get_megatron_optimizer(
     options = resolve(name, getattr(config, "rankwise", {}))
     refuse_settings(config, name, options)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
-    groups = ParallelGroups(given.get("pg_collection"))
+    groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
     adoption = Adoption(describe_chunks(model_chunks, groups), groups, model_chunks)
     layer_wise = getattr(config, "rankwise_layer_wise", False)
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.

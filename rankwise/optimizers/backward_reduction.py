@@ -123,9 +123,9 @@ class BackwardReduction:
 
     def _hand_over(self, record: Record) -> tuple[Tensor, Tensor, Tensor]:
         tokens = torch.full((1,), float(record.count), dtype=self._dtype, device=record.sum_input.device)
-        found = record.sum_input.clone(), tokens, record.sum_output_grad.clone()
+        inputs, outputs = record.whole_sums()
         record.hand_over()
-        return found
+        return inputs, tokens, outputs
 
     def _all_reduce(self, sent: Tensor) -> dist.Work:
         self.traffic.count(sent)
@@ -211,7 +211,7 @@ class BackwardReduction:
 
 
 def _length(record: Record) -> int:
-    return record.sum_input.numel() + record.sum_output_grad.numel() + 1
+    return record.shape.in_features + record.shape.out_features + 1
 
 
 def _grouped(names: Iterable[str], records: Mapping[str, Record]) -> list[list[str]]:

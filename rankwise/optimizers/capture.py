@@ -19,22 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Capture", "LinearShape", "Record", "describe_linear", "exclude_embeddings"]
+from rankwise.optimizers.linear_views import LinearShape, LinearView, Side, describe_linear, views_of
 
+__all__ = ["Capture", "Describe", "LinearShape", "Record", "describe_linear", "exclude_embeddings"]
 
-class LinearShape(NamedTuple):
-    """What a module multiplies its input by: the features it takes and gives, and whether the weight is (in, out)."""
-
-    in_features: int
-    out_features: int
-    transposed: bool = False
+Describe = Callable[[nn.Module], LinearShape | list[LinearView] | None]
+"""Recognises a linear module: the shape of its one weight, or a view of each of its weights, or None."""
 
 
 @dataclass(eq=False)
@@ -46,8 +43,10 @@ class Record:
         parameter: the weight.
         bias: the bias all modules of the weight add, or None if they add none or different ones.
         shape: features and orientation, taken from the module: a weight may be sharded to nothing.
-        sum_input: sum of the input over tokens, ``(in_features,)``.
-        sum_output_grad: sum of the output gradient over tokens, ``(out_features,)``, with the loss scale in it.
+        inputs: the part of the input that this rank sums up; all of it unless ranks share the layer.
+        outputs: the same of the output gradient.
+        sum_input: sum of that part of the input over tokens.
+        sum_output_grad: sum of that part of the output gradient over tokens, with the loss scale in it.
         count: number of tokens in the sums; 0 if no backward pass came by.
         touched: whether there is anything in the sums.
     """
@@ -56,6 +55,8 @@ class Record:
     parameter: Parameter
     bias: Parameter | None
     shape: LinearShape
+    inputs: Side
+    outputs: Side
     sum_input: Tensor = field(repr=False)
     sum_output_grad: Tensor = field(repr=False)
     count: int = 0
@@ -71,6 +72,14 @@ class Record:
     def transposed(self) -> bool:
         """Whether the weight is ``(in_features, out_features)``."""
         return self.shape.transposed
+
+    def whole_sums(self) -> tuple[Tensor, Tensor]:
+        """Copies of the sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``.
+
+        Zero where other ranks sum up.
+        """
+        inputs = self.inputs.widened(self.sum_input, self.shape.in_features)
+        return inputs, self.outputs.widened(self.sum_output_grad, self.shape.out_features)
 
     def clear(self) -> None:
         """Forget the sums."""
@@ -118,23 +127,6 @@ class CommitListener(Protocol):
         """The window is dropped."""
 
 
-def describe_linear(module: nn.Module) -> LinearShape | None:
-    """Recognise ``torch.nn.Linear`` and the ``Conv1D`` of Hugging Face's GPT-2, with their subclasses.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Its shape, or None if it is neither.
-    """
-    if isinstance(module, nn.Linear):
-        return LinearShape(module.in_features, module.out_features)
-    is_conv1d = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
-    if is_conv1d and isinstance(getattr(module, "nx", None), int) and isinstance(getattr(module, "nf", None), int):
-        return LinearShape(int(module.nx), int(module.nf), transposed=True)  # type: ignore[arg-type]
-    return None
-
-
 def exclude_embeddings(model: nn.Module) -> Callable[[nn.Module, Parameter], bool]:
     """Predicate for `Capture` that turns down weights which an embedding of the model shares.
 
@@ -163,7 +155,8 @@ class Capture:
         select: whether to capture the weight (second argument) of a module (first); all of them by default.
         window: called at each commit, gives the identifier of the current accumulation window, for example an
             engine's count of optimizer steps. Without it a window ends with `take` or `begin_window`.
-        describe: recognises a module as linear; replace it to hook a framework's own layers.
+        describe: recognises a module as linear; replace it to hook a framework's own layers, or layers that ranks
+            share: each then sums its part, and the sums over all ranks are those of one process.
 
     Raises:
         ValueError: if modules that share a weight disagree on its shape, or a layer has no shape yet.
@@ -174,7 +167,7 @@ class Capture:
         model: nn.Module | Iterable[nn.Module],
         select: Callable[[nn.Module, Parameter], bool] | None = None,
         window: Callable[[], Hashable] | None = None,
-        describe: Callable[[nn.Module], LinearShape | None] = describe_linear,
+        describe: Describe = describe_linear,
     ) -> None:
         self.enabled = True
         self.listener: CommitListener | None = None
@@ -182,14 +175,12 @@ class Capture:
         self._window = window
         self._window_id: Hashable = None
         self._root = model if isinstance(model, nn.Module) else None
-        self._by_module: dict[nn.Module, Record] = {}
+        self._by_module: dict[nn.Module, list[tuple[LinearView, Record]]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in _named_modules(model):
-            shape = describe(module)
-            weight = getattr(module, "weight", None)
-            if shape is not None and isinstance(weight, Parameter) and weight.requires_grad:
-                if select is None or select(module, weight):
-                    self._by_module[module] = self._add(name, module, weight, shape)
+            for view in views_of(module, describe(module)):
+                if view.weight.requires_grad and (select is None or select(module, view.weight)):
+                    self._by_module.setdefault(module, []).append((view, self._add(name, view)))
         self.attach()
 
     def attach(self) -> None:
@@ -238,9 +229,10 @@ class Capture:
             KeyError: if the weight is not captured.
         """
         record = self.records[parameter]
-        sums = record.sum_input.clone(), record.count, record.sum_output_grad.clone()
+        inputs, outputs = record.whole_sums()
+        count = record.count
         record.clear()
-        return sums
+        return inputs, count, outputs
 
     def clear(self) -> None:
         """Forget the sums of all weights."""
@@ -249,23 +241,23 @@ class Capture:
         for record in self.records.values():
             record.clear()
 
-    def _add(self, name: str, module: nn.Module, weight: Parameter, shape: LinearShape) -> Record:
+    def _add(self, name: str, view: LinearView) -> Record:
+        weight, shape = view.weight, view.shape
         if isinstance(weight, nn.parameter.UninitializedParameter):
             raise ValueError(f"module {name!r} is lazy and has no shape yet; run one forward pass before capturing it")
-        bias = getattr(module, "bias", None)
-        bias = bias if isinstance(bias, Parameter) else None
         record = self.records.get(weight)
         if record is None:
             dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            sum_input = torch.zeros(shape.in_features, dtype=dtype, device=weight.device)
-            sum_output_grad = torch.zeros(shape.out_features, dtype=dtype, device=weight.device)
-            self.records[weight] = record = Record(name, weight, bias, shape, sum_input, sum_output_grad)
-        elif record.shape != shape:
+            widths = view.inputs.width(shape.in_features), view.outputs.width(shape.out_features)
+            sums = [torch.zeros(width, dtype=dtype, device=weight.device) for width in widths]
+            record = Record(name, weight, view.bias, shape, view.inputs, view.outputs, *sums)
+            self.records[weight] = record
+        elif (record.shape, record.inputs, record.outputs) != (shape, view.inputs, view.outputs):
             raise ValueError(
                 f"modules {record.name!r} and {name!r} share a weight but use it as {record.shape} and {shape}; "
                 "exclude it with select"
             )
-        elif record.bias is not bias:
+        elif record.bias is not view.bias:
             record.bias = None
         return record
 
@@ -279,27 +271,24 @@ class Capture:
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.enabled:
             return
-        record = self._by_module.get(module)
         result = output[0] if isinstance(output, tuple) else output
-        if record is None or not isinstance(result, Tensor) or not result.requires_grad:
+        if not isinstance(result, Tensor) or not result.requires_grad:
             return
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
-        if inputs.shape[-1] != record.shape.in_features:
-            raise ValueError(
-                f"module {record.name!r} got an input with {inputs.shape[-1]} features, its in_features is "
-                f"{record.shape.in_features}; exclude it from capture with select"
-            )
-        call = _Call(record, _sum_over_tokens(inputs, record.sum_input.dtype), inputs.shape[:-1].numel())
-        result.register_hook(partial(self._on_output_grad, call))
+        for view, record in self._by_module.get(module, ()):
+            rows = None if view.rows is None else view.rows(args, kwargs)
+            call = _input_call(view, record, _as_rows(inputs, rows))
+            result.register_hook(partial(self._on_output_grad, call, rows))
 
-    def _on_output_grad(self, call: _Call, grad: Tensor | None) -> None:
+    def _on_output_grad(self, call: _Call, rows: slice | None, grad: Tensor | None) -> None:
         if grad is None or not self.enabled or not self._handles:
             return
         if self._window is not None:
             self.begin_window(self._window())
         record = call.record
         record.move_to(grad.device)
-        record.sum_output_grad += _sum_over_tokens(grad, record.sum_output_grad.dtype)
+        part = record.outputs.part(_as_rows(grad, rows), record.shape.out_features)
+        record.sum_output_grad += part.sum(0, dtype=record.sum_output_grad.dtype)
         # A retained graph sends several gradients for one input, which counts once.
         if call.epoch != record.epoch:
             call.epoch = record.epoch
@@ -328,5 +317,20 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
         yield from ((str(index), module) for index, module in enumerate(model))
 
 
-def _sum_over_tokens(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows.detach().reshape(-1, rows.shape[-1]).sum(0, dtype=dtype)
+def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
+    flat = tensor.detach().reshape(-1, tensor.shape[-1])
+    return flat if rows is None else flat[rows]
+
+
+def _input_call(view: LinearView, record: Record, rows: Tensor) -> _Call:
+    features, side = record.shape.in_features, record.inputs
+    if rows.shape[1] not in (features, side.width(features)):
+        raise ValueError(
+            f"module {record.name!r} got an input with {rows.shape[1]} features, its in_features is "
+            f"{features}; exclude it from capture with select"
+        )
+    count = len(range(rows.shape[0])[side.share(rows.shape[0])])
+    part = side.part(rows, features)
+    if view.prepare is not None:
+        part = view.prepare(part)
+    return _Call(record, part.sum(0, dtype=record.sum_input.dtype), count)

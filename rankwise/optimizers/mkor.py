@@ -61,7 +61,8 @@ class MKOR(ShardedOptimizer):
         factor_dtype: Storage type of the factor inverses; the arithmetic is float32.
         comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
             nothing; "bfloat16" halves the bytes.
-        tp_mode: How factors are cut under tensor parallelism: "exact" or "block".
+        tp_mode: Under Megatron's tensor parallelism, "exact" (factors of whole matrices) or "block" (every shard is a
+            matrix of its own); no effect elsewhere.
         hybrid: MKOR-H: drop the factors for good once the loss has passed its knee.
         hybrid_beta: See :class:`rankwise.optimizers.hybrid.KneeDetector`, like the following three.
         hybrid_patience: Consecutive slow steps it takes.

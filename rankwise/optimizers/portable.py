@@ -14,7 +14,7 @@ from torch import Tensor
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
 
-__all__ = ["Vectors", "merge_vectors", "restore", "saved_vectors"]
+__all__ = ["Vectors", "check_stored", "merge_vectors", "restore", "saved_vectors"]
 
 Vectors = dict[str, Any]
 """Tensors, and :class:`ChunkedVector` of which other ranks hold the rest, by name."""
@@ -82,8 +82,8 @@ def restore(
     Raises:
         StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
     """
+    check_stored(optimizer, folder, strict)
     stored = stored_tensors(folder)
-    _compare(optimizer.logical_shapes(), stored, strict)
     if states:
         optimizer.forget_states()
     wanted = _destinations(optimizer, stored, states)
@@ -116,11 +116,19 @@ def _destinations(optimizer: ShardedOptimizer, stored: Collection[str], states: 
     return wanted
 
 
-def _compare(
-    shapes: Mapping[str, Sequence[int]], stored: Mapping[str, tuple[torch.Size, torch.dtype]], strict: bool
-) -> None:
-    # Every rank looks at all parameters, not only at its own, so that all fail alike.
-    for key, shape in shapes.items():
+def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True) -> None:
+    """Compare what was saved with all of the model's parameters, whichever rank holds them.
+
+    Args:
+        optimizer: Planned.
+        folder: As for :func:`restore`.
+        strict: Whether every parameter must have been saved.
+
+    Raises:
+        StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
+    """
+    stored = stored_tensors(folder)
+    for key, shape in optimizer.logical_shapes().items():
         found = stored.get(f"weight/{key}")
         if found is None and strict:
             raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")

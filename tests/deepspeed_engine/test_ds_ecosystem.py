@@ -222,10 +222,9 @@ def _accelerated(rank: int, world: int, name: str) -> tuple[str, float, tuple[fl
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
-    # accelerate knows no more than these two.
+    # accelerate knows no more than these two; on CPU it computes train_batch_size for one rank.
     values = {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95]}
     config = {
-        "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -233,8 +232,8 @@ def _accelerated(rank: int, world: int, name: str) -> tuple[str, float, tuple[fl
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": name, "params": {**values, **({"rank": 2} if name == "LDAdam" else {})}},
     }
-    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=1.0)
-    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=1.0, gradient_accumulation_steps=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
     torch.manual_seed(0)
     model = ds.Net()
     x, y = ds.batches(ds.STEPS)

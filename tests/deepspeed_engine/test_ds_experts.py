@@ -28,7 +28,8 @@ WIDTH, EXPERTS, STEPS = 10, 4, 4
 # In one cell, AdamW's error is that of the other order of summation; ours may be ten times that.
 ALLOWED = 10.0
 PREFIX = "moe.deepspeed_moe.experts.deepspeed_experts."
-TYPES = {**ds.TYPES, "MKOR-H": {**ds.TYPES["MKOR-H"], "hybrid_min_steps": 3}, ds.REFERENCE: ds.REFERENCE_PARAMS}
+# One expert gets two different tokens in a step: a third direction of its gradient would be rounding alone.
+TYPES = {**ds.TYPES, "LDAdam": {**ds.TYPES["LDAdam"], "rank": 2}, ds.REFERENCE: ds.REFERENCE_PARAMS}
 SOME = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR-H", ds.REFERENCE)
 
 
@@ -157,7 +158,6 @@ def _train_and_resume(
         same = all(np.array_equal(mine[key], theirs[key]) for key in mine)
         if isinstance(engine.basic_optimizer, ShardedOptimizer):
             same = same and ds.digest(engine.basic_optimizer) == ds.digest(resumed.basic_optimizer)
-            assert name != "MKOR-H" or engine.basic_optimizer.switched
         found.append(({global_name(key, rank, job.ep_size): value for key, value in mine.items()}, same))
         engine.destroy()
         resumed.destroy()

@@ -102,7 +102,8 @@ def test_stages_follow_one_process_and_resume(cell: str, tmp_path: Path) -> None
     for name, *ranks in zip(names, *results, strict=True):
         named = replace(job, name=name)
         assert all(rank.resumed_alike for rank in ranks), f"{name}: the resumed run ended elsewhere"
-        assert all(rank.switched == (name == "MKOR-H") for rank in ranks)
+        # With a layer more, the loss does not fall within these steps.
+        assert {rank.switched for rank in ranks} == {name == "MKOR-H" and not job.tied_linear}, name
         for key in {key for rank in ranks for key in rank.weights if key.startswith("tied_modules")}:
             copies = [rank.weights[key] for rank in ranks]
             assert all(np.array_equal(copy, copies[0]) for copy in copies), f"{name}: the tied copies drifted apart"

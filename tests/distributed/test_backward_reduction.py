@@ -82,7 +82,7 @@ def _one_process(schedule: str, world: int) -> list[Tensor]:
         optimizer.zero_grad()
         for micro in range(_micro_batches(schedule, step)):
             (sum(_loss(model, schedule, step, micro, rank) for rank in range(world)) / world).backward()  # type: ignore[union-attr]
-        if schedule in ("uneven", "growing"):
+        if schedule == "uneven":
             for parameter in model.sometimes.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         optimizer.step()
