@@ -248,6 +248,10 @@ class _Bf16(_FlatPartition):
 class _ZeroThree(DeepSpeedLayout):
     """Flat sub-groups; every parameter is cut over all ranks into equal pieces, the last ones padded."""
 
+    def _sequence_share(self) -> float:
+        # Its reduce-scatter divides by the number of ranks.
+        return 1.0 if self._engine.optimizer.reduce_scatter else super()._sequence_share()
+
     def units(self) -> list[list[tuple[Tensor, int]]]:
         wrapper = self._engine.optimizer
         flats = enumerate(wrapper.fp32_partitioned_groups_flat)

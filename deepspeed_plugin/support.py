@@ -61,6 +61,14 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "ZenFlow steps selected columns and the rest apart, so no whole matrix is ever updated",
             "remove the zenflow block",
         )
+    if _leaves_sequences_apart(engine):
+        _refuse(
+            name,
+            "sequence_parallel_size",
+            engine.sequence_parallel_size,
+            "without an mpu DeepSpeed does not sum gradients over the ranks that share a sequence",
+            "pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, initialized, to deepspeed.initialize",
+        )
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16:
         _refuse(
             name,
@@ -87,6 +95,10 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only",
             "use that layer under ZeRO stage 1 or 2, or a dense model",
         )
+
+
+def _leaves_sequences_apart(engine: DeepSpeedEngine) -> bool:
+    return engine.sequence_parallel_size > 1 and not hasattr(engine.mpu, "get_sequence_data_parallel_group")
 
 
 def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:

@@ -104,12 +104,15 @@ def default_groups() -> dict[Group, list[str]]:
         for label in labels:
             missing -= _pairs(group, label)
     while missing:
-        group, label = max(
-            product(all_groups(), LABELS), key=lambda cell: (len(_pairs(*cell) & missing), cell[0] in chosen)
-        )
+        group, label = max(product(all_groups(), LABELS), key=lambda cell: _gain(*cell, missing, chosen))
         chosen.setdefault(group, []).append(label)
         missing -= _pairs(group, label)
     return {group: chosen[group] for group in all_groups() if group in chosen}
+
+
+def _gain(group: Group, label: str, missing: set[Any], chosen: Mapping[Group, Any]) -> tuple[int, bool, int]:
+    """New pairs first, then groups that run anyway, then what is cheap."""
+    return len(_pairs(group, label) & missing), group in chosen, -group.world * (2 if group.stage == 3 else 1)
 
 
 def _pairs(group: Group, label: str) -> set[Any]:

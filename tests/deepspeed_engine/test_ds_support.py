@@ -31,6 +31,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "torch_autocast_enabled": lambda: True,
         "torch_autocast_dtype": lambda: torch.bfloat16,
         "mp_world_size": 1,
+        "mpu": None,
+        "sequence_parallel_size": 1,
     }
     return SimpleNamespace(**{**defaults, **settings})
 
@@ -45,6 +47,7 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"zero_elastic_checkpoint": lambda: True}, "elastic_checkpoint=True", "set it to false"),
         ({"mp_world_size": 2}, "tensor parallelism=2", "data or pipeline parallelism"),
         ({"torch_autocast_dtype": lambda: torch.float16}, "torch_autocast.dtype='float16'", "use bfloat16"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2", "parallel_state_sp"),
         ({"autotp_size": lambda: 4}, "tensor parallelism=4", "data or pipeline parallelism"),
     ],
 )
