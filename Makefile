@@ -1,15 +1,17 @@
 # make setup    virtual environment with torch, DeepSpeed, megatron-core and this package
-# make train    small GPT on real text, AdamW against OPTIMIZER (see below), two ranks
+# make train    small GPT on real text, AdamW against OPTIMIZER under FRAMEWORK (see below), two ranks
 # make test     the test suite          make lint    ruff and mypy
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
-# separated by commas, or all), ARGS="--steps 1000 --stage 3" (rankwise train --help), PYTHON, VENV, TORCH, PIP_ARGS.
+# separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
+# PYTHON, VENV, TORCH, PIP_ARGS.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 OPTIMIZER ?= mars-m
+FRAMEWORK ?= deepspeed
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -31,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml
 	touch $@
 
 train: setup
-	$(BIN)/rankwise train --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
+	$(BIN)/rankwise train --framework $(FRAMEWORK) --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PYTEST_ARGS)

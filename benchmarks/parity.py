@@ -42,7 +42,8 @@ _HALF_TEXT = """
 Mean difference relative to the mean change, median of {seeds} seeds, and in brackets that over AdamW's in the same
 cell (where that is more than fp32 rounding). Allowed: twice AdamW's. **†** marks what is beyond: rules that rounding
 moves further in one process already. After the mark stands the error over the type's own response, which is what one
-process shows when the same samples are cut into smaller micro-batches; allowed there: 3.
+process shows when the same samples are cut into smaller micro-batches (times AdamW's error in the cell over AdamW's
+under that cut, where it is more); allowed there: 3.
 """
 
 _LARGEST_TEXT = """

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from rankwise.launch.models import ModelFamily
+from rankwise.launch.settings import Framework
 
 __all__ = ["app", "console"]
 
@@ -44,7 +45,16 @@ def train(
         typer.Option(help="Optimizer to train with; repeat it, separate with commas, or say 'all'. [adamw, mars-m]"),
     ] = None,
     config: _Config = None,
-    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; by default the config's, or 2.")] = None,
+    framework: Annotated[Framework, typer.Option(help="What trains the model.")] = "deepspeed",
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            help="ZeRO stage; by default the config's, or 2. Under Megatron 0 leaves out the distributed optimizer.",
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks each matrix is cut over, under Megatron.")] = 1,
     ranks: _Ranks = None,
     device: _Device = "auto",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
@@ -69,10 +79,11 @@ def train(
 ) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
-    The runs share model, data, schedule and DeepSpeed configuration; only its "optimizer" block differs.
+    The runs share model, data, schedule and DeepSpeed configuration; only its "optimizer" block differs. Under Megatron
+    the same values are given to megatron-core: learning rates, batch sizes and clipping.
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
-    from rankwise.launch.plan import Overrides, planned_configs, read_config, split_names
+    from rankwise.launch.plan import Overrides, check_framework, planned_configs, read_config, split_names
     from rankwise.launch.report import plot_curves, read_summary, results_table
     from rankwise.launch.sampler import WindowSampler
     from rankwise.launch.settings import Settings
@@ -85,6 +96,7 @@ def train(
         cpu, processes = choose_device(device, ranks)
         overrides = Overrides(stage, micro_batch, accumulation, lr)
         configs = planned_configs(None if config is None else read_config(config), names, overrides)
+        check_framework(framework, processes, tp, configs)
         folder = output or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
         runs = [
             Settings(
@@ -104,6 +116,8 @@ def train(
                 seed=seed,
                 validation_interval=validation_interval,
                 validation_samples=validation_samples,
+                framework=framework,
+                tensor_parallel=tp,
             )
             for label, deepspeed in configs.items()
         ]
@@ -119,7 +133,8 @@ def train(
     done: list[Path] = []
     failed: list[str] = []
     for settings in runs:
-        status = run_ranks("pretrain", [str(settings.write())], processes, cpu)
+        script = "megatron_pretrain" if framework == "megatron" else "pretrain"
+        status = run_ranks(script, [str(settings.write())], processes, cpu)
         if status == 0:
             done.append(Path(settings.output))
         else:

@@ -86,12 +86,14 @@ class Corpus:
         vocab_size: number of token ids.
         unigram_entropy: nats per validation token under the training set's token frequencies: the loss of the best
             model that ignores context.
+        folder: where the cached files are, for others made from them.
     """
 
     train: np.ndarray[Any, Any]
     validation: np.ndarray[Any, Any]
     vocab_size: int
     unigram_entropy: float
+    folder: Path
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -186,6 +188,7 @@ def load_corpus(data: Path | None, tokenizer: Tokenizer, cache: Path) -> Corpus:
         validation=np.memmap(folder / "validation.bin", tokenizer.dtype, "r"),
         vocab_size=tokenizer.vocab_size,
         unigram_entropy=facts["unigram_entropy"],
+        folder=folder,
     )
 
 

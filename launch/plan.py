@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rankwise.configs import OPTIMIZERS, deepspeed_config
 
-__all__ = ["Overrides", "planned_configs", "read_config", "split_names"]
+__all__ = ["Overrides", "check_framework", "planned_configs", "read_config", "split_names"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,42 @@ def split_names(values: list[str]) -> list[str]:
             raise ValueError(f"optimizer is {name!r}: it must be one of {', '.join(OPTIMIZERS)}, all")
         names += list(OPTIMIZERS) if name == "all" else [name]
     return list(dict.fromkeys(names))
+
+
+def check_framework(framework: str, ranks: int, tensor_parallel: int, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuses what a framework cannot run.
+
+    Args:
+        framework: ``"deepspeed"`` or ``"megatron"``.
+        ranks: processes.
+        tensor_parallel: ranks each matrix is cut over.
+        configs: what :func:`planned_configs` returned.
+
+    Raises:
+        ValueError: if it is not installed, or a value does not suit it.
+    """
+    package, extra = ("megatron.core", "megatron") if framework == "megatron" else ("deepspeed", "deepspeed")
+    if importlib.util.find_spec(package.split(".")[0]) is None or importlib.util.find_spec(package) is None:
+        raise ValueError(f"framework is {framework!r} and {package} is not installed: pip install 'rankwise[{extra}]'")
+    if tensor_parallel > 1 and framework != "megatron":
+        raise ValueError(f"tp is {tensor_parallel} and framework is {framework!r}: it needs --framework megatron")
+    if ranks % tensor_parallel:
+        raise ValueError(f"tp is {tensor_parallel} and ranks is {ranks}: it must divide the number of ranks")
+    if framework != "megatron":
+        return
+    for config in configs.values():
+        if config.get("zero_optimization", {}).get("stage") == 3:
+            raise ValueError(
+                "stage is 3 and framework is 'megatron', whose distributed optimizer is stages 1 and 2: use --stage 2"
+            )
+        if "train_micro_batch_size_per_gpu" not in config:
+            raise ValueError(
+                "config has no 'train_micro_batch_size_per_gpu', which framework 'megatron' needs: add it, or pass "
+                "--micro-batch"
+            )
+        for precision in ("bf16", "fp16"):
+            if config.get(precision, {}).get("enabled"):
+                raise ValueError(f"config enables {precision}; the run under 'megatron' is fp32: leave it out")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def results_table(summaries: list[dict[str, Any]]) -> Table:
     first = summaries[0]
     table = Table(
         title=f"{first['parameters'] / 1e6:.2f} M parameters, {first['world_size']} rank(s), "
-        f"ZeRO-{first['zero_stage']}, {first['steps']} steps, {first['tokens'] / 1e6:.2f} M tokens"
+        f"{first['layout']}, {first['steps']} steps, {first['tokens'] / 1e6:.2f} M tokens"
     )
     table.add_column("optimizer")
     for heading in ("validation loss", "tokens/s", "step share of time", "optimizer state per rank, MiB"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rankwise.launch.models import ModelFamily
 
-__all__ = ["Settings"]
+__all__ = ["Framework", "Settings"]
+
+Framework = Literal["deepspeed", "megatron"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Settings:
     Attributes:
         label: name of the run in the table and the plot.
         output: folder for metrics and summary.
-        deepspeed: the DeepSpeed configuration, passed on as it is.
+        deepspeed: the DeepSpeed configuration, passed on as it is. Under Megatron, where optimizer, batch sizes and
+            clipping come from.
         model: ``"gpt2"`` or ``"llama"``.
         layers: transformer blocks.
         hidden: width of the residual stream.
@@ -34,6 +37,8 @@ class Settings:
         seed: initialisation and sample order.
         validation_interval: steps between two validations; the last step always has one.
         validation_samples: windows per validation, over all ranks.
+        framework: ``"deepspeed"`` or ``"megatron"``.
+        tensor_parallel: ranks each matrix is cut over; Megatron's alone.
     """
 
     label: str
@@ -53,6 +58,8 @@ class Settings:
     seed: int = 0
     validation_interval: int = 50
     validation_samples: int = 128
+    framework: Framework = "deepspeed"
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -60,7 +67,7 @@ class Settings:
         Raises:
             ValueError: if one is out of range.
         """
-        counts = "layers hidden heads seq_len steps validation_interval validation_samples"
+        counts = "layers hidden heads seq_len steps validation_interval validation_samples tensor_parallel"
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
@@ -69,8 +76,15 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}: it is a share and must lie between 0 and 1")
         if self.hidden % self.heads:
             raise ValueError(f"hidden is {self.hidden} and heads is {self.heads}: hidden must be a multiple of heads")
+        if self.heads % self.tensor_parallel:
+            raise ValueError(f"tp is {self.tensor_parallel} and heads is {self.heads}: it must divide the heads")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}: it must not be negative")
+
+    @property
+    def text(self) -> Path | None:
+        """Path of the text; None for the standard library."""
+        return None if self.data is None else Path(self.data)
 
     def write(self) -> Path:
         """Writes ``settings.json`` into the output folder and returns its path."""

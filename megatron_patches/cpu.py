@@ -8,6 +8,7 @@ about speed can be learnt in it: streams and events do nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -57,9 +58,12 @@ def cpu_megatron() -> Iterator[None]:
         ModuleNotFoundError: megatron-core is not installed.
     """
     # Before anything is replaced, so that nothing imported keeps a replacement: the compiler lists all of torch.cuda.
-    importlib.import_module("torch._dynamo")
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+    rules = trace_rules.get_torch_obj_rule_map()
     _import("megatron.core.models.gpt")
     with ExitStack() as stack:
+        # New process groups make the compiler draw up its list once more.
+        _set(stack, trace_rules, "get_torch_obj_rule_map", functools.cache(lambda: rules))
         _replace_cuda_calls(stack)
         _replace_core_functions(stack)
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter
+from megatron_patches.scaling import GradientScale
 from rankwise.optimizers.sources import TensorContents
 from rankwise.sharding import LayoutError
 
@@ -26,6 +27,7 @@ class MegatronLayout:
         wrapper: A Megatron optimizer, built.
         parameters: The model's parameters.
         groups: This rank's process groups.
+        scale: Of the gradients.
         expert: Whether the wrapper holds experts.
         layer_wise: Whether every data-parallel rank was given whole parameters of its own.
     """
@@ -37,14 +39,15 @@ class MegatronLayout:
         wrapper: MegatronOptimizer,
         parameters: Mapping[Parameter, ModelParameter],
         groups: ParallelGroups,
+        scale: GradientScale,
         expert: bool,
         layer_wise: bool = False,
     ) -> None:
         self._wrapper = wrapper
         self._parameters = parameters
         self.group: dist.ProcessGroup | None = groups.stage(expert)
-        rank, self._data_size = groups.data(expert)
-        self._copy = 0 if layer_wise else rank
+        self._copy = 0 if layer_wise else groups.data(expert)[0]
+        self._scale = scale
         self._contents: dict[int, TensorContents] = {}
         if isinstance(wrapper, DistributedOptimizer):
             self._register_shards(wrapper)
@@ -70,13 +73,10 @@ class MegatronLayout:
         groups = self._wrapper.param_groups
         return [[(tensor, position) for position, group in enumerate(groups) for tensor in group["params"]]]
 
-    def loss_scale(self) -> float:
-        """What the loss was multiplied by during backward."""
-        return float(self._wrapper.get_loss_scale())
-
-    def gradient_divisor(self) -> float:
-        """What output gradients, summed over all ranks that saw different tokens, must be divided by."""
-        return self._data_size * self.loss_scale()
+    def gradient_divisor(self) -> Tensor:
+        """What output gradients, summed over the stage's ranks and micro-batches, must be divided by."""
+        scale: Tensor | None = getattr(self._wrapper, "backward_scale", None)
+        return (self._wrapper.get_loss_scale() if scale is None else scale) / self._scale.factor
 
     # --- registration -------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megatron_patches.capture import linear_views
 from megatron_patches.checkpoint import load_sharded, sharded_state
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
-from megatron_patches.parameters import ModelParameter, is_expert
+from megatron_patches.losses import StepLosses
+from megatron_patches.parameters import ModelParameter, bare_model, is_expert
+from megatron_patches.scaling import GradientScale
+from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.groups import idle_allowed
 from rankwise.optimizers.options import OptionError
 
 __all__ = ["Adoption", "LayerWise", "wrapper_classes"]
@@ -43,7 +49,8 @@ class Adoption:
         self, parameters: Mapping[Parameter, ModelParameter], groups: ParallelGroups, chunks: Sequence[nn.Module]
     ) -> None:
         self.parameters, self.groups, self.chunks = parameters, groups, chunks
-        self._adopted: list[ShardedOptimizer] = []
+        self.scale = GradientScale(chunks, groups.data(False)[1])
+        self._adopted: dict[ShardedOptimizer, Any] = {}
 
     def adopt(self, wrapper: MegatronOptimizer, layer_wise: bool = False) -> None:
         """Tell a wrapper's inner optimizer where its parameters lie.
@@ -56,13 +63,12 @@ class Adoption:
         if not isinstance(inner, ShardedOptimizer):
             return
         expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
-        inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, expert, layer_wise))
+        inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, self.scale, expert, layer_wise))
         inner.announce = _announce
-        if inner not in self._adopted:
-            self._adopted.append(inner)
+        self._adopted[inner] = wrapper
 
     def finish(self, built: MegatronOptimizer) -> None:
-        """Refuse a model none of whose parameters, on any rank, takes the optimizer's own rule. A collective.
+        """Hook the model for MKOR; refuse a model nothing of which takes the optimizer's own rule. A collective.
 
         Args:
             built: What the factory returned.
@@ -70,6 +76,7 @@ class Adoption:
         Raises:
             OptionError: There is nothing to update.
         """
+        self._capture(built)
         device = next((p.device for p in self.parameters), torch.device("cpu"))
         busy = torch.tensor(float(any(not inner.is_idle for inner in self._adopted)), device=device)
         dist.all_reduce(busy, dist.ReduceOp.MAX)
@@ -77,6 +84,16 @@ class Adoption:
             for inner in self._adopted:
                 inner.refuse_if_idle()
             raise OptionError("the optimizer would update none of the model's parameters with its own rule.")
+
+    def _capture(self, built: MegatronOptimizer) -> None:
+        model = nn.ModuleList([bare_model(chunk) for chunk in self.chunks])
+        describe = linear_views(self.parameters)
+        optimizers = [inner for inner in self._adopted if isinstance(inner, MKOR)]
+        with idle_allowed():
+            for inner in optimizers:
+                inner.capture(model, window=partial(getattr, self._adopted[inner], "window"), describe=describe)
+        if any(inner.options.hybrid for inner in optimizers):
+            StepLosses(built, optimizers, self.chunks, self.scale, _announce)
 
 
 def _announce(text: str) -> None:
@@ -102,10 +119,27 @@ class _Adopted:
     """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout."""
 
     adoption: Adoption
+    window = 0
+    """Changes with every attempt at a step, so that statistics of one that was skipped are told apart."""
+    backward_scale: Tensor | None = None
+    """The loss scale during the last backward pass."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
         self.adoption.adopt(self)  # type: ignore[arg-type]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As Megatron's: a new window begins."""
+        self.window += 1
+        self.adoption.scale.begin_window()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def prepare_grads(self) -> bool:
+        """As Megatron's, which changes the loss scale for the next backward pass."""
+        self.window += 1
+        if not self.is_stub_optimizer:  # type: ignore[attr-defined]
+            self.backward_scale = self.get_loss_scale().clone()  # type: ignore[attr-defined]
+        return bool(super().prepare_grads())  # type: ignore[misc]
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """This rank's states alone, to be loaded into the same layout."""

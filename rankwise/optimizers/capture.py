@@ -248,9 +248,10 @@ class Capture:
         record = self.records.get(weight)
         if record is None:
             dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            widths = view.inputs.width(shape.in_features), view.outputs.width(shape.out_features)
-            sums = [torch.zeros(width, dtype=dtype, device=weight.device) for width in widths]
-            record = Record(name, weight, view.bias, shape, view.inputs, view.outputs, *sums)
+            sum_input = torch.zeros(view.inputs.width(shape.in_features), dtype=dtype, device=weight.device)
+            sum_output_grad = torch.zeros(view.outputs.width(shape.out_features), dtype=dtype, device=weight.device)
+            sides = view.inputs, view.outputs
+            record = Record(name, weight, view.bias, shape, *sides, sum_input, sum_output_grad)
             self.records[weight] = record
         elif (record.shape, record.inputs, record.outputs) != (shape, view.inputs, view.outputs):
             raise ValueError(

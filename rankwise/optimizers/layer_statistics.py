@@ -22,7 +22,7 @@ LayerVectors = tuple[Tensor, Tensor, Tensor]
 """Of one layer: mean input, gradient of a (virtual) bias, and number of tokens, ``(1,)``."""
 
 
-def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: float) -> LayerVectors:
+def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: float | Tensor) -> LayerVectors:
     """What a factor step takes, from sums over all ranks.
 
     Args:
@@ -35,7 +35,7 @@ def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: floa
 
 
 def reduce_statistics(
-    unit: StepUnit, sums: Sequence[CapturedSums], failures: Sequence[Tensor | None], divisor: float
+    unit: StepUnit, sums: Sequence[CapturedSums], failures: Sequence[Tensor | None], divisor: float | Tensor
 ) -> tuple[list[LayerVectors], Tensor]:
     """Sum the statistics of a unit's matrices over the ranks, in one collective.
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from rankwise.optimizers.backward_reduction import BackwardReduction, twin_group
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.capture import Capture, Record
+from rankwise.optimizers.capture import Capture, Describe, Record, describe_linear
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.factors import KroneckerFactors, LayerSignature
 from rankwise.optimizers.first_order import FirstOrder
@@ -201,6 +201,7 @@ class MKOR(ShardedOptimizer):
         window: Any = None,
         loss_scale: Callable[[], float] | None = None,
         last_micro_batch: Callable[[], bool] | None = None,
+        describe: Describe = describe_linear,
     ) -> None:
         """Hook the model's linear layers. Call once, before the first step.
 
@@ -213,6 +214,7 @@ class MKOR(ShardedOptimizer):
                 step: with ``torch.amp.GradScaler``, pass ``scaler.get_scale``. An engine's own scale is known.
             last_micro_batch: Whether the present backward pass is the last before the step; the statistics then travel
                 while it runs, otherwise in ``step()``. Known for ``DistributedDataParallel``.
+            describe: Recognises linear modules, see :class:`rankwise.optimizers.capture.Capture`.
 
         Raises:
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
@@ -231,7 +233,7 @@ class MKOR(ShardedOptimizer):
 
         if self._capture is not None:
             self._capture.remove()
-        self._capture = Capture(model, wanted, window)
+        self._capture = Capture(model, wanted, window, describe)
         self._records = {names[id(parameter)]: record for parameter, record in self._capture.records.items()}
         self._reduction = self._capture.listener = self._reduce_early(last_micro_batch)
         for name, chosen in self._routes.items():
@@ -409,8 +411,11 @@ class MKOR(ShardedOptimizer):
         refuse_broken_factors(keys, failures_of_all.tolist())
         return dict(zip(keys, vectors, strict=True))
 
-    def _gradient_divisor(self, unit: StepUnit) -> float:
+    def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:
         """What the framework divides summed gradients by: ranks, and the loss scale."""
+        told: Callable[[], float | Tensor] | None = getattr(self._source, "gradient_divisor", None)
+        if told is not None:
+            return told()
         loss_scale = self._loss_scale or getattr(self._source, "loss_scale", None)
         return unit.layout.world_size * (float(loss_scale()) if callable(loss_scale) else 1.0)
 

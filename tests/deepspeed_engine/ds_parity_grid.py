@@ -111,8 +111,9 @@ def default_groups() -> dict[Group, list[str]]:
 
 
 def _gain(group: Group, label: str, missing: set[Any], chosen: Mapping[Group, Any]) -> tuple[int, bool, int]:
-    """New pairs first, then groups that run anyway, then what is cheap."""
-    return len(_pairs(group, label) & missing), group in chosen, -group.world * (2 if group.stage == 3 else 1)
+    """New pairs first, then groups that run anyway, then what is cheap; one rank alone shows little."""
+    cost = (3 if group.world == 1 else group.world) * (2 if group.stage == 3 else 1)
+    return len(_pairs(group, label) & missing), group in chosen, -cost
 
 
 def _pairs(group: Group, label: str) -> set[Any]:

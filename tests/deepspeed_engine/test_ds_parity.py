@@ -14,13 +14,14 @@ that differ by e with a share of flipped signs in proportion to e. The mean grow
 off by a whole step as soon as one sign flips, so that it tells one flip from none but not from a hundred. What it can
 miss is a fault on a few elements, or one an adaptive rule normalises away; the other two figures have no such noise.
 `test_ds_parity_faults.py` puts faults in: an owner's misplaced result raises the mean two hundredfold and the
-same-gradients figure from 0 to 2, a missing halo the latter from 0 to 0.4, gradients clipped twice the first-gradients
-figure more than tenfold.
+same-gradients figure from 0 to 2, a missing halo the latter from 0 to 0.3, gradients clipped twice the first-gradients
+figure three hundredfold.
 
-Four rules are worse conditioned than AdamW and move further under rounding in one process already: orthogonalisation
+Three rules are worse conditioned than AdamW and move further under rounding in one process already: orthogonalisation
 (MARS-Shampoo, MARS-M) lifts the small singular values, which rounding governs, to one; SONew divides by Schur
-complements and drops edges at a threshold; LDAdam's subspace turns. Where they miss the factor of two, they are held to
-three times what one process shows when the same samples are cut into smaller micro-batches.
+complements and drops edges at a threshold. Where they miss the factor of two, they are held to three times what one
+process shows when the same samples are cut into smaller micro-batches, scaled up where AdamW moves more in the cell
+than under such a cut.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from ds_parity_grid import (
 ALLOWED_FP32 = 10.0
 ALLOWED_HALF = 2.0
 ALLOWED_RESPONSE = 3.0
-ILL_CONDITIONED = ("MARS-Shampoo", "MARS-M", "SONew", "SONew, default gamma", "LDAdam")
+ILL_CONDITIONED = ("MARS-Shampoo", "MARS-M", "SONew", "SONew, default gamma")
 # AdamW's own figure must be one of rounding, or twice of it would be no bound. Several ranks round more than one.
 ALLOWED_ADAMW = 4.0
 # Of the first step's gradients, in units of the type's epsilon: products, micro-batches and ranks round a few times.
@@ -113,7 +114,9 @@ def judge_half(group: Group, row: dict[str, Any], adamw: dict[str, Any]) -> floa
     """Largest mean error allowed in half precision; notes the type's own response where it is needed."""
     bound = max(ALLOWED_HALF * adamw["mean"], replay_tolerance(type_of(row)))
     if row["mean"] > bound and row["type"] in ILL_CONDITIONED:
-        row["own_response"] = own_response(row["type"], group.precision)
+        # Three ranks divide by three in half precision, which no cut on one process does; AdamW shows how much it adds.
+        louder = max(1.0, adamw["mean"] / own_response(REFERENCE, group.precision))
+        row["own_response"] = louder * own_response(row["type"], group.precision)
         return ALLOWED_RESPONSE * row["own_response"]
     return bound
 

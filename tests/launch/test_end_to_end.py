@@ -104,6 +104,45 @@ def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None
     assert not empty.exists() or not list(empty.rglob("*.so"))
 
 
+@pytest.mark.slow
+def test_megatron_trains_the_same_model_and_leaves_the_same_table(text: Path, tmp_path: Path) -> None:
+    """Also that tensor parallelism, which divides the model and not the samples, leaves the losses as they are."""
+    pytest.importorskip("megatron.core")
+    losses = []
+    for tp in (1, 2):
+        result = command(
+            *("train", "--framework", "megatron", "--optimizer", "adamw,mars-m", "--ranks", "2", "--tp", str(tp)),
+            *("--micro-batch", "2", "--steps", "3", "--data", str(text), "--output", f"out{tp}", *SMALL),
+            cwd=tmp_path,
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        assert "validation" in result.stdout and f"TP {tp}, DP {2 // tp}" in result.stdout
+        assert (tmp_path / f"out{tp}/loss.png").exists()
+        runs = [json.loads((tmp_path / f"out{tp}/{name}/summary.json").read_text()) for name in ("adamw", "mars-m")]
+        assert all(run["tokens"] == 3 * 2 * 2 * 32 and run["world_size"] == 2 for run in runs)
+        assert all(run["validation_loss"] < 6 for run in runs)
+        losses.append([run["validation_loss"] for run in runs])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_megatrons_model_has_the_parameters_of_hugging_faces(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformers")
+    from rankwise.launch.models import build_model
+
+    for family in ("gpt2", "llama"):
+        result = command(
+            *("train", "--framework", "megatron", "--optimizer", "adamw", "--ranks", "1", "--model", family),
+            *("--steps", "1", "--data", str(text), "--output", family, *SMALL),
+            cwd=tmp_path,
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        model = build_model(family, vocab_size=257, layers=1, hidden=32, heads=2, seq_len=32)
+        summary = json.loads((tmp_path / family / "adamw/summary.json").read_text())
+        assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
 USER_SCRIPT = """
 import argparse, deepspeed, torch
 parser = argparse.ArgumentParser()

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rankwise.configs import OPTIMIZERS, deepspeed_config
+from rankwise.launch.loop import learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.models import build_model
-from rankwise.launch.plan import Overrides, planned_configs, read_config, split_names
-from rankwise.launch.pretrain import learning_rate_factor, optimizer_state_bytes
+from rankwise.launch.plan import Overrides, check_framework, planned_configs, read_config, split_names
 from rankwise.launch.settings import Settings
 from rankwise.launch.spawn import choose_device
 
@@ -46,6 +47,40 @@ def test_own_config_is_kept_but_for_the_overrides() -> None:
     assert own["optimizer"]["params"]["lr"] == 1.0, "the caller's configuration must not change"
     (other,) = planned_configs(own, ["ldadam"], Overrides(micro_batch=2)).values()
     assert other["optimizer"]["type"] == "LDAdam" and "train_batch_size" not in other
+
+
+MEGATRON: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "config", "message"),
+    [
+        (2, 3, MEGATRON, "tp is 3 and ranks is 2: it must divide"),
+        (2, 2, {**MEGATRON, "zero_optimization": {"stage": 3}}, "stage is 3 .* use --stage 2"),
+        (2, 1, {"train_batch_size": 4}, "no 'train_micro_batch_size_per_gpu'.* pass --micro-batch"),
+        (2, 1, {**MEGATRON, "bf16": {"enabled": True}}, "config enables bf16"),
+    ],
+)
+def test_what_megatron_cannot_run_is_refused(
+    ranks: int, tensor_parallel: int, config: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("megatron.core")
+    check_framework("megatron", 2, 2, {"mkor": {**MEGATRON, "bf16": {"enabled": False}}})
+    with pytest.raises(ValueError, match=message):
+        check_framework("megatron", ranks, tensor_parallel, {"mkor": config})
+
+
+def test_tensor_parallelism_needs_megatron() -> None:
+    pytest.importorskip("deepspeed")
+    check_framework("deepspeed", 2, 1, {})
+    with pytest.raises(ValueError, match="tp is 2 .* needs --framework megatron"):
+        check_framework("deepspeed", 2, 2, {})
+
+
+def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"megatron.core is not installed: pip install 'rankwise\[megatron\]'"):
+        check_framework("megatron", 2, 1, {})
 
 
 def test_config_without_an_optimizer_is_refused(tmp_path: Path) -> None:

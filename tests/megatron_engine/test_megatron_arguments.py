@@ -76,10 +76,8 @@ def test_help_lists_the_flags_in_a_group_of_their_own(capsys: pytest.CaptureFixt
 def test_values_of_every_kind() -> None:
     read = options(*"--optimizer ldadam --ldadam-rank 256 --ldadam-betas 0.9 0.99 --no-ldadam-error-feedback".split())
     assert read == {"rank": 256, "betas": (0.9, 0.99), "error_feedback": False}
-    read = options(
-        *"--optimizer mars --mars-variant lion --mars-clip none --mars-exclude *gate* *x --mars-exact".split()
-    )
-    assert read == {"variant": "lion", "clip": None, "exclude": ("*gate*", "*x"), "exact": True}
+    read = options(*"--optimizer mars --mars-variant lion --mars-clip none --mars-exact --mars-exclude *a* *b".split())
+    assert read == {"variant": "lion", "clip": None, "exclude": ("*a*", "*b"), "exact": True}
     assert options(*"--optimizer mkor-h --mkor-stabilizer none --mkor-rescale None".split()) == {
         "stabilizer": None,
         "rescale": None,
@@ -113,7 +111,7 @@ def test_other_optimizers_stay_as_they_are(name: str, capsys: pytest.CaptureFixt
     [
         (
             "--optimizer ldadam --ldadam-rank 0",
-            "argument --ldadam-rank: LDAdam: rank=0 is invalid: it must be an integer",
+            "argument --ldadam-rank: LDAdam: rank=0 is invalid: it must be an",
         ),
         ("--optimizer ldadam --ldadam-rank 2.5", "argument --ldadam-rank: invalid int value: '2.5'"),
         ("--optimizer mars-m --mars-gamma -1", "argument --mars-gamma: MARS: gamma=-1.0 is invalid: it must be >= 0"),

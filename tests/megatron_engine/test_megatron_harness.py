@@ -248,3 +248,14 @@ def test_importing_changes_nothing() -> None:
         "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_layers_may_be_imported_after_process_groups_are_made() -> None:
+    """They are compiled while they are imported, from a list the compiler draws up anew for new process groups."""
+    program = (
+        "import torch, torch.distributed as dist, megatron_patches.cpu as cpu\n"
+        "with cpu.cpu_megatron():\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "    assert torch.compile(lambda x: x + 1)(torch.ones(1)) == 2\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, cwd=Path(__file__).parents[2])

@@ -152,9 +152,7 @@ def test_untested_versions_are_refused(version: str, monkeypatch: pytest.MonkeyP
     stock = core.get_megatron_optimizer
     monkeypatch.setattr(package_info, "__version__", version)
     for call in (apply, check):
-        with pytest.raises(
-            PatchError, match=rf"megatron-core {version} is not supported: .* was tested with 0\.16\.\*"
-        ):
+        with pytest.raises(PatchError, match=rf"megatron-core {version} is not supported: .* tested with 0\.16\.\*"):
             call()
     assert core.get_megatron_optimizer is stock
 

@@ -1,0 +1,112 @@
+"""What Megatron's linear modules show MKOR of their layers, whatever tensor and sequence parallelism leave of them.
+
+A rank sums up the features it holds, over all tokens; of what tensor-parallel ranks see alike, its share of the tokens.
+The sums over a pipeline stage are then those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_patches.parameters import ModelParameter
+from rankwise.optimizers.linear_views import LinearShape, LinearView, Side
+from rankwise.optimizers.routing import Role
+
+__all__ = ["linear_views"]
+
+
+def linear_views(parameters: Mapping[Parameter, ModelParameter]) -> Callable[[nn.Module], list[LinearView]]:
+    """What :class:`rankwise.optimizers.capture.Capture` asks of every module.
+
+    Args:
+        parameters: The model's parameters.
+
+    Returns:
+        A function of a module: one view of each of its linear weights.
+    """
+    return lambda module: [
+        _view(module, weight, index, parameters[weight]) for weight, index in _weights(module, parameters)
+    ]
+
+
+def _weights(
+    module: nn.Module, parameters: Mapping[Parameter, ModelParameter]
+) -> Iterator[tuple[Parameter, int | None]]:
+    """The linear weights of a module, numbered where it has several."""
+    for name, parameter in module.named_parameters(recurse=False):
+        index = name.removeprefix("weight")
+        known = parameters.get(parameter)
+        if known is None or known.info.role is not Role.LINEAR or len(known.local_shape) != 2:
+            continue
+        if name == "weight":
+            yield parameter, None
+        elif name.startswith("weight") and index.isdigit():
+            yield parameter, int(index)
+
+
+def _view(module: nn.Module, weight: Parameter, index: int | None, known: ModelParameter) -> LinearView:
+    outputs, inputs = known.info.shape
+    bias = getattr(module, "bias" if index is None else f"bias{index}", None)
+    alike, ours = (known.rank, known.ways), (0, 1)
+    cut_tokens = _tokens_are_cut(module, weight, known)
+    whole = Side(None, ours if cut_tokens else alike)
+    # A side that is cut was gathered before the multiplication, or comes out of it: its tokens are all there.
+    rows, columns = _held(known)
+    return LinearView(
+        weight=weight,
+        bias=bias if isinstance(bias, Parameter) and bias.numel() else None,
+        shape=LinearShape(inputs, outputs),
+        inputs=whole if columns is None else Side(columns, alike),
+        outputs=whole if rows is None else Side(rows, alike),
+        rows=None if index is None else partial(_rows_of_expert, index),
+        prepare=partial(_normalized, module) if hasattr(module, "layer_norm_weight") else None,
+    )
+
+
+def _held(known: ModelParameter) -> tuple[tuple[tuple[int, int], ...] | None, tuple[tuple[int, int], ...] | None]:
+    """The rows and the columns of the logical weight that this rank holds; None for all."""
+    if known.dim is None or known.ways == 1:
+        return None, None
+    slices = known.slices(0, known.local_shape[0] * known.local_shape[1], 0)
+    if known.dim == 0:
+        width = known.local_shape[1]
+        return tuple((part.start // width, part.end // width) for part in slices), None
+    return None, tuple(part.columns for part in slices if part.columns is not None)
+
+
+def _tokens_are_cut(module: nn.Module, weight: Parameter, known: ModelParameter) -> bool:
+    """Whether the side of the module that is not cut by features shows this rank tokens of its own."""
+    if known.dim is None:
+        # Megatron sums the gradients of such weights over tensor-parallel ranks exactly if they carry this mark.
+        return bool(getattr(weight, "sequence_parallel", False))
+    # Tokens were sent to the experts' ranks, all of them to each tensor-parallel rank of an expert.
+    inside_experts = known.expert or bool(getattr(module, "explicit_expert_comm", False))
+    return bool(getattr(module, "sequence_parallel", False)) and not inside_experts
+
+
+def _rows_of_expert(index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> slice:
+    """The tokens of one expert in a grouped layer, called with all tokens and their numbers by expert."""
+    splits = args[1] if len(args) > 1 else kwargs["m_splits"]
+    counts = [int(count) for count in splits]
+    start = sum(counts[:index])
+    return slice(start, start + counts[index])
+
+
+def _normalized(module: nn.Module, rows: Tensor) -> Tensor:
+    """What a layer with a norm inside multiplies: Transformer Engine's takes its input before the norm."""
+    module_any: Any = module
+    gain = module_any.layer_norm_weight.detach().float()
+    if getattr(module, "zero_centered_gamma", False):
+        gain = gain + 1.0
+    if getattr(module, "normalization", "LayerNorm") == "RMSNorm":
+        return F.rms_norm(rows.float(), gain.shape, gain, module_any.eps)
+    shift = getattr(module, "layer_norm_bias", None)
+    return F.layer_norm(
+        rows.float(), gain.shape, gain, None if shift is None else shift.detach().float(), module_any.eps
+    )

@@ -1,0 +1,123 @@
+"""``pretrain_gpt.py`` of Megatron-LM checkouts, unedited, with every optimizer: trains, saves and resumes.
+
+Set RANKWISE_MEGATRON_LM to the folder of a checkout, or to several joined by ``:``. Checkouts ask for packages that the
+wheel of megatron-core does without (``six``), and those above 0.16 for Python 3.12; what 3.11 lacks is lent to them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megatron_patches.registry import NAMES
+
+VARIABLE = "RANKWISE_MEGATRON_LM"
+CHECKOUTS = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no Megatron-LM checkout"),
+]
+
+STEPS = 20
+MODEL = """
+--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 2 --hidden-size 32 --num-attention-heads 4
+--seq-length 32 --max-position-embeddings 32 --swiglu --disable-bias-linear --normalization RMSNorm
+--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8
+--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 40 --lr-warmup-iters 2 --train-iters 20 --seed 1
+--eval-iters 1 --eval-interval 1000 --log-interval 1 --no-create-attention-mask-in-dataloader --save-interval 10
+"""
+LAYOUTS = {
+    "distributed optimizer": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "tensor parallel": "--bf16 --tensor-model-parallel-size 2 --sequence-parallel",
+}
+FLAGS = {
+    "mars": "--mars-variant lion --mars-clip none",
+    "sonew": "--sonew-band 2",
+    "ldadam": "--ldadam-rank 4 --ldadam-betas 0.9 0.99",
+    "mkor": "--mkor-update-interval 2",
+    "mkor-h": "--mkor-update-interval 2 --mkor-hybrid-min-steps 5 --mkor-hybrid-patience 2",
+}
+LINE = re.compile(r"iteration +(\d+)/ .* learning rate: (\S+) .* lm loss: (\S+) .* grad norm: (\S+)")
+
+
+def pretrain(checkout: Path, work: Path, *arguments: str) -> dict[int, tuple[str, str, str]]:
+    """Run the script; learning rate, loss and gradient norm of each step it took, as it printed them."""
+    lent = work / "lent"
+    lent.mkdir(exist_ok=True)
+    source = "import typing\ntyping.override = getattr(typing, 'override', lambda f: f)\n"
+    (lent / "sitecustomize.py").write_text(source)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent)]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "rankwise.launch.cli", "megatron", "--cpu", "--ranks", "2"]
+    done = subprocess.run(
+        [*command, str(checkout / "pretrain_gpt.py"), *MODEL.split(), *arguments],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [match.groups() for match in map(LINE.search, done.stdout.splitlines()) if match]
+    return {int(step): (rate, loss, norm) for step, rate, loss, norm in lines}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a distributed checkpoint."""
+    reader = FileSystemReader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in known.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_pretrain_gpt_trains_saves_and_resumes(checkout: Path, name: str, layout: str, tmp_path: Path) -> None:
+    given = ["--optimizer", name, *FLAGS.get(name, "").split(), *LAYOUTS[layout].split()]
+    first = pretrain(checkout, tmp_path, *given, "--save", "first")
+    assert list(first) == list(range(1, STEPS + 1))
+    losses = [float(loss) for _, loss, _ in first.values()]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+    second = pretrain(checkout, tmp_path, *given, "--save", "second", "--load", "first", "--ckpt-step", "10")
+    assert list(second) == list(range(11, STEPS + 1))
+    # What Megatron logs as the loss of the second step after a resume is not that step's, its own Adam's neither.
+    second[12] = (second[12][0], first[12][1], second[12][2])
+    assert second == {step: first[step] for step in second}
+
+    before, after = (tensors(tmp_path / folder / "iter_0000020") for folder in ("first", "second"))
+    assert before.keys() == after.keys() and any(key.startswith("optimizer.rankwise") for key in before)
+    different = [key for key in before if not torch.equal(before[key], after[key]) and "rng" not in key]
+    assert different == []
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_megatrons_own_optimizer_is_left_alone(checkout: Path, tmp_path: Path) -> None:
+    """The same run with Megatron's Adam, which also shows what the second logged loss of a resumed run is worth."""
+    given = ["--optimizer", "adam", *LAYOUTS["tensor parallel"].split()]
+    first = pretrain(checkout, tmp_path, *given, "--save", "first")
+    second = pretrain(checkout, tmp_path, *given, "--save", "second", "--load", "first", "--ckpt-step", "10")
+    assert [step for step in second if second[step] != first[step]] == [12]
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_a_bad_value_ends_before_training(checkout: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="argument --ldadam-rank: LDAdam: rank=0 is invalid"):
+        pretrain(checkout, tmp_path, "--optimizer", "ldadam", "--ldadam-rank", "0")
