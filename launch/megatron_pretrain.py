@@ -77,6 +77,8 @@ def build_model(settings: Settings, vocab_size: int) -> nn.Module:
         normalization="RMSNorm" if llama else "LayerNorm",
         add_bias_linear=not llama,
         tensor_model_parallel_size=settings.tensor_parallel,
+        # The whole matrix is drawn before it is cut, so that tensor parallelism leaves the initial model as it is.
+        use_cpu_initialization=True,
         persist_layer_norm=False,
         apply_rope_fusion=False,
         **dict.fromkeys(fusions.split(), False),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
-__all__ = ["SupportError", "refuse_settings"]
+__all__ = ["SupportError", "refuse_settings", "refuse_without_statistics"]
 
 
 class SupportError(ValueError):
@@ -62,4 +63,27 @@ def refuse_settings(config: OptimizerConfig, name: str, options: Mapping[str, An
         raise SupportError(
             f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, "
             "exact MARS needs the next batch's gradient too; use the default exact=False"
+        )
+
+
+def refuse_without_statistics(model: TransformerConfig, blocks: bool) -> None:
+    """Check a model of whose layers MKOR needs the inputs and output gradients.
+
+    Args:
+        model: The model's config.
+        blocks: Whether every tensor-parallel shard is a matrix of its own.
+
+    Raises:
+        SupportError: The flag, the reason and the nearest setting that works.
+    """
+    if blocks and model.sequence_parallel:
+        raise SupportError(
+            "tp_mode='block' is invalid for MKOR with --sequence-parallel: a shard's statistics need all tokens, of "
+            "which a rank then sees its own; use tp_mode='exact', or leave --sequence-parallel out"
+        )
+    graphs = getattr(model, "cuda_graph_impl", "none") or "none"
+    if graphs != "none" or getattr(model, "enable_cuda_graph", False) or getattr(model, "external_cuda_graph", False):
+        raise SupportError(
+            f"cuda_graph_impl={graphs!r} is invalid for MKOR: replayed graphs run no module hooks, from which its "
+            "statistics come; leave CUDA graphs out"
         )

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -28,6 +29,7 @@ from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.scaling import GradientScale
+from megatron_patches.support import refuse_without_statistics
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.groups import idle_allowed
@@ -89,6 +91,8 @@ class Adoption:
         model = nn.ModuleList([bare_model(chunk) for chunk in self.chunks])
         describe = linear_views(self.parameters)
         optimizers = [inner for inner in self._adopted if isinstance(inner, MKOR)]
+        for chunk in self.chunks if optimizers else ():
+            refuse_without_statistics(get_model_config(chunk), self.groups.block(False) is not None)
         with idle_allowed():
             for inner in optimizers:
                 inner.capture(model, window=partial(getattr, self._adopted[inner], "window"), describe=describe)

@@ -23,8 +23,12 @@ TYPES: dict[str, dict[str, Any]] = {
     "mars-m": {"ns_dtype": "float32"},
     "sonew": {"band": 2, "gamma": 0.1},
     "ldadam": {"rank": 16},
+    "mkor": {"update_interval": 3, "factor_dtype": "float32"},
+    "mkor-h": {"update_interval": 3, "factor_dtype": "float32"},
 }
 ELEMENT_WISE = ("mars-adamw", "mars-lion", "sonew")
+# Their statistics come from the cell's own backward pass: prescribed gradients alone do not determine the step.
+CAPTURING = ("mkor", "mkor-h")
 
 
 def _make(name: str, options: dict[str, Any], config: dict[str, Any], chunks: list[nn.Module]) -> MegatronOptimizer:
