@@ -1,4 +1,7 @@
-"""Ready DeepSpeed JSON files, one per optimizer and ZeRO stage, installed as ``rankwise.configs``."""
+"""Ready DeepSpeed JSON files, one per optimizer and ZeRO stage, and Megatron flags, one YAML file per optimizer.
+
+Installed as ``rankwise.configs``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path"]
+__all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path", "megatron_config_path"]
 
 OPTIMIZERS: dict[str, str] = {
     "adamw": "AdamW",
@@ -39,9 +42,7 @@ def deepspeed_config_path(optimizer: str, stage: int = 2) -> Path:
     Raises:
         ValueError: if there is no such optimizer or stage.
     """
-    name = optimizer.lower()
-    if name not in OPTIMIZERS:
-        raise ValueError(f"optimizer is {optimizer!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    name = _known(optimizer)
     if stage not in STAGES:
         raise ValueError(f"stage is {stage!r}: ZeRO has the stages 0, 1, 2 and 3; pass one of these")
     return Path(__file__).resolve().parent / "deepspeed" / f"zero{stage}" / f"{name}.json"
@@ -59,3 +60,22 @@ def deepspeed_config(optimizer: str, stage: int = 2) -> dict[str, Any]:
     """
     config: dict[str, Any] = json.loads(deepspeed_config_path(optimizer, stage).read_text(encoding="utf-8"))
     return config
+
+
+def megatron_config_path(optimizer: str) -> Path:
+    """Path of the packaged flags of an optimizer, for ``rankwise megatron --config``.
+
+    Args:
+        optimizer: name as in :data:`OPTIMIZERS`, in any case; ``adamw`` is Megatron's own ``--optimizer adam``.
+
+    Raises:
+        ValueError: if there is no such optimizer.
+    """
+    return Path(__file__).resolve().parent / "megatron" / f"{_known(optimizer)}.yaml"
+
+
+def _known(optimizer: str) -> str:
+    name = optimizer.lower()
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer is {optimizer!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    return name

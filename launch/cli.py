@@ -179,6 +179,10 @@ def megatron(
         Path, typer.Argument(help="pretrain_gpt.py of a Megatron-LM checkout.", exists=True, dir_okay=False)
     ],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of flags; those typed after the script win.", exists=True, dir_okay=False),
+    ] = None,
     ranks: _Ranks = None,
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Trial run without a GPU: CPU tensors, gloo, no fused kernels.")
@@ -190,17 +194,19 @@ def megatron(
     ours in a group of their own. Under a launcher (RANK is set) it runs the script in this process, otherwise it starts
     the ranks itself.
     """
+    from rankwise.launch.flags import read_flags
     from rankwise.launch.megatron_shim import run_script
     from rankwise.launch.spawn import choose_device, exec_ranks
 
-    if "RANK" in os.environ or {"-h", "--help"} & set(arguments or []):
-        run_script(script, arguments or [], cpu)
-        return
     try:
+        flags = [*([] if config is None else read_flags(config)), *(arguments or [])]
+        if "RANK" in os.environ or {"-h", "--help"} & set(flags):
+            run_script(script, flags, cpu)
+            return
         _, processes = choose_device("cpu" if cpu else "cuda", ranks)
     except ValueError as error:
         raise typer.BadParameter(f"{error}".replace("--device cpu", "--cpu")) from error
-    exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *(arguments or [])], processes, cpu)
+    exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu)
 
 
 @app.command()

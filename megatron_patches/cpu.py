@@ -230,7 +230,8 @@ def _replace_core_functions(stack: ExitStack) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # The name is bound only when Transformer Engine is there, and read in any case.
         _set(stack, moe_utils, "te_general_gemm", None)
-    _set(stack, filesystem_async, "_get_write_results_queue", _forked_queue(stack))
+    queue = "get_write_results_queue"  # With an underscore up to 0.16.
+    _set(stack, filesystem_async, queue if hasattr(filesystem_async, queue) else f"_{queue}", _forked_queue(stack))
 
     # The CPU's generator stands for the GPU's here, so that it changes within the GPU's scope is what is meant.
     logger = logging.getLogger(random.__name__)
@@ -266,7 +267,7 @@ def _forked_queue(stack: ExitStack) -> Callable[[], Any]:
     """Queue of checkpoint writers in a forked process: a spawned one would import the main script once more."""
     queues: list[Any] = []
 
-    def get() -> Any:
+    def get(mp_mode: str = "fork") -> Any:
         if not queues:
             manager = multiprocessing.get_context("fork").Manager()
             stack.callback(manager.shutdown)

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def _optimizer_config(stock: Function) -> Function:
     return get_megatron_optimizer_config
 
 
-_TESTED = ("0.16", "0.20")
+_TESTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -147,7 +147,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-_applied: dict[str, tuple[Function, Function]] = {}
+_applied: dict[str, tuple[Function, Function, frozenset[str]]] = {}
+"""By symbol: the stock function, ours, and the modules that had imported ours from here before it was applied."""
 
 
 def apply(command_line: bool | None = None) -> None:
@@ -173,12 +174,13 @@ def apply(command_line: bool | None = None) -> None:
         if patch.symbol not in _applied:
             stock = _current(patch)
             ours = patch.replace(stock)
+            own = frozenset(name for name, module in list(sys.modules.items()) if _holds(module, patch.name, ours))
             _rebind(patch.name, stock, ours)
-            _applied[patch.symbol] = (stock, ours)
+            _applied[patch.symbol] = (stock, ours, own)
 
 
 def revert() -> None:
-    """Put every replaced function back, in all modules that hold ours. A second call does nothing.
+    """Put every replaced function back, in all modules that hold ours since. A second call does nothing.
 
     Raises:
         PatchError: Somebody has replaced a function after us; undo that first.
@@ -186,10 +188,10 @@ def revert() -> None:
     for patch in reversed(PATCHES):
         if patch.symbol not in _applied:
             continue
-        stock, ours = _applied[patch.symbol]
+        stock, ours, own = _applied[patch.symbol]
         if _current(patch) is not ours:
             raise PatchError(f"{patch.symbol} was replaced by another package after apply(); undo that first")
-        _rebind(patch.name, ours, stock)
+        _rebind(patch.name, ours, stock, own)
         del _applied[patch.symbol]
 
 
@@ -237,8 +239,12 @@ def _verify(patch: Patch) -> None:
         )
 
 
-def _rebind(name: str, old: Function, new: Function) -> None:
+def _rebind(name: str, old: Function, new: Function, except_in: Collection[str] = ()) -> None:
     """Wherever a loaded module holds the function under its own name: most import it by name."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is old:
+    for module_name, module in list(sys.modules.items()):
+        if module_name not in except_in and _holds(module, name, old):
             setattr(module, name, new)
+
+
+def _holds(module: object, name: str, function: Function) -> bool:
+    return getattr(module, "__dict__", {}).get(name) is function

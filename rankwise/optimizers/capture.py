@@ -289,7 +289,7 @@ class Capture:
         record = call.record
         record.move_to(grad.device)
         part = record.outputs.part(_as_rows(grad, rows), record.shape.out_features)
-        record.sum_output_grad += part.sum(0, dtype=record.sum_output_grad.dtype)
+        record.sum_output_grad += _sum_over_tokens(part, record.sum_output_grad.dtype)
         # A retained graph sends several gradients for one input, which counts once.
         if call.epoch != record.epoch:
             call.epoch = record.epoch
@@ -334,4 +334,8 @@ def _input_call(view: LinearView, record: Record, rows: Tensor) -> _Call:
     part = side.part(rows, features)
     if view.prepare is not None:
         part = view.prepare(part)
-    return _Call(record, part.sum(0, dtype=record.sum_input.dtype), count)
+    return _Call(record, _sum_over_tokens(part, record.sum_input.dtype), count)
+
+
+def _sum_over_tokens(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.sum(0, dtype=dtype)

@@ -134,6 +134,45 @@ def test_shim_runs_a_script_as_python_would(tmp_path: Path, given: list[str], ex
     assert json.loads(output) == ["__main__", [script, *expected], str(folder), "found beside the script"]
 
 
+def test_megatron_command_puts_the_files_flags_before_the_typed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, flags = tmp_path / "pretrain_gpt.py", tmp_path / "flags.yaml"
+    script.write_text("")
+    flags.write_text("optimizer: mkor\nlr: 0.1\n")
+    seen: list[tuple] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("rankwise.launch.spawn.exec_ranks", lambda *arguments: seen.append(arguments))
+    given = ["megatron", "--cpu", "--ranks", "3", "--config", str(flags), str(script), "--lr", "0.2", "--cpu"]
+    status, _ = run(*given)
+    expected = ["--cpu", str(script), "--optimizer", "mkor", "--lr", "0.1", "--lr", "0.2", "--cpu"]
+    assert status == 0 and seen == [("megatron_shim", expected, 3, True)]
+    flags.write_text("- mkor")
+    status, output = run(*given)
+    assert status == 2 and "holds no mapping of flags" in output
+
+
+def test_megatron_command_without_a_gpu_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    status, output = run("megatron", str(tmp_path / "pretrain_gpt.py"))
+    assert status == 2 and "torch sees no GPU; use --cpu" in output
+
+
+@pytest.mark.parametrize(("rank", "arguments"), [("0", ["--lr", "1"]), (None, ["--help"])])
+def test_megatron_command_runs_in_process_under_a_launcher_and_for_help(
+    rank: str | None, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("")
+    seen: list[tuple] = []
+    monkeypatch.setenv("RANK", "0") if rank else monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("rankwise.launch.megatron_shim.run_script", lambda *given: seen.append(given))
+    status, _ = run("megatron", "--cpu", str(script), *arguments)
+    assert status == 0 and seen == [(script, arguments, True)]
+
+
 def test_rank_environment_finds_ninja_and_shares_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "available_cores", lambda: 8)
     made = environment.rank_environment(2, cpu=True, base={"PATH": "/bin"})

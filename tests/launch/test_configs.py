@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import argparse
 import json
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
-from rankwise.configs import OPTIMIZERS, STAGES, deepspeed_config, deepspeed_config_path
+from rankwise.configs import OPTIMIZERS, STAGES, deepspeed_config, deepspeed_config_path, megatron_config_path
+from rankwise.launch.flags import read_flags
 
 
 def without(config: dict, key: str) -> str:
@@ -28,6 +31,57 @@ def test_nothing_but_the_grid_is_packaged() -> None:
     root = files("rankwise.configs") / "deepspeed"
     found = {(folder.name, file.name) for folder in root.iterdir() for file in folder.iterdir()}
     assert found == {(f"zero{stage}", f"{name}.json") for stage in STAGES for name in OPTIMIZERS}
+
+
+def test_every_optimizer_has_flags_for_megatron() -> None:
+    root = files("rankwise.configs") / "megatron"
+    assert {file.name for file in root.iterdir()} == {f"{name}.yaml" for name in OPTIMIZERS}
+    with pytest.raises(ValueError, match="optimizer is 'adan'"):
+        megatron_config_path("adan")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_megatrons_flags_say_what_the_json_says(name: str) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_patches.arguments import add_flags, given_options
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--optimizer", choices=["adam"])
+    for flag in ("lr", "weight-decay", "clip-grad", "adam-beta1", "adam-beta2", "adam-eps"):
+        parser.add_argument(f"--{flag}", type=float)
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    add_flags(parser)
+    args = parser.parse_args(read_flags(megatron_config_path(name)))
+    config = deepspeed_config(name)
+    params = config["optimizer"]["params"]
+    assert (args.lr, args.weight_decay) == (params.pop("lr"), params.pop("weight_decay"))
+    assert args.clip_grad == config["gradient_clipping"] and args.use_distributed_optimizer
+    if name == "adamw":
+        assert [args.adam_beta1, args.adam_beta2] == params["betas"] and args.adam_eps == params["eps"]
+    else:
+        assert args.rankwise_optimizer == name
+        given = given_options(args, name)
+        assert {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()} == params
+
+
+def test_flags_of_every_kind(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text(
+        "lr: 1.0e-3\nmkor-betas: [0.9, 0.95]\nbf16: true\nmars-exact: false\nmars-clip: null\ndata-path: x\n"
+    )
+    assert read_flags(path) == (
+        "--lr 0.001 --mkor-betas 0.9 0.95 --bf16 --no-mars-exact --mars-clip none --data-path x".split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- lr", "no mapping of flags"), ("a: [", "no readable YAML"), ("mkor: {betas: 1}", "'mkor' is .* flat list")],
+)
+def test_bad_files_of_flags_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_flags(tmp_path / "flags.yaml")
 
 
 def test_clipping_is_explicit_and_batch_sizes_are_numbers() -> None:

@@ -104,43 +104,37 @@ def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None
     assert not empty.exists() or not list(empty.rglob("*.so"))
 
 
+def trained_by_megatron(family: str, optimizer: str, tp: int, text: Path, tmp_path: Path) -> dict:
+    """Three steps on two ranks: what the run says of itself, and that it has the size of the Hugging Face model."""
+    from rankwise.launch.models import build_model
+
+    output = f"{family}-{optimizer}-{tp}"
+    result = command(
+        *("train", "--framework", "megatron", "--optimizer", optimizer, "--ranks", "2", "--tp", str(tp)),
+        *("--model", family, "--micro-batch", "2", "--steps", "3", "--data", str(text), "--output", output, *SMALL),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "validation" in result.stdout and "unigram" in result.stdout and f"TP {tp}, DP {2 // tp}" in result.stdout
+    assert (tmp_path / output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / output / optimizer / "summary.json").read_text())
+    model = build_model(family, vocab_size=257, layers=1, hidden=32, heads=2, seq_len=32)
+    assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert summary["tokens"] == 3 * 2 * 2 * 32 and summary["world_size"] == 2
+    assert summary["validation_loss"] < 6 and summary["state_bytes_per_rank"] > 0
+    return summary
+
+
 @pytest.mark.slow
 def test_megatron_trains_the_same_model_and_leaves_the_same_table(text: Path, tmp_path: Path) -> None:
     """Also that tensor parallelism, which divides the model and not the samples, leaves the losses as they are."""
     pytest.importorskip("megatron.core")
-    losses = []
-    for tp in (1, 2):
-        result = command(
-            *("train", "--framework", "megatron", "--optimizer", "adamw,mars-m", "--ranks", "2", "--tp", str(tp)),
-            *("--micro-batch", "2", "--steps", "3", "--data", str(text), "--output", f"out{tp}", *SMALL),
-            cwd=tmp_path,
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        assert "validation" in result.stdout and f"TP {tp}, DP {2 // tp}" in result.stdout
-        assert (tmp_path / f"out{tp}/loss.png").exists()
-        runs = [json.loads((tmp_path / f"out{tp}/{name}/summary.json").read_text()) for name in ("adamw", "mars-m")]
-        assert all(run["tokens"] == 3 * 2 * 2 * 32 and run["world_size"] == 2 for run in runs)
-        assert all(run["validation_loss"] < 6 for run in runs)
-        losses.append([run["validation_loss"] for run in runs])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_megatrons_model_has_the_parameters_of_hugging_faces(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
     pytest.importorskip("transformers")
-    from rankwise.launch.models import build_model
-
-    for family in ("gpt2", "llama"):
-        result = command(
-            *("train", "--framework", "megatron", "--optimizer", "adamw", "--ranks", "1", "--model", family),
-            *("--steps", "1", "--data", str(text), "--output", family, *SMALL),
-            cwd=tmp_path,
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        model = build_model(family, vocab_size=257, layers=1, hidden=32, heads=2, seq_len=32)
-        summary = json.loads((tmp_path / family / "adamw/summary.json").read_text())
-        assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    baseline = trained_by_megatron("gpt2", "adamw", 1, text, tmp_path)
+    moments = 4 * 2 * baseline["parameters"] / 2  # fp32, halved by the distributed optimizer
+    assert moments <= baseline["state_bytes_per_rank"] <= moments * 1.1
+    losses = [trained_by_megatron("llama", "mars-m", tp, text, tmp_path)["validation_loss"] for tp in (1, 2)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 USER_SCRIPT = """
@@ -195,6 +189,74 @@ def test_unedited_script_trains_with_our_type(launcher: str, tmp_path: Path) -> 
     assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["MARS 2\n"] * 2
 
 
+MEGATRON_SCRIPT = """
+import sys, torch, torch.distributed as dist
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.training.arguments import parse_args
+from megatron.training.training import get_megatron_optimizer_config
+args = parse_args()
+config, _ = get_megatron_optimizer_config(args)
+dist.init_process_group(args.distributed_backend)
+total = torch.ones(2, device="cuda")
+dist.all_reduce(total)
+with open(f"rank{dist.get_rank()}.txt", "w") as file:
+    import megatron_patches
+    ours = get_megatron_optimizer is megatron_patches.get_megatron_optimizer
+    print(config.optimizer, config.rankwise, ours, total.tolist(), file=file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+# As much of a checkout as the script asks for.
+MEGATRON_TRAINING = {
+    "__init__.py": "",
+    "initialize.py": "def _compile_dependencies(): raise RuntimeError('compiles CUDA kernels')",
+    "arguments.py": """
+import argparse
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--optimizer", default="adam", choices=["adam", "sgd"])
+    parser.add_argument("--distributed-backend")
+    return parser
+
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser()).parse_known_args()[0]
+""",
+    "training.py": """
+from megatron.core.optimizer import OptimizerConfig
+
+def get_megatron_optimizer_config(args):
+    return OptimizerConfig(optimizer=args.optimizer), {}
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["rankwise", "torchrun"])
+def test_unedited_megatron_script_takes_our_name_and_flags(launcher: str, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    folder = tmp_path / "checkout" / "megatron" / "training"
+    folder.mkdir(parents=True)
+    for name, source in MEGATRON_TRAINING.items():
+        (folder / name).write_text(source)
+    (tmp_path / "checkout" / "train.py").write_text(MEGATRON_SCRIPT)
+    script = ["checkout/train.py", "--optimizer", "ldadam", "--ldadam-rank", "8"]
+    if launcher == "rankwise":
+        result = command("megatron", "--cpu", "--ranks", "2", *script, cwd=tmp_path)
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+        result = subprocess.run(
+            [*torchrun, "--module", "rankwise.launch.megatron_shim", "--cpu", *script],
+            cwd=tmp_path,
+            env=rank_environment(2, cpu=True),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    expected = "ldadam {'rank': 8} True [2.0, 2.0]\n"
+    assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == [expected] * 2
+
+
 def copy_of_the_checkout(folder: Path) -> Path:
     names = "rankwise deepspeed_plugin megatron_patches launch configs setup.cfg pyproject.toml LICENSE".split()
     archive = folder / "checkout.tar"
@@ -223,6 +285,7 @@ def test_wheel_holds_the_mapped_packages_and_nothing_generic(tmp_path: Path) -> 
         "rankwise/launch/cli.py",
         "rankwise/launch/pretrain.py",
         "rankwise/configs/deepspeed/zero3/mkor-h.json",
+        "rankwise/configs/megatron/mkor-h.yaml",
     }
     assert expected | {"rankwise/configs/README.md", "rankwise/py.typed"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

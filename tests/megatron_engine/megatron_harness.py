@@ -253,6 +253,7 @@ def opened(cell: Cell, make_optimizer: MakeOptimizer = stock_adam) -> Iterator[T
     sizes = (cell.tp, cell.pp, cell.vpp, cell.ep)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
+        _end_groups()
     if not mpu.is_initialized():
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=cell.tp,
@@ -263,6 +264,13 @@ def opened(cell: Cell, make_optimizer: MakeOptimizer = stock_adam) -> Iterator[T
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     yield Trainer(cell, make_optimizer)
+
+
+def _end_groups() -> None:
+    """Megatron forgets its process groups without ending them, which leaves their threads behind."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def train(cell: Cell, make_optimizer: MakeOptimizer = stock_adam, steps: int = 3) -> Result | None:

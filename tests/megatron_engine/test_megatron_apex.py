@@ -13,6 +13,7 @@ from megatron_patches.patches import apply, revert
 
 PYPI = {"apex/__init__.py": "", "apex/models.py": ""}
 BROKEN = {"apex/__init__.py": "raise SyntaxError('written for Python 2')"}
+NAMESAKE = {"apex/__init__.py": "", "apex/optimizers.py": ""}
 NVIDIA = {"apex/__init__.py": "", "apex/optimizers/__init__.py": "class FusedAdam: pass"}
 
 
@@ -35,7 +36,7 @@ def test_absent() -> None:
     assert found.kind == "absent" and not found.is_usable and "not needed" in found.message
 
 
-@pytest.mark.parametrize("files", [PYPI, BROKEN], ids=["imports", "does not import"])
+@pytest.mark.parametrize("files", [PYPI, BROKEN, NAMESAKE], ids=["imports", "does not import", "has optimizers"])
 def test_the_unrelated_package_is_reported(
     files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

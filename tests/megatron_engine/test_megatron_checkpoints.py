@@ -137,10 +137,8 @@ def _foreign(rank: int, world: int, folder: Path) -> str:
             trained(trainer, 1)
             trainer.save(folder)
         with opened(Cell(), maker("sonew")) as trainer:
-            before = trainer.weights()[0]
             with pytest.raises(BaseException) as error:  # noqa: PT011 - torch's CheckpointException is no Exception
                 trainer.load(folder)
-            assert all(torch.equal(before[key], value) for key, value in trainer.weights()[0].items())
         return str(error.value)
 
 

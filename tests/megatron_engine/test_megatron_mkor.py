@@ -38,16 +38,12 @@ MOE: dict[str, Any] = {"moe": 4}
 
 @dataclass(frozen=True)
 class Adjusted(Cell):
-    """A cell with selective recomputation, or gradients divided by the number of tokens."""
+    """A cell whose gradients are divided by the number of tokens."""
 
-    selective: bool = False
     per_token: bool = False
 
     def transformer_config(self) -> TransformerConfig:
         config = super().transformer_config()
-        if self.selective:
-            config.recompute_granularity = "selective"
-            config.recompute_modules = ["layernorm", "mlp"]
         config.calculate_per_token_loss = self.per_token
         return config
 
@@ -131,10 +127,9 @@ VECTORS: dict[str, Cell] = {
     "TP2 SP": Cell(tp=2, sp=True, microbatches=4, **DISTRIBUTED),
     "TP2 SP with biases": Cell(tp=2, sp=True, **BIASED),
     "TP2 SP recomputed": Cell(tp=2, sp=True, recompute=True),
-    "TP2 SP recomputed selectively": Adjusted(tp=2, sp=True, selective=True),
     "PP2": Cell(pp=2, tied=True, microbatches=4),
     "PP2 with biases": Cell(pp=2, **BIASED),
-    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, microbatches=4, **OVERLAPPED),
+    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, **OVERLAPPED),
     "EP2": Cell(ep=2, **MOE, **DISTRIBUTED),
 }
 

@@ -147,7 +147,7 @@ def test_without_megatron_training_the_command_line_is_refused() -> None:
     assert core.get_megatron_optimizer.__module__ == "megatron.core.optimizer"
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "1.16.0"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "1.16.0"])
 def test_untested_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = core.get_megatron_optimizer
     monkeypatch.setattr(package_info, "__version__", version)
@@ -205,3 +205,12 @@ def test_every_patch_says_why_and_with_what_it_was_tested() -> None:
     assert len({patch.symbol for patch in PATCHES}) == len(PATCHES)
     for patch in PATCHES:
         assert patch.reason and "0.16" in patch.tested
+
+
+def test_reverting_leaves_alone_who_imported_ours() -> None:
+    from megatron_patches import registry
+
+    ours = registry.get_megatron_optimizer
+    megatron_patches.apply()
+    megatron_patches.revert()
+    assert registry.get_megatron_optimizer is ours
