@@ -11,8 +11,8 @@ _HEAD = """# Parity under Megatron
 
 Every optimizer in the wrappers of real megatron-core 0.16.1 (CPU processes, gloo) against one process: ten steps of a
 small GPT (2 layers, width 64, grouped-query attention, SwiGLU or biased GELU, four experts in the EP cells), two
-micro-batches per step, AdamW being Megatron's own. Generated from the figures of the tests, without `-m exhaustive` those
-of the usual cells:
+micro-batches per step, AdamW being Megatron's own. Generated from the figures of the tests (without
+`-m exhaustive`, of the usual cells):
 
 ```sh
 RANKWISE_MEGATRON_TABLE=figures.json python -m pytest -m exhaustive tests/megatron_engine/test_megatron_parity.py
