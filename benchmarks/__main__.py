@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -45,6 +45,79 @@ def traffic(
         output.write_text(json.dumps(figures, indent=1) + "\n")
     if page is not None:
         page.write_text(traffic_page(figures, ranks))
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Option(help="gpt2-small, llama-1b, llama-7b-layers or tiny.")] = "gpt2-small",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(min=3, help="Timed steps of each optimizer.")] = 10,
+    threads: Annotated[int, typer.Option(min=1, help="Of a CPU run.")] = 2,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    rivals: Annotated[
+        Path | None, typer.Option(help="Folder with checkouts MARS, SONew, LDAdam and mkor, to run beside ours.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file of the figures; replaces rows of the same types.")
+    ] = None,
+) -> None:
+    """Time of the optimizer step alone, over fused AdamW's and over the published implementations' in the same run."""
+    import torch
+
+    from benchmarks.step import environment, measure, merged
+
+    torch.set_num_threads(threads)
+    where = torch.device(device)
+    for row in measure(model, where, steps, types or (), rivals):
+        row |= {"model": model, **environment(where)}
+        console.print(_step_line(row))
+        if output is not None:
+            output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
+
+
+def _step_line(row: dict[str, Any]) -> str:
+    rival = f", published / ours {row['official_ratio']:.2f}" if "official_ratio" in row else ""
+    floor = "" if row["of_floor"] is None else f" ({row['of_floor']:.2f} x the floor)"
+    return f"{row['name']}: {row['seconds'] * 1e3:.1f} ms, {row['ratio']:.2f} x fused AdamW{floor}{rival}"
+
+
+@app.command()
+def training(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a training step.")] = 2048,
+    steps: Annotated[int, typer.Option(min=3, help="Timed steps of each optimizer.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Of a CPU run.")] = 2,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
+) -> None:
+    """Time of whole training steps of GPT-2 small, over those with fused AdamW."""
+    import torch
+
+    from benchmarks.step import environment, merged
+    from benchmarks.training import measure_training
+
+    torch.set_num_threads(threads)
+    where = torch.device(device)
+    for row in measure_training(where, tokens, steps, types or ()):
+        row |= {"model": "gpt2-small training", **environment(where)}
+        console.print(f"{row['name']}: {row['seconds']:.2f} s, {row['ratio']:.3f} x with fused AdamW")
+        if output is not None:
+            output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
+
+
+@app.command()
+def performance(
+    figures: Annotated[Path, typer.Argument(help="JSON written by step and training.", exists=True)],
+    page: Annotated[Path, typer.Argument(help="Markdown page to write, with a plot beside it.")] = Path(
+        "docs/performance.md"
+    ),
+) -> None:
+    """Turn the timings into a page of the documentation."""
+    from benchmarks.performance import draw, performance_page
+
+    rows = json.loads(figures.read_text())
+    page.write_text(performance_page(rows))
+    draw(rows, page.parent / "images" / "performance.png")
 
 
 @app.command()

@@ -11,11 +11,13 @@ _HEAD = """# Parity under Megatron
 
 Every optimizer in the wrappers of real megatron-core 0.16.1 (CPU processes, gloo) against one process: ten steps of a
 small GPT (2 layers, width 64, grouped-query attention, SwiGLU or biased GELU, four experts in the EP cells), two
-micro-batches per step, AdamW being Megatron's own. Generated from the figures of the tests (without
-`-m exhaustive`, of the usual cells):
+micro-batches per step (four in the interleaved pipeline, of four layers), AdamW being Megatron's own. Generated from
+the figures of the tests (without `-m exhaustive`, of the usual cells):
 
 ```sh
-RANKWISE_MEGATRON_TABLE=figures.json python -m pytest -m exhaustive tests/megatron_engine/test_megatron_parity.py
+export RANKWISE_MEGATRON_TABLE=figures.json
+python -m pytest -m exhaustive tests/megatron_engine/test_megatron_parity.py
+python -m pytest -m exhaustive tests/megatron_engine/test_megatron_deepspeed.py
 python -m benchmarks megatron-parity figures.json docs/megatron-parity.md
 ```
 
@@ -27,11 +29,19 @@ by bit.
 
 _FP32 = """
 Largest difference of a weight relative to the largest change of a weight; allowed: 10 times AdamW. For MARS-Lion, where
-one flipped sign is a whole step, the mean difference relative to the mean change is what is held to 10 times AdamW's.
+one flipped sign is a whole step, and SONew, where one edge beside its threshold is dropped or kept, the mean difference
+relative to the mean change is what is held to 10 times AdamW's.
 """
 
 _BF16 = """
 Mean difference relative to the mean change; allowed: 10 times AdamW.
+"""
+
+_FRAMEWORKS = """
+The same small language model of PyTorch modules, samples, learning rates and decay on two ranks, in fp32: trained by
+DeepSpeed (rows) and by megatron-core's distributed optimizer, ten steps of two micro-batches, gradients clipped.
+Largest difference of the final weights relative to the largest change; allowed: 10 times AdamW, for MARS-Lion of the
+means.
 """
 
 Row = Mapping[str, Any]
@@ -41,7 +51,8 @@ def megatron_page(rows: Sequence[Row]) -> str:
     """The page.
 
     Args:
-        rows: ``type``, ``layout``, ``precision``, ``same``, ``end_to_end`` and ``mean`` of every cell.
+        rows: ``type``, ``layout``, ``precision``, ``same``, ``end_to_end`` and ``mean`` of every cell; of comparisons
+            with DeepSpeed (``precision`` is ``frameworks``) ``largest`` and ``mean``.
     """
     parts = [_HEAD]
     fp32 = [row for row in rows if row["precision"] == "fp32"]
@@ -53,6 +64,10 @@ def megatron_page(rows: Sequence[Row]) -> str:
     parts += ["\n## fp32, end to end, means\n\n", _table(both, "mean")]
     if bf16:
         parts += ["\n## bf16, end to end\n", _BF16, "\n", _table(bf16, "mean")]
+    between = [row for row in rows if row["precision"] == "frameworks"]
+    if between:
+        parts += ["\n## DeepSpeed and Megatron\n", _FRAMEWORKS, "\n", _table(between, "largest")]
+        parts += ["\nMeans:\n\n", _table(between, "mean")]
     return "".join(parts)
 
 

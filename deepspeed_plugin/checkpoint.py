@@ -139,6 +139,8 @@ def load_checkpoint(
         _announce_fresh(engine, saved.folder.name, saved.author)
         options["load_optimizer_states"] = False
     by_name = ours is not None and saved.author is not None and _by_name(engine, saved, wanted, fresh)
+    if by_name and (fresh or not wanted.states) and _weights_by_deepspeed_alone(engine, saved):
+        by_name, options["load_optimizer_states"] = False, False  # with it, DeepSpeed would expect them with the states
     if wanted.states:
         _refuse_other_stages(engine, saved, by_name and not fresh)
         if by_name and not fresh:
@@ -188,6 +190,16 @@ def _by_name(engine: DeepSpeedEngine, saved: SavedCheckpoint, wanted: Wanted, fr
         # Without optimizer states DeepSpeed takes another tag's weights at ZeRO-3, or none.
         return saved.partitioned_weights or engine.zero_optimization_partition_weights()
     return (saved.world_size, saved.stage) != _present(engine) or _cut(saved.config) != _cut(engine.config)
+
+
+def _weights_by_deepspeed_alone(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> bool:
+    """Whether weights alone are wanted that only DeepSpeed can load, and it will: frozen ones at ZeRO-3, left in place.
+
+    It takes the others from full precision through the model's own.
+    """
+    frozen = any(not parameter.requires_grad for parameter in engine.module.parameters())
+    in_place = saved.partitioned_weights and (saved.world_size, saved.stage) == _present(engine)
+    return frozen and in_place and tag_in(saved.folder.parent) == saved.folder.name
 
 
 def _refuse_other_stages(engine: DeepSpeedEngine, saved: SavedCheckpoint, moved: bool) -> None:

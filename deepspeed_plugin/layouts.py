@@ -91,11 +91,12 @@ class DeepSpeedLayout(ABC):
     def loss_scale(self) -> float:
         """What the present gradients were multiplied by during backward."""
         wrapper = self._engine.optimizer
-        return self._sequence_share() * float(getattr(wrapper, "cur_scale", getattr(wrapper, "loss_scale", 1.0)))
+        return self._mean_share() * float(getattr(wrapper, "cur_scale", getattr(wrapper, "loss_scale", 1.0)))
 
-    def _sequence_share(self) -> float:
-        """Under sequence parallelism DeepSpeed divides gradients by the number of replicas, not of ranks."""
-        return 1.0 / float(self._engine.sequence_parallel_size)
+    def _mean_share(self) -> float:
+        """DeepSpeed divides gradients by the ranks that do not share a sequence, or (``sum``) not at all."""
+        mean = getattr(self._engine, "gradient_average", True)
+        return 1.0 / float(self._engine.sequence_parallel_size if mean else dist.get_world_size(self.group))
 
     def _name(self, parameter: Tensor) -> str:
         try:
@@ -139,7 +140,7 @@ class _Unwrapped(DeepSpeedLayout):
         }
 
     def loss_scale(self) -> float:
-        return self._sequence_share()
+        return self._mean_share()
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         groups = self._engine.optimizer.param_groups
@@ -237,7 +238,7 @@ class _Bf16(_FlatPartition):
         return [[(tensor, position) for position, tensor in enumerate(flats)]]
 
     def loss_scale(self) -> float:
-        return self._sequence_share()
+        return self._mean_share()
 
     def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
         wrapper = self._engine.optimizer
@@ -248,9 +249,9 @@ class _Bf16(_FlatPartition):
 class _ZeroThree(DeepSpeedLayout):
     """Flat sub-groups; every parameter is cut over all ranks into equal pieces, the last ones padded."""
 
-    def _sequence_share(self) -> float:
+    def _mean_share(self) -> float:
         # Its reduce-scatter divides by the number of ranks.
-        return 1.0 if self._engine.optimizer.reduce_scatter else super()._sequence_share()
+        return 1.0 if self._engine.optimizer.reduce_scatter else super()._mean_share()
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         wrapper = self._engine.optimizer

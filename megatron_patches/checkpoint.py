@@ -6,12 +6,13 @@ is read back depends on names and positions alone, so that data-, tensor- and pi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from torch import Tensor
 
@@ -19,9 +20,9 @@ from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.named_states import common_step, owned_states, resume, stored_fragments
 from rankwise.sharding import Fragment
 
-__all__ = ["load_sharded", "sharded_state"]
+__all__ = ["load_sharded", "refuse_another", "sharded_state"]
 
-_PREFIX = "optimizer.rankwise"
+_RECORD = "rankwise"
 
 
 class _Piece(NamedTuple):
@@ -46,7 +47,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
         return {}
     inner.plan_ahead(inner.layout_source.units())
     state: dict[str, Any] = {
-        "rankwise": {
+        _RECORD: {
             "identity": inner.identity,
             "step": common_step(inner),
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
@@ -54,7 +55,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
         },
         "elements": {str(index): _sharded(piece) for index, piece in enumerate(_pieces(wrapper))},
         "matrices": {
-            f"{key}/{name}": _whole(f"{_PREFIX}.matrix.{name}.{key}", value)
+            f"{key}/{name}": _whole(f"{_prefix(inner)}.matrix.{name}.{key}", value)
             for key, values in owned_states(inner).items()
             for name, value in values.items()
         },
@@ -76,12 +77,9 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
         ValueError: Another optimizer has written the checkpoint.
     """
     inner: ShardedOptimizer = wrapper.optimizer
-    saved = state["rankwise"]
+    saved = state[_RECORD]
     if saved["identity"] != inner.identity:
-        raise ValueError(
-            f"{inner.identity}: the checkpoint's optimizer {saved['identity']!r} is invalid: it must be "
-            f"{inner.identity!r}; continue with that one, or pass --no-load-optim to start its states afresh"
-        )
+        raise ValueError(_refusal(repr(saved["identity"]), inner.identity))
     _restore_groups(inner, saved["groups"])
     for index, piece in enumerate(_pieces(wrapper)):
         loaded = state["elements"][str(index)]
@@ -93,6 +91,54 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
             name: state["matrices"][f"{key}/{name}"].reshape(value.shape).to(value) for name, value in values.items()
         }
     resume(inner, matrices, saved["step"], saved["extra"])
+
+
+def refuse_another(requested: Mapping[str, Any], folder: str) -> None:
+    """Check a checkpoint before anything of it is read.
+
+    Args:
+        requested: What is to be loaded: the model's and optimizers' sharded state.
+        folder: The checkpoint.
+
+    Raises:
+        ValueError: An optimizer of ours would get the states of another one.
+    """
+    wanted = set(_identities(requested))
+    if not wanted:
+        return
+    stored = load_common_state_dict(folder)
+    saved = set(_identities(stored))
+    if saved and wanted <= saved:
+        return
+    if saved or "optimizer" in stored:
+        names = ", ".join(map(repr, sorted(saved))) or "one of Megatron's own"
+        raise ValueError(_refusal(names, ", ".join(sorted(wanted))))
+
+
+def _refusal(saved: str, wanted: str) -> str:
+    return (
+        f"{wanted}: the checkpoint's optimizer {saved} is invalid: it must be {wanted!r}; continue with the one that "
+        "wrote it, or pass --no-load-optim to start the states afresh"
+    )
+
+
+def _identities(state: Any) -> Iterator[str]:
+    """Of the optimizers of ours whose records lie anywhere in nested dictionaries and lists."""
+    if isinstance(state, Mapping):
+        record = state.get(_RECORD)
+        if isinstance(record, Mapping) and "identity" in record:
+            yield record["identity"]
+        else:
+            for value in state.values():
+                yield from _identities(value)
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
+        for value in state:
+            yield from _identities(value)
+
+
+def _prefix(inner: ShardedOptimizer) -> str:
+    # With the optimizer's name: Megatron reads into our states in place, and must find nothing in another's checkpoint.
+    return f"optimizer.rankwise.{inner.identity}"
 
 
 def _restore_groups(inner: ShardedOptimizer, saved: list[dict[str, Any]]) -> None:
@@ -112,7 +158,7 @@ def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
     for fragment, copy, weight, states in stored_fragments(wrapper.optimizer):
         named = {"weight": weight, **states} if half else states
         for name, values in named.items():
-            yield from _rectangles(fragment, copy, f"{_PREFIX}.{name}.{fragment.key}", values)
+            yield from _rectangles(fragment, copy, f"{_prefix(wrapper.optimizer)}.{name}.{fragment.key}", values)
 
 
 def _rectangles(fragment: Fragment, copy: int, name: str, values: Tensor) -> Iterator[_Piece]:

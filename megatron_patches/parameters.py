@@ -96,10 +96,12 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
         model = bare_model(chunk)
         roles = dict(_roles(model))
         biases = _biases(model)
+        cuts = dict(_transformer_engine_cuts(model))
         prefixes = _global_prefixes(model, groups)
         for local_name, parameter in model.named_parameters():
             name = _global_name(local_name, prefixes)
-            described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups)
+            cut = cuts[parameter] if parameter in cuts else _marked_cut(parameter)
+            described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups, cut)
             bias = biases.get(parameter)
             if bias is not None:
                 suffix = described.info.name.removeprefix(name)
@@ -109,16 +111,17 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
     return found
 
 
-def _describe(name: str, parameter: Parameter, role: Role, groups: ParallelGroups) -> ModelParameter:
+def _describe(
+    name: str, parameter: Parameter, role: Role, groups: ParallelGroups, cut: tuple[int | None, int]
+) -> ModelParameter:
     expert = is_expert(parameter)
     rank, ways = groups.tensor(expert)
     block = groups.block(expert)
     if block is not None:
         name = f"{name}@tp{block}"
     shape = tuple(parameter.shape)
-    cut = bool(getattr(parameter, "tensor_model_parallel", False)) and ways > 1
-    dim = int(getattr(parameter, "partition_dim", -1)) if cut else None
-    strips = int(getattr(parameter, "partition_stride", 1)) if dim == 0 else 1
+    dim = cut[0] if ways > 1 else None
+    strips = cut[1] if dim == 0 else 1
     if dim is not None and not (dim == 0 or (dim == 1 and len(shape) == 2)):
         raise LayoutError(
             f"'{name}' of shape {shape} is cut along dimension {dim} by tensor parallelism; only rows of any tensor "
@@ -126,6 +129,40 @@ def _describe(name: str, parameter: Parameter, role: Role, groups: ParallelGroup
         )
     logical = tuple(size * ways if index == dim else size for index, size in enumerate(shape))
     return ModelParameter(ParameterInfo(name, logical, role), shape, dim, strips, rank, ways, expert)
+
+
+def _marked_cut(parameter: Parameter) -> tuple[int | None, int]:
+    """Dimension and strips by the marks that Megatron's own layers leave on their parameters."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None, 1
+    return int(getattr(parameter, "partition_dim", -1)), int(getattr(parameter, "partition_stride", 1))
+
+
+def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, tuple[int | None, int]]]:
+    """Dimension and strips of the parameters that Transformer Engine's layers mark wrongly.
+
+    A layer that knows of no tensor parallelism (``parallel_mode`` None) marks its weights as cut by rows. That is so
+    where every rank holds them whole, and in experts' layers, where Megatron itself cuts the weights, by rows or by
+    columns, and exchanges the tokens. The class tells them apart.
+    """
+    for module in model.modules():
+        if not hasattr(module, "parallel_mode"):
+            continue
+        kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
+        mode = "column" if "ColumnParallel" in kinds else "row" if "RowParallel" in kinds else module.parallel_mode
+        for name, parameter in module.named_parameters(recurse=False):
+            kind = name.rstrip("0123456789")
+            if kind == "weight":
+                yield parameter, ({"column": 0, "row": 1}.get(str(mode)), _strips(module, kinds, parameter))
+            elif kind == "bias":
+                yield parameter, (0 if mode == "column" else None, _strips(module, kinds, parameter))
+
+
+def _strips(module: nn.Module, kinds: str, parameter: Parameter) -> int:
+    config = getattr(module, "config", None)
+    if "ColumnParallelGroupedLinear" in kinds:  # Of experts: gate and up projections, of which nothing is marked.
+        return 2 if getattr(config, "gated_linear_unit", False) else 1
+    return int(getattr(parameter, "partition_stride", 1))
 
 
 def _with_bias(described: ModelParameter, bias: str) -> ModelParameter:

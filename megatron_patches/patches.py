@@ -32,11 +32,12 @@ class Patch:
     Attributes:
         module: Where it is defined.
         name: Its name there.
-        parameters: Names of its parameters, in order, in every tested version.
+        parameters: Names of its parameters, in order, in every tested version: of all, or of the first ones.
         tested: Minor versions of megatron-core it was run with.
         reason: Why it is replaced.
         replace: From the stock function to ours.
         command_line: Whether it belongs to ``megatron.training``.
+        open_end: Whether more parameters may follow, which we pass on.
     """
 
     module: str
@@ -46,6 +47,7 @@ class Patch:
     reason: str
     replace: Callable[[Function], Function]
     command_line: bool
+    open_end: bool = False
 
     @property
     def symbol(self) -> str:
@@ -108,6 +110,17 @@ def _optimizer_config(stock: Function) -> Function:
     return get_megatron_optimizer_config
 
 
+def _load(stock: Function) -> Function:
+    @functools.wraps(stock)
+    def load(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        from megatron_patches.checkpoint import refuse_another
+
+        refuse_another(sharded_state_dict, str(checkpoint_dir))
+        return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return load
+
+
 _TESTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 PATCHES: tuple[Patch, ...] = (
@@ -126,6 +139,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="the factory every training loop calls refuses names it does not know; other names still go to it",
         replace=_factory,
         command_line=False,
+    ),
+    Patch(
+        module="megatron.core.dist_checkpointing.serialization",
+        name="load",
+        parameters=("sharded_state_dict", "checkpoint_dir"),
+        tested=_TESTED,
+        reason="a checkpoint that another optimizer wrote ends in a KeyError of a tensor's name, before we are asked",
+        replace=_load,
+        command_line=False,
+        open_end=True,
     ),
     Patch(
         module="megatron.training.arguments",
@@ -232,10 +255,11 @@ def _verify(patch: Patch) -> None:
     if not hasattr(importlib.import_module(patch.module), patch.name):
         raise PatchError(f"megatron-core {version} has no {patch.symbol}: this copy was changed; use the released one")
     parameters = tuple(inspect.signature(_current(patch)).parameters)
-    if parameters != patch.parameters:
+    if parameters[: len(patch.parameters) if patch.open_end else None] != patch.parameters:
+        expected = (*patch.parameters, "...") if patch.open_end else patch.parameters
         raise PatchError(
             f"{patch.symbol} of megatron-core {version} takes ({', '.join(parameters)}), expected "
-            f"({', '.join(patch.parameters)}): it was changed, here or by another package; use the released one"
+            f"({', '.join(expected)}): it was changed, here or by another package; use the released one"
         )
 
 

@@ -18,6 +18,7 @@ from rankwise.updates.adamw import Scalar, bias_corrections
 
 __all__ = [
     "adamw_",
+    "add_",
     "copy_",
     "decay_",
     "decoupled_step_",
@@ -25,9 +26,13 @@ __all__ = [
     "mars_adamw_",
     "mars_corrected",
     "mars_lion_",
+    "mars_momentum_",
+    "mars_squared_norms",
     "momentum_",
     "scale_by_",
+    "scaled_step_",
     "squared_norms",
+    "subtract_scaled_",
 ]
 
 Tensors = list[Tensor]
@@ -57,6 +62,19 @@ def decoupled_step_(params: Tensors, directions: Tensors, lr: Scalar, weight_dec
         _descend_(params, directions, lr)
 
 
+def subtract_scaled_(params: Tensors, directions: Tensors, lr: Scalar) -> None:
+    """``params -= lr * directions``, the product rounded first, however the tensors are cut; scales ``directions``."""
+    if params:
+        torch._foreach_mul_(directions, lr)
+        torch._foreach_sub_(params, directions)
+
+
+def add_(tensors: Tensors, others: Tensors) -> None:
+    """``tensors += others``."""
+    if tensors:
+        torch._foreach_add_(tensors, others)
+
+
 def copy_(destinations: Tensors, sources: Tensors) -> None:
     """Copies values, never references: a framework reuses its gradient buffers for the next step."""
     if destinations:
@@ -72,10 +90,28 @@ def scale_by_(tensors: Tensors, coefficients: Coefficients) -> None:
         torch._foreach_mul_(tensors, factors)
 
 
-def squared_norms(tensors: Tensors) -> Tensors:
-    """Squared 2-norm of every tensor: 0-d, in fp64 so that partial sums can be added over ranks."""
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64) if tensors else ()
-    return [norm.square() for norm in norms]
+def squared_norms(tensors: Tensors) -> Tensor:
+    """Squared 2-norm of every tensor, (tensors,) in fp64 so that partial sums can be added over ranks."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
+
+
+def scaled_step_(
+    params: Tensors, directions: Tensors, ratios: Tensor | None, *, lr: Scalar, weight_decay: float
+) -> None:
+    """``(1 - lr * weight_decay) x - lr * ratio * d``, with a ratio for every fragment; overwrites ``directions``.
+
+    Args:
+        params: Weights, updated in place.
+        directions: Directions ``d``.
+        ratios: (fragments,), or None for 1.
+        lr: Learning rate, a float or a 0-d tensor.
+        weight_decay: Decoupled decay rate.
+    """
+    if ratios is not None:
+        scale_by_(directions, ratios)
+    decoupled_step_(params, directions, lr, weight_decay)
 
 
 def momentum_(exp_avgs: Tensors, grads: Tensors, beta1: float) -> None:
@@ -169,10 +205,18 @@ def mars_corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
     return corrected
 
 
-def _clipped(grads: Tensors, references: Tensors, k: float, coefficients: Coefficients | None) -> Tensors:
+def mars_squared_norms(grads: Tensors, references: Tensors, k: float) -> Tensor:
+    """Squared norms of the corrected gradients, (fragments,) in fp64; arguments as for :func:`mars_corrected`."""
+    return squared_norms(mars_corrected(grads, references, k))
+
+
+def _clipped(grads: Tensors, references: Tensors, k: float, coefficients: Tensor | None, advance: bool) -> Tensors:
     corrected = mars_corrected(grads, references, k)
     if coefficients is not None:
         scale_by_(corrected, coefficients)
+    if advance:
+        # A copy: frameworks reuse their gradient buffers, and a reference would compare g with itself.
+        copy_(references, grads)
     return corrected
 
 
@@ -184,34 +228,37 @@ def mars_adamw_(
     exp_avg_sqs: Tensors,
     *,
     k: float,
-    coefficients: Coefficients | None,
+    coefficients: Tensor | None,
     lr: Scalar,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     step: int,
+    advance: bool,
 ) -> None:
     """MARS-AdamW from raw gradients, with clip coefficients that are known already.
 
     Args:
         params: Weights, updated in place.
         grads: Gradients, read only.
-        references: Comparison gradients, read only: what they become is the caller's choice of mode (:func:`copy_`).
+        references: Comparison gradients.
         exp_avgs: First moments, updated in place.
         exp_avg_sqs: Second moments, updated in place.
-        k: Correction factor.
-        coefficients: From :func:`rankwise.updates.mars.clip_coefficient`, that of the whole parameter for each of its
-            fragments; ``None`` does not clip.
+        k: Correction factor, from :func:`rankwise.updates.mars.correction_factor`.
+        coefficients: (fragments,), from :func:`rankwise.updates.mars.clip_coefficient`, that of the whole parameter
+            for each of its fragments; ``None`` does not clip.
         lr: Learning rate, a float or a 0-d tensor.
         betas: Decay rates of the two moments.
         eps: Added to the bias-corrected root.
         weight_decay: Decoupled decay rate.
         step: Number of this step, from 1.
+        advance: Whether the gradients become the references, as in approximate mode.
 
     Raises:
         ValueError: If ``step`` is below 1, or there is not one coefficient per fragment.
     """
-    clipped = _clipped(grads, references, k, coefficients)
+    bias_corrections(betas, step)
+    clipped = _clipped(grads, references, k, coefficients, advance)
     adamw_(params, clipped, exp_avgs, exp_avg_sqs, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step)
 
 
@@ -222,26 +269,55 @@ def mars_lion_(
     exp_avgs: Tensors,
     *,
     k: float,
-    coefficients: Coefficients | None,
+    coefficients: Tensor | None,
     lr: Scalar,
     beta1: float,
     weight_decay: float,
+    advance: bool,
 ) -> None:
     """MARS-Lion from raw gradients; arguments as for :func:`mars_adamw_` and :func:`lion_`.
 
     Args:
         params: Weights, updated in place.
         grads: Gradients, read only.
-        references: Comparison gradients, read only.
+        references: Comparison gradients.
         exp_avgs: Momenta, updated in place.
         k: Correction factor.
         coefficients: Clip coefficient of each fragment, or ``None``.
         lr: Learning rate, a float or a 0-d tensor.
         beta1: Decay rate of the momentum.
         weight_decay: Decoupled decay rate.
+        advance: Whether the gradients become the references.
 
     Raises:
         ValueError: If there is not one coefficient per fragment.
     """
-    clipped = _clipped(grads, references, k, coefficients)
+    clipped = _clipped(grads, references, k, coefficients, advance)
     lion_(params, clipped, exp_avgs, lr=lr, beta1=beta1, weight_decay=weight_decay)
+
+
+def mars_momentum_(
+    grads: Tensors,
+    references: Tensors,
+    exp_avgs: Tensors,
+    *,
+    k: float,
+    coefficients: Tensor | None,
+    beta1: float,
+    advance: bool,
+) -> None:
+    """Momentum of the clipped corrected gradients, which the matrix rules orthogonalise.
+
+    Args:
+        grads: Gradients, read only.
+        references: Comparison gradients.
+        exp_avgs: Momenta, updated in place.
+        k: Correction factor.
+        coefficients: Clip coefficient of each fragment, or ``None``.
+        beta1: Decay rate of the momentum.
+        advance: Whether the gradients become the references.
+
+    Raises:
+        ValueError: If there is not one coefficient per fragment.
+    """
+    momentum_(exp_avgs, _clipped(grads, references, k, coefficients, advance), beta1)

@@ -54,6 +54,9 @@ class ShardedOptimizer(Checkpoints, Reports):
     sums_cover_fallback: ClassVar[bool] = False
     """Whether per-parameter sums are taken over parameters on the fallback too."""
 
+    one_by_one: ClassVar[bool] = False
+    """Whether stacks of matrices are no faster than single ones on CPUs."""
+
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
         super().__init__(params, options, extra_defaults)
         ShardedOptimizer.instances.add(self)
@@ -131,7 +134,9 @@ class ShardedOptimizer(Checkpoints, Reports):
         if tasks:
             comm_dtype = getattr(self.options, "comm_dtype", None)
             # The loads of ranks outside the unit would be unknown to its own.
-            loads = unit.plan_exchange(tasks, [] if unit.apart else self._loads, comm_dtype, self._owner_of)
+            loads = unit.plan_exchange(
+                tasks, [] if unit.apart else self._loads, comm_dtype, self._owner_of, self.one_by_one
+            )
             self._loads = self._loads if unit.apart else loads
             assert unit.exchange is not None
             self._owner_of.update(unit.exchange.plan.owners)

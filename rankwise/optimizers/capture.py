@@ -256,7 +256,7 @@ class Capture:
         elif (record.shape, record.inputs, record.outputs) != (shape, view.inputs, view.outputs):
             raise ValueError(
                 f"modules {record.name!r} and {name!r} share a weight but use it as {record.shape} and {shape}; "
-                "exclude it with select"
+                "exclude its weight (MKOR's option 'exclude', Capture's 'select')"
             )
         elif record.bias is not view.bias:
             record.bias = None
@@ -328,7 +328,7 @@ def _input_call(view: LinearView, record: Record, rows: Tensor) -> _Call:
     if rows.shape[1] not in (features, side.width(features)):
         raise ValueError(
             f"module {record.name!r} got an input with {rows.shape[1]} features, its in_features is "
-            f"{features}; exclude it from capture with select"
+            f"{features}; exclude its weight (MKOR's option 'exclude', Capture's 'select')"
         )
     count = len(range(rows.shape[0])[side.share(rows.shape[0])])
     part = side.part(rows, features)

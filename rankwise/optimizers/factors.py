@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rankwise.kernels import blocked, blocked_mkor, kernels_for, triton
 from rankwise.optimizers.layer_statistics import LayerVectors
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions
@@ -75,21 +77,14 @@ class KroneckerFactors:
         Returns:
             Numbers of matrices moved, and kept because the result was not finite, 0-d.
         """
-        tokens = torch.cat([vectors[task.key][2] for task in tasks])
-        seen = tokens > 0
+        seen = torch.cat([vectors[task.key][2] for task in tasks]) > 0
         healthy = torch.ones_like(seen)
         for side in ("right", "left"):
-            if side not in states[0]:
-                continue
-            vector = self._vector(side, tasks, vectors)
-            old = torch.stack([state[side] for state in states])
-            new, ok = self._moved(old, vector)
-            committed = torch.where(seen[:, None, None], new, old)
-            for state, factor in zip(states, committed, strict=True):
-                state[side].copy_(factor)
-            healthy &= ok | ~seen
-        for state, ok in zip(states, healthy, strict=True):
-            state["failures"].copy_(torch.where(ok, 0, state["failures"] + 1))
+            if side in states[0]:
+                vector = self._vector(side, tasks, vectors)
+                healthy &= self._update([state[side] for state in states], vector, seen) | ~seen
+        failures = [state["failures"] for state in states]
+        torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
 
     def _vector(self, side: str, tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]) -> Tensor:
@@ -97,6 +92,26 @@ class KroneckerFactors:
             return torch.stack([vectors[task.key][1] for task in tasks]) * self._options.output_gain
         inputs = torch.stack([vectors[task.key][0] for task in tasks])
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
+
+    def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor) -> Tensor:
+        """Move those that were seen, in place; tells which of them took the update."""
+        options = self._options
+        kernels = kernels_for(vectors.device, vectors.dtype)
+        chosen = {
+            "decay": options.factor_decay,
+            "rule": options.rule,
+            "stabilizer": options.stabilizer,
+            "norm": options.stabilizer_norm,
+            "seen": seen,
+        }
+        if kernels is blocked:
+            return blocked_mkor.update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
+        if kernels is triton and inverses[0].dtype != torch.float64:
+            return triton.update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
+        old = torch.stack(inverses)
+        new, ok = self._moved(old, vectors)
+        torch._foreach_copy_(inverses, list(torch.where(seen[:, None, None], new, old)))
+        return ok
 
     def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         options = self._options
@@ -118,20 +133,42 @@ class KroneckerFactors:
         Args:
             signature: Of its matrices.
             states: Theirs.
-            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias.
+            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias. Its memory
+                may be used for the result.
 
         Returns:
             The preconditioned gradients, laid out alike.
         """
-        outputs, inputs, has_bias, transposed, _ = signature
-        weight, bias = stack[:, : outputs * inputs], stack[:, outputs * inputs :]
-        matrix = weight.view(-1, inputs, outputs).mT if transposed else weight.view(-1, outputs, inputs)
-        if has_bias:
-            matrix = torch.cat([matrix, bias.unsqueeze(-1)], dim=2)
-        left, right = (
-            torch.stack([state[side] for state in states]) if side in states[0] else None for side in ("left", "right")
-        )
-        result = updates.precondition(matrix, left, right, self._options.rescale, has_bias)  # type: ignore[arg-type]
-        weight = result[..., :inputs]
-        flat = (weight.mT if transposed else weight).reshape(len(states), -1)
-        return torch.cat([flat, result[..., inputs]], dim=1) if has_bias else flat
+        left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
+        shape = (signature.outputs, signature.inputs)
+        if signature.transposed:
+            # The factors are symmetric: the transposed gradient changes their places, and its bias is its last row.
+            left, right = right, left
+            shape = (signature.inputs + signature.has_bias, signature.outputs)
+        kernels = kernels_for(stack.device, stack.dtype)
+        if kernels is blocked:
+            blocked_mkor.precondition_(stack, shape, left, right, self._options.rescale is not None)
+            return stack
+        update = _products(stack, shape, left, right)
+        if self._options.rescale is None:
+            return update
+        if kernels is triton:
+            triton.rescale_(list(update), list(stack))
+            return update
+        norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
+        return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
+
+
+def _products(
+    stack: Tensor, shape: tuple[int, int], left: Sequence[Tensor] | None, right: Sequence[Tensor] | None
+) -> Tensor:
+    """The batch times its factors, laid out as the batch; what follows a matrix in it is its last column."""
+    elements = math.prod(shape)
+    matrix = stack[:, :elements].view(-1, *shape)
+    whole = torch.cat([matrix, stack[:, elements:, None]], dim=2) if stack.shape[1] > elements else matrix
+    product = updates.apply_inverses(
+        whole, None if left is None else torch.stack(list(left)), None if right is None else torch.stack(list(right))
+    )
+    if whole is matrix:
+        return product.view_as(stack)
+    return torch.cat([product[..., : shape[1]].flatten(1), product[..., shape[1]]], dim=1)

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rankwise.kernels import foreach
 from rankwise.optimizers.unit import Bucket, StepUnit, spans
 from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
@@ -15,15 +14,16 @@ from rankwise.updates.sgd import sgd_direction
 __all__ = ["FirstOrder", "adamw_step"]
 
 
-def adamw_step(bucket: Bucket, **overrides: Any) -> None:
+def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
     """AdamW on a bucket's fragments, with the element states ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
+        unit: The unit of the step.
         bucket: Weights and states are updated in place.
         overrides: ``lr``, ``betas``, ``eps`` or ``weight_decay``, where they are not those of the param group.
     """
     hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    foreach.adamw_(
+    unit.kernels.adamw_(
         bucket.weights,
         bucket.grads,
         bucket.state("exp_avg"),
@@ -62,7 +62,7 @@ class FirstOrder:
             return
         for bucket in buckets:
             if self.backend == "adamw":
-                adamw_step(bucket)
+                adamw_step(unit, bucket)
             else:
                 self._sgd(bucket)
 
@@ -96,9 +96,9 @@ class FirstOrder:
                 directions.append(direction)
         weights = [weight for bucket in buckets for weight in bucket.weights]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        squares = [foreach.squared_norms(tensors) for tensors in (weights, directions)]
+        squares = [unit.kernels.squared_norms(tensors) for tensors in (weights, directions)]
         norms = unit.sum_over_ranks(entries, *squares).sqrt()
         ratios = trust_ratio(norms[0], norms[1], max_weight_norm=None).to(unit.dtype)
-        foreach.scale_by_(directions, ratios)
         for bucket, span in spans(buckets):
-            foreach.decoupled_step_(bucket.weights, directions[span], bucket.group["lr"], 0.0)
+            lr = bucket.group["lr"]
+            unit.kernels.scaled_step_(bucket.weights, directions[span], ratios[span], lr=lr, weight_decay=0.0)

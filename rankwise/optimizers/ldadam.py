@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rankwise.kernels import foreach
+from rankwise.kernels.foreach import copy_, decay_
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.first_order import adamw_step
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.optimizers.subspace_fragments import Fragments, split_factors
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.optimizers.work import StepWork
-from rankwise.sharding import Batch, Fragment, MatrixTask, Reply
+from rankwise.sharding import Batch, MatrixTask, Reply
 from rankwise.updates import ldadam as updates
 
 __all__ = ["LDAdam"]
+
+
+Past = tuple[int, float]
 
 
 class LDAdam(ShardedOptimizer):
@@ -60,6 +64,7 @@ class LDAdam(ShardedOptimizer):
     group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     counted_states = ("step", "beta1")
+    one_by_one = True
     structural_options = ("fallback", "rank", "error_feedback")
 
     def __init__(
@@ -136,27 +141,19 @@ class LDAdam(ShardedOptimizer):
         return StepWork(reply=partial(self._reply, unit), matrix_state=matrix_state)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        sources: list[Tensor | None] = [None] * len(unit.entries)
-        targets: dict[int, tuple[Tensor, Tensor | None, Mapping[str, Any]]] = {}
+        fragments = Fragments(unit)
         for bucket in buckets:
             group = bucket.group
             if bucket.rule == "fallback":
-                adamw_step(bucket)
+                adamw_step(unit, bucket)
                 continue
-            errors = bucket.state("error") if group["error_feedback"] else [None] * len(bucket.entries)
-            foreach.decay_(bucket.weights, group["lr"], group["weight_decay"])
-            for entry, weight, grad, error in zip(bucket.entries, bucket.weights, bucket.grads, errors, strict=True):
-                sources[entry.index] = grad if error is None else grad + error
-                targets[entry.index] = (weight, error, group)
+            decay_(bucket.weights, group["lr"], group["weight_decay"])
+            errors = bucket.state("error") if group["error_feedback"] else None
+            fragments.add(bucket.entries, bucket.weights, bucket.grads, errors)
         if unit.exchange is not None:
-            self._follow_subspaces(unit, sources, targets)
+            self._follow_subspaces(unit, fragments)
 
-    def _follow_subspaces(
-        self,
-        unit: StepUnit,
-        sources: list[Tensor | None],
-        targets: Mapping[int, tuple[Tensor, Tensor | None, Mapping[str, Any]]],
-    ) -> None:
+    def _follow_subspaces(self, unit: StepUnit, fragments: Fragments) -> None:
         assert unit.exchange is not None
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
@@ -167,27 +164,29 @@ class LDAdam(ShardedOptimizer):
             states = [self._subspace(task.key, matrices, rank) for task in tasks]
             pasts = [(int(state["step"]), float(state["beta1"])) for state in states]
             returned = partial(_returned, self._reply(unit, batch), batch)
-            if len(set(pasts)) == 1:
-                return returned(self._step_subspaces(matrices, states, *pasts[0], group))
             result = stack.new_empty(len(tasks), self._factors_length(batch.signature))
-            # Matrices whose gradients were missing at different steps are at different counts.
-            for past in sorted(set(pasts)):
-                chosen = [i for i, other in enumerate(pasts) if other == past]
+            for past, chosen in self._together(pasts, stack.device):
+                if len(chosen) == len(tasks):
+                    return returned(self._step_subspaces(matrices, states, *past, group))
                 part = [states[i] for i in chosen]
                 result[chosen] = self._step_subspaces(matrices[chosen], part, *past, group)
             return returned(result)
 
-        def deliver(task: MatrixTask, index: int, result: Tensor) -> None:
-            weight, error, group = targets[index]
-            part = unit.entries[index].fragment
-            whole = self._reply(unit, task).whole is not None
-            products = _own_products(result, task.signature, part) if whole else result.view(-1, part.numel)
-            weight.sub_(products[0] * group["lr"])
-            source = sources[index]
-            if error is not None and source is not None:
-                error.copy_(source - products[1])
+        def delivered(batch: Batch) -> None:
+            as_factors = self._reply(unit, batch).whole is not None
+            fragments.step(batch.signature, as_factors, self.param_groups[batch.signature[-1]]["lr"])
 
-        unit.exchange.run(sources, compute, deliver, partial(self._reply, unit))
+        unit.exchange.run(fragments.sources, compute, fragments.receive, partial(self._reply, unit), delivered)
+
+    def _together(self, pasts: Sequence[Past], device: torch.device) -> Iterator[tuple[Past, list[int]]]:
+        """Which matrices of a batch to advance together, with the count and ``beta1`` of their last step."""
+        if self.one_by_one and device.type == "cpu":
+            # Also where they came as a stack: then a matrix is rounded alike wherever it lies.
+            yield from ((past, [index]) for index, past in enumerate(pasts))
+            return
+        # Matrices whose gradients were missing at different steps are at different counts.
+        for past in sorted(set(pasts)):
+            yield past, [index for index, other in enumerate(pasts) if other == past]
 
     def _reply(self, unit: StepUnit, batch: Batch | MatrixTask) -> Reply:
         """The factors to every holder, or each one's elements of their products: whichever is less to send."""
@@ -224,12 +223,18 @@ class LDAdam(ShardedOptimizer):
     ) -> Tensor:
         """Advance matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
         step, beta1 = count + 1, group["betas"][0]
-        previous = torch.stack([state["basis"] for state in states])
+        # A single matrix as such: products of stacks are slower on CPUs.
+        alone = len(states) == 1
+        matrices = matrices[0] if alone else matrices
+        previous, old_avg, old_avg_sq = (
+            states[0][name] if alone else torch.stack([state[name] for state in states])
+            for name in ("basis", "exp_avg", "exp_avg_sq")
+        )
         basis, exp_avg, exp_avg_sq, direction = updates.ldadam_step(
             matrices,
             previous,
-            torch.stack([state["exp_avg"] for state in states]),
-            torch.stack([state["exp_avg_sq"] for state in states]),
+            old_avg,
+            old_avg_sq,
             step,
             betas=group["betas"],
             rho=group["rho"],
@@ -241,10 +246,9 @@ class LDAdam(ShardedOptimizer):
             # Share of the old subspace that the new one has left: 0 stands still, 1 is orthogonal.
             kept = (basis.mT @ previous).square().sum((-2, -1)) / basis.shape[-1]
             self.health.add("subspace_rotation", (1 - kept).sum(), len(states))
-        for index, state in enumerate(states):
-            state["basis"].copy_(basis[index])
-            state["exp_avg"].copy_(exp_avg[index])
-            state["exp_avg_sq"].copy_(exp_avg_sq[index])
+        for name, new in (("basis", basis), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            copy_([state[name] for state in states], [new] if alone else list(new.unbind()))
+        for state in states:
             state["step"] += 1
             state["beta1"].fill_(beta1)
         factors = [direction]
@@ -254,33 +258,13 @@ class LDAdam(ShardedOptimizer):
         return torch.cat([part.reshape(len(states), -1) for part in (basis, *factors)], dim=1)
 
 
-def _split_factors(factors: Tensor, signature: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Basis (..., short, rank) and the products' other factors (..., products, rank, long)."""
-    rows, columns, rank, _ = signature
-    short, long = min(rows, columns), max(rows, columns)
-    basis, others = factors[..., : short * rank], factors[..., short * rank :]
-    return basis.unflatten(-1, (short, rank)), others.unflatten(-1, (-1, rank, long))
-
-
 def _returned(reply: Reply, batch: Batch, factors: Tensor) -> Tensor:
     """What owners return: the factors, or (matrices, products * elements) their products."""
     if reply.whole is not None:
         return factors
-    basis, others = _split_factors(factors, batch.signature)
+    basis, others = split_factors(factors, batch.signature)
     products = basis.unsqueeze(1) @ others
     return (products.mT if updates.projects_right(*batch.signature[:2]) else products).flatten(1)
-
-
-def _own_products(factors: Tensor, signature: tuple[int, ...], part: Fragment) -> Tensor:
-    """A fragment's elements of the products of one matrix's factors, (products, elements)."""
-    basis, others = _split_factors(factors, signature)
-    rows, columns, *_ = signature
-    right = updates.projects_right(rows, columns)
-    if part.columns is not None:
-        # Only the columns that this rank holds.
-        block = slice(*part.columns)
-        basis, others = (basis[block], others) if right else (basis, others[..., block])
-    return updates.low_rank_rows(basis, others, part.start, part.end, rows, part.row_length, right)
 
 
 def _fresh(like: Tensor, short: int, long: int, rank: int) -> MatrixState:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rankwise.kernels import foreach
+from rankwise.kernels import newton_schulz_for
+from rankwise.kernels.foreach import decay_, subtract_scaled_
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.entries import Entry
@@ -28,13 +29,14 @@ _ORTHOGONAL = ("shampoo", "muon")
 
 
 @dataclass
-class _Corrected:
-    """A bucket's fragments of one kind with their clipped corrected gradients."""
+class _Part:
+    """A bucket's fragments of one kind with their clip coefficients."""
 
     bucket: Bucket
     entries: list[Entry]
     weights: list[Tensor]
-    clipped: list[Tensor]
+    grads: list[Tensor]
+    coefficients: Tensor | None
     orthogonal: bool
 
 
@@ -216,50 +218,85 @@ class MARS(ShardedOptimizer):
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         for bucket in buckets:
             if bucket.rule == "fallback":
-                self._fallback(bucket)
-        corrected = self._correct(unit, [bucket for bucket in buckets if bucket.rule == "matrix"])
-        for part in corrected:
-            self._element_wise(part)
-            if not part.orthogonal:
-                self.health.add("matrices_updated", len(part.entries))
+                self._fallback(unit, bucket)
+        matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
+        coefficients = self._clip_coefficients(unit, matrices)
+        orthogonal: list[_Part] = []
+        for bucket, span in spans(matrices):
+            for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
+                if part.orthogonal:
+                    self._momentum(unit, part)
+                    orthogonal.append(part)
+                else:
+                    self._element_wise(unit, part)
+                    self.health.add("matrices_updated", len(part.entries))
         if unit.exchange is not None:
-            self._orthogonalise(unit, [part for part in corrected if part.orthogonal])
+            self._orthogonalise(unit, orthogonal)
 
-    def _fallback(self, bucket: Bucket) -> None:
+    def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group = bucket.group
         adamw_step(
+            unit,
             bucket,
             lr=group["lr"] * group["lr_1d_ratio"],
             betas=group["betas_1d"],
             weight_decay=group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"],
         )
 
-    def _correct(self, unit: StepUnit, buckets: list[Bucket]) -> list[_Corrected]:
-        """Corrected gradients of all buckets, clipped by the norms of whole parameters: one collective."""
-        entries: list[Entry] = []
-        corrected: list[Tensor] = []
+    def _clip_coefficients(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor | None:
+        """For every fragment, what clips the corrected gradient of its whole parameter: one collective."""
+        clipping = any(bucket.group["clip"] is not None for bucket in buckets)
+        # Other ranks may have something to clip where this one has nothing.
+        if not clipping and not unit.sums.straddlers:
+            return None
+        norms = [torch.zeros(0, dtype=torch.float64, device=unit.device)]
         for bucket in buckets:
-            references = bucket.state("reference")
-            k = updates.correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
-            corrected.extend(foreach.mars_corrected(bucket.grads, references, k))
-            entries.extend(bucket.entries)
-            self._advance_reference(unit, bucket, references)
-        if any(bucket.group["clip"] is not None for bucket in buckets) or unit.sums.straddlers:
-            self._clip(unit, buckets, entries, corrected)
-        return self._split(buckets, corrected)
-
-    def _clip(self, unit: StepUnit, buckets: list[Bucket], entries: list[Entry], corrected: list[Tensor]) -> None:
-        squares = unit.sum_over_ranks(entries, foreach.squared_norms(corrected))[0]
+            norms.append(unit.kernels.mars_squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        squares = unit.sum_over_ranks(entries, torch.cat(norms))[0]
+        found = []
         for bucket, span in spans(buckets):
-            if bucket.group["clip"] is not None:
-                coefficients = updates.clip_coefficient(squares[span], bucket.group["clip"]).to(unit.dtype)
-                self.health.add("clip_rate", (coefficients < 1).sum(), len(bucket.entries))
-                foreach.scale_by_(corrected[span], coefficients)
+            clip = bucket.group["clip"]
+            if clip is None:
+                found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
+            else:
+                found.append(updates.clip_coefficient(squares[span], clip).to(unit.dtype))
+                self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
+        return torch.cat(found) if clipping else None
 
-    def _advance_reference(self, unit: StepUnit, bucket: Bucket, references: list[Tensor]) -> None:
-        if not self.options.exact:
-            # A copy: frameworks reuse their gradient buffers, and a reference would compare g with itself.
-            foreach.copy_(references, bucket.grads)
+    def _parts(self, bucket: Bucket, coefficients: Tensor | None) -> list[_Part]:
+        """A bucket's fragments by what becomes of their momentum."""
+        parts = []
+        for orthogonal in (False, True):
+            chosen = [i for i, entry in enumerate(bucket.entries) if self._is_orthogonal(entry.info) == orthogonal]
+            if len(chosen) == len(bucket.entries):
+                return [_Part(bucket, bucket.entries, bucket.weights, bucket.grads, coefficients, orthogonal)]
+            if chosen:
+                own = None if coefficients is None else torch.stack([coefficients[i] for i in chosen])
+                entries = [bucket.entries[i] for i in chosen]
+                weights, grads = ([tensors[i] for i in chosen] for tensors in (bucket.weights, bucket.grads))
+                parts.append(_Part(bucket, entries, weights, grads, own, orthogonal))
+        return parts
+
+    def _corrected(self, part: _Part) -> dict[str, Any]:
+        """Arguments that all forms of the correction share."""
+        # In exact mode the reference is recorded; it is not the gradient of the step before.
+        return {"k": _factor(part.bucket), "coefficients": part.coefficients, "advance": not self.options.exact}
+
+    def _momentum(self, unit: StepUnit, part: _Part) -> None:
+        references, exp_avgs = (part.bucket.state(name, part.entries) for name in ("reference", "exp_avg"))
+        beta1 = part.bucket.group["betas"][0]
+        unit.kernels.mars_momentum_(part.grads, references, exp_avgs, beta1=beta1, **self._corrected(part))
+
+    def _element_wise(self, unit: StepUnit, part: _Part) -> None:
+        group, state = part.bucket.group, part.bucket.state
+        lists = [part.weights, part.grads, *(state(name, part.entries) for name in ("reference", "exp_avg"))]
+        hyper = {"lr": group["lr"], "weight_decay": group["weight_decay"], **self._corrected(part)}
+        if self.options.variant == "lion":
+            unit.kernels.mars_lion_(*lists, beta1=group["betas"][0], **hyper)
+        else:
+            hyper |= {"betas": group["betas"], "eps": group["eps"], "step": part.bucket.step}
+            unit.kernels.mars_adamw_(*lists, state("exp_avg_sq", part.entries), **hyper)
 
     def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
         # Before any state changes: the step can be repeated once the gradient is recorded.
@@ -278,61 +315,16 @@ class MARS(ShardedOptimizer):
             judged += [state["reference"] for state in states if "reference" in state]
         return judged
 
-    def _split(self, buckets: list[Bucket], corrected: list[Tensor]) -> list[_Corrected]:
-        parts = []
-        for bucket, span in spans(buckets):
-            clipped = corrected[span]
-            for orthogonal in (False, True):
-                chosen = [i for i, e in enumerate(bucket.entries) if self._is_orthogonal(e.info) == orthogonal]
-                if chosen:
-                    parts.append(
-                        _Corrected(
-                            bucket,
-                            [bucket.entries[i] for i in chosen],
-                            [bucket.weights[i] for i in chosen],
-                            [clipped[i] for i in chosen],
-                            orthogonal,
-                        )
-                    )
-        return parts
-
-    def _element_wise(self, part: _Corrected) -> None:
-        group = part.bucket.group
-        exp_avgs = part.bucket.state("exp_avg", part.entries)
-        if part.orthogonal:
-            foreach.momentum_(exp_avgs, part.clipped, group["betas"][0])
-        elif self.options.variant == "lion":
-            foreach.lion_(
-                part.weights,
-                part.clipped,
-                exp_avgs,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                weight_decay=group["weight_decay"],
-            )
-        else:
-            foreach.adamw_(
-                part.weights,
-                part.clipped,
-                exp_avgs,
-                part.bucket.state("exp_avg_sq", part.entries),
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=part.bucket.step,
-            )
-
-    def _orthogonalise(self, unit: StepUnit, parts: list[_Corrected]) -> None:
+    def _orthogonalise(self, unit: StepUnit, parts: list[_Part]) -> None:
         assert unit.exchange is not None
         sources: list[Tensor | None] = [None] * len(unit.entries)
-        targets: dict[int, tuple[Tensor, Mapping[str, Any]]] = {}
+        targets: dict[int, Tensor] = {}
         for part in parts:
             exp_avgs = part.bucket.state("exp_avg", part.entries)
-            foreach.decay_(part.weights, part.bucket.group["lr"], part.bucket.group["weight_decay"])
+            decay_(part.weights, part.bucket.group["lr"], part.bucket.group["weight_decay"])
             for entry, weight, exp_avg in zip(part.entries, part.weights, exp_avgs, strict=True):
                 sources[entry.index] = exp_avg
-                targets[entry.index] = (weight, part.bucket.group)
+                targets[entry.index] = weight
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
             rows, columns, logical, position = batch.signature
@@ -346,14 +338,23 @@ class MARS(ShardedOptimizer):
                 eps=group["eps"] if self.options.variant == "shampoo" else None,
                 ns_steps=group["ns_steps"],
                 ns_dtype=getattr(torch, self.options.ns_dtype),
+                orthogonalise=newton_schulz_for(unit.device),
             )
             return direction.reshape(len(tasks), -1)
 
-        def deliver(task: MatrixTask, fragment: int, direction: Tensor) -> None:
-            weight, group = targets[fragment]
-            weight.sub_(direction * group["lr"])
+        weights: list[Tensor] = []
+        directions: list[Tensor] = []
 
-        unit.exchange.run(sources, compute, deliver)
+        def deliver(task: MatrixTask, fragment: int, direction: Tensor) -> None:
+            weights.append(targets[fragment])
+            directions.append(direction)
+
+        def delivered(batch: Batch) -> None:
+            subtract_scaled_(weights, directions, self.param_groups[batch.signature[-1]]["lr"])
+            weights.clear()
+            directions.clear()
+
+        unit.exchange.run(sources, compute, deliver, delivered=delivered)
 
     def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         super()._close(unit, weights)
@@ -366,6 +367,10 @@ class MARS(ShardedOptimizer):
                     state["next_reference"] = torch.zeros_like(upcoming) if spent is None else spent
                     state["reference"] = upcoming
             self._recorded = False
+
+
+def _factor(bucket: Bucket) -> float:
+    return updates.correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
 
 
 def _fallback_lr_ratio(options: MARSOptions) -> float:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankwise.kernels import foreach
+from rankwise.kernels import sonew_for
+from rankwise.kernels.blocked_sonew import Margins, Run
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
-from rankwise.optimizers.entries import Entry
 from rankwise.optimizers.first_order import adamw_step
 from rankwise.optimizers.options import Options, SONewOptions, patterns
 from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, Rule
 from rankwise.optimizers.unit import Bucket, StepUnit, spans
+from rankwise.optimizers.windows import windowed_directions
 from rankwise.optimizers.work import StepWork
-from rankwise.sharding import Fragment, Halo, HaloExchange
+from rankwise.sharding import Halo, HaloExchange
 from rankwise.updates import sonew as updates
-from rankwise.updates.adamw import bias_corrections
 
 __all__ = ["SONew"]
+
+
+class _Directions(NamedTuple):
+    """Of a bucket's fragments, with their squared norms and those of the grafts, (fragments,) in fp64."""
+
+    directions: list[Tensor]
+    squares: Tensor
+    graft_squares: Tensor
+
+
+def _margins(halos: Sequence[Halo]) -> Margins:
+    """The neighbours of a run in all fields, from those in each."""
+    return Margins(torch.stack([halo.left for halo in halos]), torch.stack([halo.right for halo in halos]))
 
 
 class SONew(ShardedOptimizer):
@@ -118,25 +131,19 @@ class SONew(ShardedOptimizer):
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
         halos = self._halos(unit, matrices)
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
-        directions: list[Tensor] = []
-        grafts: list[Tensor | None] = []
-        entries: list[Entry] = []
-        for bucket, span in spans(matrices):
-            norms = None if grad_norms is None else grad_norms[span]
-            bucket_directions, bucket_grafts = self._directions(bucket, halos, norms)
-            directions += bucket_directions
-            grafts += bucket_grafts
-            entries += bucket.entries
-        ratios = self._graft_ratios(unit, entries, directions, grafts)
-        self.health.add("matrices_updated", len(entries))
-        for bucket, span in spans(matrices):
-            if ratios is not None:
-                foreach.scale_by_(directions[span], ratios[span])
+        found = [
+            self._directions(unit, bucket, halos, None if grad_norms is None else grad_norms[span])
+            for bucket, span in spans(matrices)
+        ]
+        ratios = self._graft_ratios(unit, matrices, found)
+        self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
+        for (bucket, span), (directions, *_) in zip(spans(matrices), found, strict=True):
             lr, decay = bucket.group["lr"], bucket.group["weight_decay"]
-            foreach.decoupled_step_(bucket.weights, directions[span], lr, decay)
+            own = None if ratios is None else ratios[span]
+            unit.kernels.scaled_step_(bucket.weights, directions, own, lr=lr, weight_decay=decay)
         for bucket in buckets:
             if bucket.rule == "fallback":
-                adamw_step(bucket)
+                adamw_step(unit, bucket)
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""
@@ -164,108 +171,51 @@ class SONew(ShardedOptimizer):
     def _grad_norms(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor:
         grads = [grad for bucket in buckets for grad in bucket.grads]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        return unit.sum_over_ranks(entries, foreach.squared_norms(grads))[0].sqrt().to(unit.dtype)
+        return unit.sum_over_ranks(entries, unit.kernels.squared_norms(grads))[0].sqrt().to(unit.dtype)
 
     def _directions(
-        self, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Advance the statistics of a bucket; return the directions and the graft directions of its fragments."""
+        self, unit: StepUnit, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
+    ) -> _Directions:
+        """Advance the statistics of a bucket; directions of its fragments, and the norms for the graft."""
         group = bucket.group
-        correction1, correction2 = bias_corrections(group["betas"], bucket.step)
+        hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
+        hyper |= {"step": bucket.step, "graft": self.options.graft}
         names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
-        states = list(zip(*(bucket.state(name) for name in names), strict=True))
-        rms = bucket.state("graft_sq") if self.options.graft == "rmsprop" else [None] * len(bucket.entries)
-        directions: list[Tensor] = []
-        grafts: list[Tensor | None] = []
-        for index, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            window = _Window(entry.fragment, self.options.chain, self.options.band)
-            fields = window.embed((grad, *states[index]), halos.get(entry.index))
-            momentum, diagonal, covariances = updates.statistics(
-                fields[0], fields[1], fields[2], fields[3:], group["betas"]
+        fields = [bucket.grads, *(bucket.state(name) for name in names)]
+        fused = sonew_for(unit.device, unit.dtype)
+        in_blocks = any(entry.fragment.columns is not None for entry in bucket.entries)
+        if fused is None or in_blocks or self.options.graft == "rmsprop":
+            rms: list[Tensor] | None = bucket.state("graft_sq") if self.options.graft == "rmsprop" else None
+            found, grafts = windowed_directions(
+                [entry.fragment for entry in bucket.entries],
+                fields,
+                [halos.get(entry.index) for entry in bucket.entries],
+                chain=self.options.chain,
+                rms=rms,
+                grad_norms=grad_norms,
+                **hyper,
             )
-            # Bias corrections folded into the damping and the result: no pass over memory for them.
-            direction = updates.direction(
-                momentum, diagonal, covariances, eps=group["eps"] * correction2, tolerance=group["gamma"]
-            )
-            directions.append(window.extract(direction) * (correction2 / correction1))
-            for stored, new in zip(states[index], (momentum, diagonal, *covariances), strict=True):
-                stored.copy_(window.extract(new))
-            graft, new_rms = updates.graft_direction(
-                self.options.graft,
-                grad,
-                states[index][0] / correction1,
-                states[index][1],
-                states[index][1] / correction2,
-                eps=group["graft_eps"],
-                rms=rms[index],
-                grad_norm=None if grad_norms is None else grad_norms[index],
-                beta2=group["betas"][1],
-            )
-            stored_rms = rms[index]
-            if stored_rms is not None and new_rms is not None:
-                stored_rms.copy_(new_rms)
-            grafts.append(graft)
-        return directions, grafts
+            squares = unit.kernels.squared_norms(found)
+            return _Directions(found, squares, squares if grafts is None else unit.kernels.squared_norms(grafts))
+        runs, margins = [], []
+        for entry in bucket.entries:
+            fragment = entry.fragment
+            by_row = self.options.chain == "row" and len(fragment.shape) > 1
+            runs.append(Run(fragment.start, fragment.shape[-1] if by_row else None))
+            halo = halos.get(entry.index)
+            margins.append(None if halo is None else _margins(halo))
+        out = [torch.empty_like(grad) for grad in bucket.grads]
+        return _Directions(out, *fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
-    def _graft_ratios(
-        self, unit: StepUnit, entries: list[Entry], directions: list[Tensor], grafts: list[Tensor | None]
-    ) -> Tensor | None:
+    def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:
         """Per fragment, the factor that gives its whole parameter's step the norm of the graft: one collective."""
         if self.options.graft == "none":
             return None
-        present = [graft for graft in grafts if graft is not None]
-        squares = unit.sum_over_ranks(entries, foreach.squared_norms(present), foreach.squared_norms(directions))
-        ratios = updates.graft_ratio(squares[0], squares[1]).to(unit.dtype)
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        none = torch.zeros(0, dtype=torch.float64, device=unit.device)
+        squares = torch.cat([none, *(part.squares for part in found)])
+        graft_squares = torch.cat([none, *(part.graft_squares for part in found)])
+        own, graft = unit.sum_over_ranks(entries, squares, graft_squares)
+        ratios = updates.graft_ratio(graft, own).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
         return ratios
-
-
-class _Window:
-    """Where a fragment sits in a block of whole chains: padded to full rows, or with a halo on either side.
-
-    In a block of columns every row is a window of its own chain, with a halo at both ends.
-    """
-
-    def __init__(self, fragment: Fragment, chain: str, width: int) -> None:
-        self._numel = fragment.numel
-        self._width = width
-        by_row = fragment.columns is not None or (chain == "row" and len(fragment.shape) > 1)
-        self._margin = width if fragment.columns is not None else 0
-        if by_row:
-            length = fragment.row_length
-            first = fragment.start // length
-            rows = -(-fragment.end // length) - first
-            self._shape: tuple[int, ...] = (rows, length)
-            self._start = fragment.start - first * length
-            self._size = rows * length
-        else:
-            margin = 0 if fragment.is_whole else width
-            self._start = margin
-            self._size = self._numel + 2 * margin
-            self._shape = (self._size,)
-
-    def embed(self, fields: Sequence[Tensor], halos: Sequence[Halo] | None) -> list[Tensor]:
-        """The fields as blocks of chains; neighbours outside the block belong to other chains and stay out."""
-        if self._size == self._numel and not self._margin:
-            return [field.view(self._shape) for field in fields]
-        return [self._block(field, None if halos is None else halos[index]) for index, field in enumerate(fields)]
-
-    def _block(self, field: Tensor, halo: Halo | None) -> Tensor:
-        block = field.new_zeros(self._size)
-        end = self._start + self._numel
-        block[self._start : end] = field
-        if halo is not None:
-            left, right = min(self._width, self._start), min(self._width, self._size - end)
-            block[self._start - left : self._start] = halo.left[self._width - left :]
-            block[end : end + right] = halo.right[:right]
-        block = block.view(self._shape)
-        if not self._margin:
-            return block
-        strips = field.new_zeros(self._shape[0], 2, self._width) if halo is None or halo.rows is None else halo.rows
-        return torch.cat([strips[:, 0], block, strips[:, 1]], dim=1)
-
-    def extract(self, block: Tensor) -> Tensor:
-        """The fragment's own elements, 1-D."""
-        if self._margin:
-            block = block[:, self._margin : -self._margin]
-        return block.reshape(-1)[self._start : self._start + self._numel]

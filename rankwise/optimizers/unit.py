@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels import kernels_for
 from rankwise.optimizers.element_states import ElementStates, States
 from rankwise.optimizers.entries import Entry
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
@@ -91,12 +93,17 @@ class StepUnit:
         """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""
         return [key for key in self.layout.shapes if self.routes[key].rule == rule]
 
-    def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Sequence[Tensor]) -> Tensor:
+    @property
+    def kernels(self) -> ModuleType:
+        """The list forms of the element-wise updates for this unit's device and type."""
+        return kernels_for(self.device, self.dtype)
+
+    def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Tensor) -> Tensor:
         """Per-parameter sums of per-fragment partial sums, in one collective for all quantities.
 
         Args:
             entries: The fragments the values belong to; fragments not listed count zero.
-            quantities: For each quantity, one 0-d tensor per entry.
+            quantities: Each (entries,).
 
         Returns:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
@@ -104,8 +111,7 @@ class StepUnit:
         partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
         index = self._device_index(tuple(entry.index for entry in entries))
         if entries:
-            stacked = torch.stack([torch.stack(list(values)) for values in quantities]).to(torch.float64)
-            partial.index_copy_(1, index, stacked)
+            partial.index_copy_(1, index, torch.stack(list(quantities)).to(torch.float64))
         return self.sums(partial).index_select(1, index)
 
     def _device_index(self, positions: tuple[int, ...]) -> Tensor:
@@ -132,6 +138,7 @@ class StepUnit:
         loads: list[float],
         comm_dtype: str | None = None,
         kept: Mapping[str, int] | None = None,
+        one_by_one: bool = False,
     ) -> list[float]:
         """Choose owners for ``tasks``.
 
@@ -140,13 +147,16 @@ class StepUnit:
             loads: What each rank carries already; empty for nothing.
             comm_dtype: Type in which matrices travel; None: that of the computation.
             kept: Owners of matrices that have states already, the same on every rank.
+            one_by_one: See :class:`rankwise.sharding.MatrixExchange`.
 
         Returns:
             The ranks' loads including these tasks.
         """
         plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size, kept=kept)
         wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
-        self.exchange = MatrixExchange(self.layout, plan, self.device, self.dtype, wire_dtype)
+        self.exchange = MatrixExchange(
+            self.layout, plan, self.device, self.dtype, wire_dtype, one_by_one and self.device.type == "cpu"
+        )
         return loads
 
     def compare_across_ranks(self, settings: Mapping[str, str]) -> None:

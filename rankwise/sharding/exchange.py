@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,21 @@ def _separated(result: Tensor, values: int) -> list[Tensor]:
     return [part.reshape(-1) for part in result.chunk(values, dim=1)]
 
 
+def _fill(stack: Tensor, pieces: Sequence[Piece], values: Sequence[Tensor | None]) -> None:
+    """Write fragments into the flattened stack, zeros for those without values: two launches, however many they are."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    empty: list[Tensor] = []
+    for piece, value in zip(pieces, values, strict=True):
+        if value is None:
+            empty.extend(piece.parts(stack))
+        else:
+            pairs.extend(piece.destinations(stack, value))
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    if empty:
+        torch._foreach_zero_(empty)
+
+
 def _times(factor: int, counts: Sequence[int]) -> list[int]:
     return [factor * count for count in counts]
 
@@ -84,6 +99,7 @@ class MatrixExchange:
         device: torch.device,
         dtype: torch.dtype,
         wire_dtype: torch.dtype | None = None,
+        one_by_one: bool = False,
     ) -> None:
         """Plan every message once.
 
@@ -94,15 +110,31 @@ class MatrixExchange:
             dtype: Type of gathered matrices and of results.
             wire_dtype: Their type in messages. None: ``dtype``, so that messages round nothing. Otherwise what crosses
                 ranks is rounded to it, once on the way to the owner and once on the way back.
+            one_by_one: Compute matrices that lie whole on their owners one at a time and without a copy: on CPUs a
+                stack gains nothing. ``compute`` must leave what it gets as it was.
         """
         self.layout, self.plan = layout, plan
         self.traffic = Traffic()
         self._device, self._dtype, self._wire = device, dtype, wire_dtype or dtype
+        self._one_by_one = one_by_one
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._batches = [
             plan_batch(layout, plan.owners, number, batch, index_of, device)
-            for number, batch in enumerate(plan.batches)
+            for number, batch in enumerate(self._computed_batches(one_by_one))
         ]
+
+    def _computed_batches(self, one_by_one: bool) -> Iterator[Batch]:
+        for batch in self.plan.batches:
+            apart = [task for task in batch.tasks if one_by_one and self._lies_whole(task)]
+            straddling = tuple(task for task in batch.tasks if task not in apart)
+            if straddling:
+                # First, so that they travel while the others are computed.
+                yield replace(batch, tasks=straddling)
+            for task in apart:
+                yield replace(batch, tasks=(task,))
+
+    def _lies_whole(self, task: MatrixTask) -> bool:
+        return all(set(self.layout.holders[part]) == {self.plan.owners[task.key]} for part in task.parts)
 
     @property
     def bytes_per_gather(self) -> int:
@@ -126,6 +158,7 @@ class MatrixExchange:
         compute: Compute,
         deliver: Deliver,
         reply: Callable[[Batch], Reply] = own_pieces,
+        delivered: Callable[[Batch], None] | None = None,
     ) -> None:
         """Gather, compute on owners, and deliver results to the holders.
 
@@ -136,8 +169,9 @@ class MatrixExchange:
             compute: ``(batch, owned tasks, stack)`` with ``stack`` of shape (owned, task length); returns
                 (owned, result length). Called only on ranks that own a task of the batch.
             deliver: ``(task, local fragment index, result)``; called once per local fragment of every task, unless
-                its source is None. ``result`` is what ``reply`` says, and valid during the call only.
+                its source is None. ``result`` is what ``reply`` says, and valid until the batch is delivered.
             reply: What the holders of a batch's matrices get of the results; their own piece unless it says otherwise.
+            delivered: Called once all results of a batch that this rank holds fragments of have been delivered.
         """
         arriving = self._start_gather(self._batches[0], sources) if self._batches else None
         returning: _Return | None = None
@@ -150,10 +184,10 @@ class MatrixExchange:
                 result = self._compute(plan, stack, sources, compute, reply(plan.batch))
             leaving = self._start_return(plan, result, reply(plan.batch))
             if returning is not None:
-                self._finish_return(returning, sources, deliver)
+                self._finish_return(returning, sources, deliver, delivered)
             returning = leaving
         if returning is not None:
-            self._finish_return(returning, sources, deliver)
+            self._finish_return(returning, sources, deliver, delivered)
 
     # --- one batch ----------------------------------------------------------------------------------------------
 
@@ -162,14 +196,24 @@ class MatrixExchange:
             return self._gather(plan, sources)
 
     def _gather(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> _Gather:
+        if self._is_in_place(plan, sources):
+            source = sources[plan.local[0].fragment]
+            assert source is not None
+            return _Gather(source.view(1, -1), None)
         stack = torch.empty(len(plan.owned), plan.length, dtype=self._dtype, device=self._device)
         flat = stack.view(-1)
-        for piece in plan.local:
-            piece.fill(flat, sources[piece.fragment])
+        _fill(flat, plan.local, [sources[piece.fragment] for piece in plan.local])
         if not plan.gathers:
             return _Gather(stack, None)
         leaving = [self._present(sources, piece) for piece in plan.outgoing.pieces]
         return _Gather(stack, self._all_to_all(self._pack(leaving), plan.outgoing.counts, plan.incoming.counts))
+
+    def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
+        """Whether the stack would be a copy of one fragment, and may be that fragment."""
+        if not self._one_by_one or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
+            return False
+        source = sources[plan.local[0].fragment]
+        return source is not None and source.numel() == plan.length and source.dtype == self._dtype
 
     @staticmethod
     def _present(sources: Sequence[Tensor | None], piece: Piece) -> Tensor:
@@ -185,8 +229,7 @@ class MatrixExchange:
         if gather.message is not None:
             flat = gather.stack.view(-1)
             arrived = gather.message.wait().split(plan.incoming.numels)
-            for piece, values in zip(plan.incoming.pieces, arrived, strict=True):
-                piece.fill(flat, values)
+            _fill(flat, plan.incoming.pieces, arrived)
         return gather.stack
 
     def _compute(
@@ -231,9 +274,17 @@ class MatrixExchange:
             message = self._all_to_all(leaving, *(_times(reply.whole, side.row_counts) for side in (there, here)))
         return _Return(plan, result, reply, message)
 
-    def _finish_return(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
+    def _finish_return(
+        self,
+        returning: _Return,
+        sources: Sequence[Tensor | None],
+        deliver: Deliver,
+        delivered: Callable[[Batch], None] | None,
+    ) -> None:
         with _phase(returning.plan, "deliver"):
             self._deliver(returning, sources, deliver)
+            if delivered is not None:
+                delivered(returning.plan.batch)
 
     def _deliver(self, returning: _Return, sources: Sequence[Tensor | None], deliver: Deliver) -> None:
         plan, result, reply = returning.plan, returning.result, returning.reply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,16 +26,13 @@ class Piece:
     fragment: int  # local fragment index; -1 for another rank's
     places: tuple[Place, ...]  # within the parameter
 
-    def fill(self, stack: Tensor, values: Tensor | None) -> None:
-        """Write the fragment's values, or zeros, into the flattened stack."""
+    def destinations(self, stack: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where the fragment's values belong in the flattened stack: pairs of equal shapes to be copied."""
         position = 0
         for place in self.places:
             target = place.of(stack, self.offset)
-            if values is None:
-                target.zero_()
-            else:
-                target.copy_(values[position : position + target.numel()].view_as(target))
-                position += target.numel()
+            yield target, values[position : position + target.numel()].view_as(target)
+            position += target.numel()
 
     def parts(self, stack: Tensor) -> list[Tensor]:
         """The fragment's values in the flattened stack, as 1-D tensors to be joined."""

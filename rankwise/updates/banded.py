@@ -99,9 +99,10 @@ def banded_factors(
             [*(a - on_last * c for a, c in zip(after, before, strict=True)), on_last],
             [on_first, *(c - on_first * a for a, c in zip(after, before, strict=True))],
         )
-        unexplained = 1.0 - on_last * on_first
-        var_first, var_last = var_first * unexplained, var_last * unexplained
-        sound = sound[..., :-1] & sound[..., 1:] & (var_first > floor[..., :count]) & (var_last > floor[..., k:])
+        var_first, var_last = var_first - on_last * partial, var_last - on_first * partial
+        sound = sound[..., :-1] & sound[..., 1:] & (var_first > floor[..., :count])
+        if k > 1:  # the two ends of a single edge have the same relative conditional variance
+            sound = sound & (var_last > floor[..., k:])
         schur[..., :count] = torch.where(sound, var_first, schur[..., :count])
         for kept, coefficient in zip(coefficients, after, strict=False):
             kept[..., :count] = torch.where(sound, coefficient, kept[..., :count])

@@ -46,6 +46,7 @@ __all__ = [
     "projects_right",
     "side_normalized",
     "subspace_step",
+    "subtract_low_rank_",
     "worth_projecting",
 ]
 
@@ -148,7 +149,16 @@ def kept_factor(matrix: Tensor, U: Tensor, M: Tensor, beta1: float) -> Tensor:
     Returns:
         ``Z`` (..., r, n).
     """
-    return U.mT @ matrix - beta1 / (1 - beta1) * M
+    return _coordinates(matrix, U) - beta1 / (1 - beta1) * M
+
+
+def _is_row_major(matrix: Tensor) -> bool:
+    return matrix.stride(-1) == 1
+
+
+def _coordinates(matrix: Tensor, U: Tensor) -> Tensor:
+    """``U^T C`` (..., r, n), in the order that reads the matrix along its rows: about a third faster on CPUs."""
+    return U.mT @ matrix if _is_row_major(matrix) else (matrix.mT @ U).mT
 
 
 def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: float) -> Tensor:
@@ -157,7 +167,7 @@ def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float
     Long-side blocks of ``matrix`` and ``M`` give the same blocks of X. Short-side blocks of ``matrix`` and ``U`` give
     terms of a sum, in which ``M`` must enter once.
     """
-    return weight_matrix * (matrix.mT @ U) + weight_momentum * M.mT
+    return weight_matrix * _coordinates(matrix, U).mT + weight_momentum * M.mT
 
 
 def basis_image(
@@ -168,7 +178,9 @@ def basis_image(
     Short-side blocks of ``matrix`` and ``U`` give the same blocks of Y. Long-side blocks of ``matrix``, ``X`` and
     ``M`` give terms whose sum is Y.
     """
-    return weight_matrix * (matrix @ X) + weight_momentum * (U @ (M @ X))
+    # A tall parameter's transposed view is read along its rows.
+    image = matrix @ X if _is_row_major(matrix) else (X.mT @ matrix.mT).mT
+    return weight_matrix * image + weight_momentum * (U @ (M @ X))
 
 
 def _check_shapes(matrix: Tensor, U: Tensor, M: Tensor) -> None:
@@ -248,7 +260,7 @@ def project(matrix: Tensor, U_prev: Tensor, U: Tensor) -> tuple[Tensor, Tensor]:
 
     Short-side blocks of ``matrix``, ``U_prev`` and ``U`` give terms whose sums are the two results.
     """
-    return U.mT @ matrix, U.mT @ U_prev
+    return _coordinates(matrix, U), U.mT @ U_prev
 
 
 def low_rank_moments(
@@ -381,6 +393,39 @@ def ldadam_step(
         U = next_basis(matrix, U_prev, M_prev, *weights, basis_method=basis_method, fallback=fallback)
     M, V, D = subspace_step(matrix, U_prev, M_prev, V_prev, U, step, betas, eps, error_feedback, written_beta1)
     return U, M, V, D
+
+
+def subtract_low_rank_(
+    run: Tensor, U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: int, right: bool
+) -> None:
+    """Subtract a run of the product that :func:`low_rank_rows` gives, without forming it.
+
+    Args:
+        run: (end - start,), contiguous; changed in place.
+        U: Basis (m, r), m = cols if ``right`` else rows.
+        X: Coordinates (r, n), n = rows if ``right`` else cols.
+        start: First flat index of the run in the parameter.
+        end: One past the last flat index.
+        rows: Rows of the parameter.
+        cols: Columns of the parameter.
+        right: What :func:`projects_right` says for the parameter.
+    """
+    first, last = -(-start // cols), end // cols
+    if first > last or start == end:
+        _subtract_part_(run, U, X, start, rows, cols, right)
+        return
+    head, tail = first * cols - start, last * cols - start
+    touched = slice(first, last)
+    left, short = (X[:, touched].mT, U.mT) if right else (U[touched], X)
+    run[head:tail].view(last - first, cols).addmm_(left, short, alpha=-1)
+    for part, offset in ((run[:head], start), (run[tail:], last * cols)):
+        if part.numel():
+            _subtract_part_(part, U, X, offset, rows, cols, right)
+
+
+def _subtract_part_(part: Tensor, U: Tensor, X: Tensor, start: int, rows: int, cols: int, right: bool) -> None:
+    """:func:`subtract_low_rank_` for a piece of a row."""
+    part.sub_(low_rank_rows(U, X, start, start + part.numel(), rows, cols, right))
 
 
 def low_rank_rows(U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: int, right: bool) -> Tensor:

@@ -17,6 +17,7 @@ sum over ranks: hence the split into small functions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -238,6 +239,7 @@ def orthogonal_direction(
     eps: float | None = None,
     ns_steps: int = 5,
     ns_dtype: torch.dtype | None = None,
+    orthogonalise: Callable[[Tensor, int, torch.dtype | None, float], Tensor] = newton_schulz,
 ) -> Tensor:
     r"""Direction of the two matrix rules from the momentum: its orthogonal factor, scaled by the shape.
 
@@ -254,6 +256,7 @@ def orthogonal_direction(
         eps: Added to the Frobenius norm. ``None``: as published, 1e-8 for ``"shampoo"`` and 1e-7 for ``"muon"``.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: Dtype of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.
+        orthogonalise: What runs them: :func:`rankwise.updates.linalg.newton_schulz` or a faster form of it.
 
     Returns:
         (..., m, n) in the dtype of ``exp_avg``.
@@ -267,7 +270,7 @@ def orthogonal_direction(
         norm_eps = (_SHAMPOO_EPS if eps is None else eps) * (1.0 - beta1)
     else:
         norm_eps = _MUON_EPS if eps is None else eps
-    return newton_schulz(exp_avg, ns_steps, ns_dtype, norm_eps) * factor
+    return orthogonalise(exp_avg, ns_steps, ns_dtype, norm_eps) * factor
 
 
 def orthogonal_update(

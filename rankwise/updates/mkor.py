@@ -25,6 +25,7 @@ __all__ = [
     "gradient_norm",
     "guarded",
     "precondition",
+    "product_dtype",
     "rank1_apply",
     "rank1_direction",
     "rank1_inverse_update",
@@ -281,7 +282,8 @@ def precondition(
 
     With ``joint``, :math:`\|\cdot\|` is the Frobenius norm of the whole matrix, so that the global gradient norm does
     not change. ``sum_of_norms`` adds the norms of the weight part and of the bias column, as the authors' code does.
-    With two identity factors the gradient comes back bit for bit. Where ``U`` has a norm of zero or one that is not
+    With two identity factors the gradient comes back bit for bit, unless they are bfloat16 (see `product_dtype`) and it
+    is not. Where ``U`` has a norm of zero or one that is not
     finite, the gradient itself is returned.
 
     Args:
@@ -307,24 +309,41 @@ def precondition(
     return update.to(grad.dtype)
 
 
+def product_dtype(grad: Tensor, *inverses: Tensor) -> torch.dtype:
+    """Type of the operands of a preconditioning product; the sums are at least float32.
+
+    Args:
+        grad: the gradient.
+        inverses: the factor inverses it is multiplied by.
+
+    Returns:
+        float64 for a gradient of that type; bfloat16 if all inverses are stored in it; otherwise float32. Never
+        float16, in which gradients vanish.
+    """
+    if grad.dtype != torch.float64 and inverses and all(inverse.dtype == torch.bfloat16 for inverse in inverses):
+        return torch.bfloat16
+    return _compute_dtype(grad)
+
+
 def apply_inverses(grad: Tensor, left_inverse: Tensor | None, right_inverse: Tensor | None) -> Tensor:
     """Product of the left factor inverse, the gradient and the right factor inverse; None stands for the identity.
 
     Args:
-        grad: ``(..., o, i)``.
+        grad: ``(..., o, i)``; rounded to `product_dtype`, as are the two products.
         left_inverse: ``(..., o, o)`` or None.
         right_inverse: ``(..., i, i)`` or None.
 
     Returns:
         A new tensor ``(..., o, i)`` in float32, or in float64 if ``grad`` is.
     """
-    dtype = _compute_dtype(grad)
+    inverses = [inverse for inverse in (left_inverse, right_inverse) if inverse is not None]
+    dtype = product_dtype(grad, *inverses)
     update = grad.to(dtype)
     if left_inverse is not None:
         update = left_inverse.to(dtype) @ update
     if right_inverse is not None:
         update = update @ right_inverse.to(dtype)
-    return update.clone() if left_inverse is None and right_inverse is None else update
+    return update.to(_compute_dtype(grad)) if inverses else update.clone()
 
 
 def gradient_norm(grad: Tensor, split_bias: bool = False) -> Tensor:

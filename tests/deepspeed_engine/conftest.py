@@ -1,33 +1,15 @@
-"""DeepSpeed on CPU processes: its compiler on the path, its extension built once, its log silent."""
+"""DeepSpeed on CPU processes."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
-from pathlib import Path
-
 import pytest
+from cpu_deepspeed import choose_cpu, prepare_ranks
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# DeepSpeed looks for ninja on the path; it is installed beside the interpreter, whose folder need not be there.
-_BIN = str(Path(sys.executable).parent)
-if _BIN not in os.environ["PATH"].split(os.pathsep):
-    os.environ["PATH"] = _BIN + os.pathsep + os.environ["PATH"]
-
+choose_cpu()
 pytest.importorskip("deepspeed")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_deepspeed() -> None:
-    """Build the collectives' extension in this process, for forked ranks to inherit, and mute the library."""
-    from deepspeed.accelerator import get_accelerator
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
-    warnings.simplefilter("ignore", UserWarning)
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        builder.load(verbose=False)
+    """See `prepare_ranks`."""
+    prepare_ranks()

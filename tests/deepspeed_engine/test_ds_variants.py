@@ -75,33 +75,56 @@ def test_autocast(stage: int) -> None:
 
 
 def _sequence_parallel(rank: int, world: int, stage: int) -> tuple[list[Any], list[Any]]:
-    """MKOR's mean output gradients, and the pieces of the gradients, of a step on a sequence shared by two ranks."""
+    """What :func:`_observed` finds in a step on a sequence shared by two ranks."""
     deepspeed.init_distributed("gloo")
     initialize_sequence_parallel(world)
     sizes = {"sequence_parallel_size": world, "train_micro_batch_size_per_gpu": ds.GLOBAL_BATCH}
-    config = {**sizes, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
-    engine = ds.engine_of(ds.Job("MKOR", ds.TYPES["MKOR"], config=config), world, mpu=parallel_state_sp)
+    share = slice(rank * ds.LENGTH // world, (rank + 1) * ds.LENGTH // world)
+    return _observed(world, stage, (slice(None), share), sizes, mpu=parallel_state_sp)
+
+
+def _summed(rank: int, world: int, stage: int) -> tuple[list[Any], list[Any]]:
+    """What :func:`_observed` finds where gradients are summed over the ranks, not averaged."""
+    deepspeed.init_distributed("gloo")
+    size = ds.GLOBAL_BATCH // world
+    share = slice(rank * size, (rank + 1) * size)
+    return _observed(world, stage, (share, slice(None)), {"gradient_allreduce_op": "sum"})
+
+
+def _observed(
+    world: int, stage: int, share: tuple[slice, slice], config: dict[str, Any], **keywords: Any
+) -> tuple[list[Any], list[Any]]:
+    """MKOR's mean output gradients, and the pieces of the gradients, of one step."""
+    config = {**config, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine = ds.engine_of(ds.Job("MKOR", ds.TYPES["MKOR"], config=config), world, **keywords)
     recorder = ds.Recorder(engine.basic_optimizer)
     recorder.begin_step()
     x, y = ds.batches(ds.STEPS)
-    share = slice(rank * ds.LENGTH // world, (rank + 1) * ds.LENGTH // world)
     for micro in range(ds.ACCUMULATION):
-        engine.backward(engine(x[0, micro, :, share], y[0, micro, :, share]))
+        engine.backward(engine(x[0, micro][share], y[0, micro][share]))
         engine.step()
     found = recorder.record
     return [(key, values[1]) for key, values in found.statistics[0].items()], found.grads[0]
 
 
-@pytest.mark.parametrize("stage", marked({2: True, 3: False}))
-def test_sequence_parallel_statistics_are_bias_gradients(stage: int) -> None:
-    results = run_ranks(2, _sequence_parallel, stage)
+def _check_bias_gradients(results: list[tuple[list[Any], list[Any]]]) -> None:
+    """The gradient of a bias is what the statistics of its layer must be."""
     grads = ds.whole(pieces for _, pieces in results)
     for statistics, _ in results:
-        # The gradient of a bias is what the statistics must be.
         means = dict(statistics)
         for layer in ("up", "mix", "back"):
             expected = grads[f"{layer}.bias"]
             assert np.abs(means[f"{layer}.weight"] - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("stage", marked({2: True, 3: False}))
+def test_sequence_parallel_statistics_are_bias_gradients(stage: int) -> None:
+    _check_bias_gradients(run_ranks(2, _sequence_parallel, stage))
+
+
+@pytest.mark.parametrize("stage", marked({0: False, 1: False, 2: True}))
+def test_statistics_of_summed_gradients_are_bias_gradients(stage: int) -> None:
+    _check_bias_gradients(run_ranks(2, _summed, stage))
 
 
 def expected_matrices(job: ds.Job) -> int:

@@ -17,10 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import estimate
+from rankwise.kernels import blocked
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.sources import Slice, TensorContents
 
-WIDTH, BLOCKS, VOCABULARY = 32, 48, 256
+WIDTH, BLOCKS, VOCABULARY = 32, 80, 256
 LARGEST_SHARE = 1.15
 BUILDERS: dict[str, Callable[..., ShardedOptimizer]] = {
     "mars-m": lambda params: MARS(params, variant="muon", ns_dtype="float32"),
@@ -125,7 +126,12 @@ def _measure(rank: int, world: int, name: str) -> Memory:
 
 def _peak(call: Callable[[], Any]) -> int:
     """The most memory that is allocated at once while ``call`` runs, beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder:
+    # Blocks of the usual size would hold the whole model.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder,
+    ):
+        patch.setattr(blocked, "_BLOCK", 1024)
         call()
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")
@@ -162,3 +168,40 @@ def test_memory_falls_as_one_over_world(alone: dict[str, Memory], world: int) ->
         for cell in cells:
             assert cell.estimated_matrix == cell.matrix
             assert cell.estimated_element <= cell.element <= 1.001 * cell.estimated_element
+
+
+@pytest.mark.slow
+def test_ldadam_with_a_sharded_error_buffer_holds_little() -> None:
+    """At rank d / 4 and four ranks: under 60 % of AdamW's moments, and under AdamW's where they are sharded too."""
+    numel = sum(parameter.numel() for parameter in Net().parameters())
+    held = max(cell.states for cell in run_ranks(4, _ldadam))
+    assert held < 0.6 * 8 * numel
+    assert held < 8 * numel / 4
+
+
+def _ldadam(rank: int, world: int) -> Memory:
+    return _measure(rank, world, "ldadam")
+
+
+BYTES: dict[str, tuple[Callable[..., ShardedOptimizer], int]] = {
+    "mars-adamw": (lambda params: MARS(params), 12),
+    "mars-lion": (lambda params: MARS(params, variant="lion"), 8),
+    "mars-shampoo": (lambda params: MARS(params, variant="shampoo", ns_dtype="float32"), 8),
+    "mars-m": (lambda params: MARS(params, variant="muon", ns_dtype="float32"), 8),
+    "sonew-diagonal": (lambda params: SONew(params, band=0), 8),
+    "sonew-tridiagonal": (lambda params: SONew(params, band=1), 12),
+    "sonew-band-4": (lambda params: SONew(params, band=4), 24),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_no_state_is_kept_that_the_rule_does_not_need(name: str) -> None:
+    """Bytes per element of a matrix, in fp32: what the rule reads at the next step and nothing else."""
+    build, expected = BYTES[name]
+    model = nn.Linear(24, 40, bias=False)
+    optimizer = build(model.named_parameters())
+    for _ in range(2):
+        model(torch.randn(4, 24)).square().sum().backward()
+        optimizer.step()
+    held = sum(value.nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step")
+    assert held + optimizer.matrix_states.nbytes == expected * 24 * 40

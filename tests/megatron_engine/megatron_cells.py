@@ -87,6 +87,10 @@ class Cell:
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "expert_model_parallel_size": self.ep,
             "pipeline_dtype": dtype,
+            # As Megatron's arguments demand for two interleaved stages, each of which is the other's neighbour on both
+            # sides: in one batch of messages, those for one side would be taken for those of the other.
+            "overlap_p2p_comm": self.vpp > 1,
+            "batch_p2p_comm": self.vpp == 1,
             "params_dtype": dtype,
             "bf16": self.precision == "bf16",
             "fp16": self.precision == "fp16",

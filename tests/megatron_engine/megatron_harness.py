@@ -245,10 +245,17 @@ def _loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @contextmanager
-def opened(cell: Cell, make_optimizer: MakeOptimizer = stock_adam) -> Iterator[Trainer]:
+def opened(
+    cell: Cell, make_optimizer: MakeOptimizer = stock_adam, kind: type[Trainer] | None = None
+) -> Iterator[Trainer]:
     """A trainer. Its process groups, slow to build, outlive the scope for the next cell of equal sizes.
 
     Needs ``cpu_megatron()`` around it.
+
+    Args:
+        cell: The layout.
+        make_optimizer: Builds the optimizer.
+        kind: Another class of trainers, with a model of its own.
     """
     sizes = (cell.tp, cell.pp, cell.vpp, cell.ep)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
@@ -263,7 +270,7 @@ def opened(cell: Cell, make_optimizer: MakeOptimizer = stock_adam) -> Iterator[T
         )
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield Trainer(cell, make_optimizer)
+    yield (kind or Trainer)(cell, make_optimizer)
 
 
 def _end_groups() -> None:

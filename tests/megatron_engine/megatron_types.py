@@ -37,14 +37,14 @@ def _make(name: str, options: dict[str, Any], config: dict[str, Any], chunks: li
         given = {key: value for key, value in {**config, **options}.items() if key in known}
         return get_megatron_optimizer(OptimizerConfig(**given), chunks)
     ours = {**config, "optimizer": name}
-    return get_ours(RankwiseConfig(**ours, rankwise={"eps": EPS, **TYPES[name], **options}), chunks)
+    return get_ours(RankwiseConfig(**ours, rankwise={"eps": EPS, **TYPES.get(name, {}), **options}), chunks)
 
 
 def maker(name: str, **options: Any) -> Callable[[dict[str, Any], list[nn.Module]], MegatronOptimizer]:
     """What a cell builds its optimizer with.
 
     Args:
-        name: One of `TYPES`, or ``adam`` for the stock optimizer.
+        name: One of ours, or ``adam`` for the stock optimizer.
         options: Further options of it.
     """
     return partial(_make, name, options)

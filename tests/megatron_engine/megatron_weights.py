@@ -111,8 +111,24 @@ def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) ->
             return owner.optimizer.param_groups[group]["params"][order]
 
         return _assembled(parameter, owner, shard)
+    if parameter.dtype == torch.float32:
+        return model_weight(parameter, optimizers)
+    return _main_copy(parameter)
+
+
+def _main_copy(parameter: nn.Parameter) -> Tensor:
+    """The fp32 copy of a half-precision weight: this rank's own, or that of the one rank that has any (layer-wise)."""
     main = getattr(parameter, "main_param", None)
-    return model_weight(parameter if main is None else main, optimizers)
+    expert = not getattr(parameter, "allreduce", True)
+    group = mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group(with_context_parallel=True)
+    holders = torch.tensor(float(main is not None))
+    dist.all_reduce(holders, group=group)
+    if holders == dist.get_world_size(group):
+        return main.detach().clone()
+    assert holders == 1, f"{holders:.0f} data-parallel ranks hold main weights of one parameter"
+    only = torch.zeros_like(parameter, dtype=torch.float32) if main is None else main.detach().clone()
+    dist.all_reduce(only, group=group)
+    return only
 
 
 @torch.no_grad()

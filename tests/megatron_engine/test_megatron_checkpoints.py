@@ -10,10 +10,11 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron_cells import Cell
-from megatron_harness import Result, largest_gap, opened, trained
+from megatron_harness import Result, Trainer, largest_gap, opened, trained
 from megatron_types import TYPES, maker
 from ranks import run_ranks
 
+import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 
 BEFORE, AFTER = 3, 3
@@ -27,7 +28,7 @@ SAME: dict[str, tuple[int, Cell]] = {
     "DP2 bf16": (2, Cell(precision="bf16")),
     "DP2 distributed fp16": (2, Cell(precision="fp16", **DISTRIBUTED)),
     "TP2 SP distributed": (2, Cell(tp=2, sp=True, **DISTRIBUTED)),
-    "PP2 interleaved distributed": (2, Cell(pp=2, vpp=2, layers=4, **DISTRIBUTED)),
+    "PP2 interleaved distributed": (2, Cell(pp=2, vpp=2, layers=4, microbatches=4, **DISTRIBUTED)),
     "EP2 distributed": (2, Cell(ep=2, **MOE, **DISTRIBUTED)),
     "DP2 layer-wise": (2, Cell(optimizer={"rankwise_layer_wise": True})),
 }
@@ -131,20 +132,49 @@ def test_all_resume_on_another_layout(folder: Path, label: str) -> None:
         assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE, name
 
 
-def _foreign(rank: int, world: int, folder: Path) -> str:
+def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of all that an optimizer keeps, and of the weights it updates."""
+    inner = trainer.optimizer.chained_optimizers[0].optimizer
+    found = {f"weight {i}": w for i, w in enumerate(w for group in inner.param_groups for w in group["params"])}
+    found |= {f"{i} {name}": v for i, state in enumerate(inner.state.values()) for name, v in state.items()}
+    found |= {f"{key} {name}": v for key, state in inner.matrix_states.items() for name, v in state.items()}
+    return {name: value.detach().clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _foreign(rank: int, world: int, folder: Path, saved: str, wanted: str, patched: bool) -> tuple[str, str]:
+    """What is raised when one optimizer's checkpoint is loaded into another, which must stay as it is."""
+    cell = Cell(precision="bf16", **DISTRIBUTED)
+    if patched:
+        megatron_patches.apply()
     with cpu_megatron():
-        with opened(Cell(), maker("ldadam")) as trainer:
+        with opened(cell, maker(saved)) as trainer:
             trained(trainer, 1)
             trainer.save(folder)
-        with opened(Cell(), maker("sonew")) as trainer:
+        with opened(cell, maker(wanted)) as trainer:
+            trained(trainer, 1)
+            before = _tensors(trainer)
             with pytest.raises(BaseException) as error:  # noqa: PT011 - torch's CheckpointException is no Exception
                 trainer.load(folder)
-        return str(error.value)
+            after = _tensors(trainer)
+        assert len(before) > 10 and before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return type(error.value).__name__, str(error.value)
 
 
-def test_another_optimizers_states_are_refused(tmp_path: Path) -> None:
-    messages = run_ranks(2, _foreign, tmp_path)
-    assert all("exp_avg" in message or "LDAdam" in message for message in messages)
+# Lion's states have the names and shapes of some of AdamW's; the stock optimizer's checkpoint has no names of ours.
+FOREIGN = [("ldadam", "sonew", "'LDAdam'"), ("mars-adamw", "mars-lion", "'MARS-adamw'"), ("adam", "mkor", "Megatron")]
+
+
+@pytest.mark.parametrize(("saved", "wanted", "author"), FOREIGN)
+def test_another_optimizers_states_are_refused(tmp_path: Path, saved: str, wanted: str, author: str) -> None:
+    for kind, message in run_ranks(2, _foreign, tmp_path, saved, wanted, True):
+        assert kind == "ValueError"
+        assert author in message and "pass --no-load-optim" in message and wanted in message.lower()
+
+
+def test_without_our_patch_megatron_refuses_them(tmp_path: Path) -> None:
+    for kind, message in run_ranks(2, _foreign, tmp_path, "mars-adamw", "mars-lion", False):
+        assert kind == "CheckpointException" and "optimizer.rankwise.MARS-lion." in message
 
 
 def _replicas(rank: int, world: int) -> list[tuple[Any, ...]]:

@@ -129,7 +129,7 @@ VECTORS: dict[str, Cell] = {
     "TP2 SP recomputed": Cell(tp=2, sp=True, recompute=True),
     "PP2": Cell(pp=2, tied=True, microbatches=4),
     "PP2 with biases": Cell(pp=2, **BIASED),
-    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, **OVERLAPPED),
+    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, microbatches=4, **OVERLAPPED),
     "EP2": Cell(ep=2, **MOE, **DISTRIBUTED),
 }
 
@@ -259,7 +259,7 @@ TRAINED: dict[str, Cell] = {
     "TP2": Cell(clip=0.0, tp=2, **BIASED),
     "TP2 SP": Cell(clip=0.0, tp=2, sp=True, **DISTRIBUTED),
     "PP2": Cell(clip=0.0, pp=2, tied=True),
-    "PP2 interleaved": Cell(clip=0.0, pp=2, vpp=2, layers=4, **OVERLAPPED),
+    "PP2 interleaved": Cell(clip=0.0, pp=2, vpp=2, layers=4, microbatches=4, **OVERLAPPED),
     "EP2": Cell(clip=0.0, ep=2, **MOE, **DISTRIBUTED),
 }
 
@@ -356,7 +356,7 @@ HYBRID = {
     "DP2": Cell(**DISTRIBUTED),
     "TP2": Cell(tp=2),
     "PP2": Cell(pp=2, microbatches=4),
-    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4),
+    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, microbatches=4),
     "EP2": Cell(ep=2, **MOE),
 }
 

@@ -15,6 +15,7 @@ from simulated import CASES, Framework, gradients, world_group
 from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
+from rankwise.kernels import foreach, using
 from rankwise.optimizers.named_states import common_step
 
 BROKEN = (torch.nan, torch.inf, -torch.inf)
@@ -189,7 +190,8 @@ def test_the_host_waits_for_nothing(name: str) -> None:
         loss_of(model, index).backward()
         # The flag of the step before has been on its way since then.
         flags = [unsettled.broken for unsettled in optimizer._unsettled.values()]
-        with NoHostReads([*flags, *(state["step"] for state in optimizer.state.values())]) as guard:
+        exempt = [*flags, *(state["step"] for state in optimizer.state.values())]
+        with using(foreach), NoHostReads(exempt) as guard:  # the forms for CPUs may read their own memory
             optimizer.step()
         assert flags and guard.operations > 50
 

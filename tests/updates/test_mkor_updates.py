@@ -15,6 +15,7 @@ from rankwise.updates.mkor import (
     gradient_norm,
     guarded,
     precondition,
+    product_dtype,
     rank1_apply,
     rank1_direction,
     rank1_inverse_update,
@@ -349,6 +350,30 @@ def test_sharded_rescaling_equals_the_whole() -> None:
     norms = [torch.stack([gradient_norm(m[:2]), gradient_norm(m[2:])]).norm() for m in (product, grad)]
     shards = [rescale_to_norm(product[rows], grad[rows], *norms) for rows in (slice(0, 2), slice(2, 6))]
     assert_close(torch.cat(shards), precondition(grad, left, right))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_of_bfloat16_factors_are_bfloat16(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """One rounding of the gradient and one of each product, against exact products of the same numbers."""
+    grad, left, right = (1e-7 * randn(6, 5, seed=1)).to(grad_dtype), positive_definite(6, seed=2), positive_definite(5)
+    left, right = left.to(dtype), right.to(dtype)
+    exact = left.double() @ grad.double() @ right.double()
+    product = precondition(grad, left, right, rescale=None)
+    rounded = dtype == torch.bfloat16 and grad_dtype != torch.float64
+    assert product_dtype(grad, left, right) == (
+        torch.bfloat16 if rounded else torch.float64 if grad_dtype == torch.float64 else torch.float32
+    )
+    unit = torch.finfo(torch.bfloat16 if rounded or grad_dtype == torch.bfloat16 else torch.float32).eps / 2
+    growth = float(torch.linalg.cond(left.double()) * torch.linalg.cond(right.double()))
+    assert float((product.double() - exact).norm() / exact.norm()) <= 3 * growth * unit
+    assert product.dtype == grad_dtype
+    if rounded and grad_dtype == torch.float32:
+        half = (left @ grad.to(dtype)) @ right
+        assert torch.equal(product, half.float())
+    assert product_dtype(grad, left.float(), right) != torch.bfloat16 and product_dtype(grad) == product_dtype(
+        grad, left.float()
+    )
 
 
 def test_degenerate_products_fall_back_to_the_gradient() -> None:

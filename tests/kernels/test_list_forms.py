@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels import foreach
+from rankwise import kernels
+from rankwise.kernels import blocked, blocked_sonew, foreach, triton
 from rankwise.updates import adamw, mars
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SIZES = st.lists(st.integers(0, 9), max_size=5)
 STEPS = 5
+FORMS = pytest.mark.parametrize("form", [foreach, blocked], ids=["foreach", "blocked"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks() -> Iterator[None]:
+    """So that the fragments of these tests take several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_BLOCK", 4)
+        yield
 
 
 def fragments(sizes: list[int], dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -49,10 +62,11 @@ common = given(
 )
 
 
+@FORMS
 @settings(deadline=None, max_examples=20)
 @common
 @pytest.mark.parametrize("correct_eps", [True, False])
-def test_adamw(correct_eps, sizes, dtype, tensor_lr, decay, seed):
+def test_adamw(form, correct_eps, sizes, dtype, tensor_lr, decay, seed):
     betas, eps = (0.9, 0.95), 1e-3
     lr = as_lr(0.02, tensor_lr, dtype)
     x, m, v = fragments(sizes, dtype, seed), zeros(sizes, dtype), zeros(sizes, dtype)
@@ -60,9 +74,7 @@ def test_adamw(correct_eps, sizes, dtype, tensor_lr, decay, seed):
     for step in range(1, STEPS + 1):
         grads = fragments(sizes, dtype, seed + step)
         kept = clones(grads)
-        foreach.adamw_(
-            x, grads, m, v, lr=lr, betas=betas, eps=eps, weight_decay=decay, step=step, correct_eps=correct_eps
-        )
+        form.adamw_(x, grads, m, v, lr=lr, betas=betas, eps=eps, weight_decay=decay, step=step, correct_eps=correct_eps)
         assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
         for i, grad in enumerate(grads):
             pure[1][i], pure[2][i], direction = adamw.adamw_update(
@@ -79,11 +91,12 @@ def test_adamw(correct_eps, sizes, dtype, tensor_lr, decay, seed):
         assert_lists_close(got, expected, dtype)
 
 
+@FORMS
 @settings(deadline=None, max_examples=20)
 @common
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
-@pytest.mark.parametrize("clip", [True, False])
-def test_mars(rule, clip, sizes, dtype, tensor_lr, decay, seed):
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+@pytest.mark.parametrize(("clip", "advance"), [(True, True), (False, True), (True, False)])
+def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
     betas, eps, gamma = (0.95, 0.99), 1e-3, 0.05
     lr, k = as_lr(0.02, tensor_lr, dtype), mars.correction_factor(gamma, betas[0])
     x, m, v, last = fragments(sizes, dtype, seed), *(zeros(sizes, dtype) for _ in range(3))
@@ -95,12 +108,26 @@ def test_mars(rule, clip, sizes, dtype, tensor_lr, decay, seed):
         grads = clones(buffers)
         corrected = [mars.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
         coefficients = [mars.clip_coefficient(c.square().sum(), 1.0) for c in corrected]
-        options = {"k": k, "coefficients": coefficients if clip else None, "lr": lr, "weight_decay": decay}
+        known = torch.stack(coefficients) if clip and coefficients else None
+        if sizes:
+            squares = form.mars_squared_norms(buffers, last, k)
+            assert squares.dtype == torch.float64
+            exact = torch.stack([c.double().square().sum() for c in corrected])
+            # Relative to what g and h would give one by one: they may cancel.
+            rounding = 1e-14 if dtype == torch.float64 else 1e-6
+            torch.testing.assert_close(squares, exact, rtol=rounding, atol=10 * rounding)
+        options = {"k": k, "coefficients": known, "advance": advance}
+        if rule != "momentum":
+            options |= {"lr": lr, "weight_decay": decay}
         if rule == "adamw":
-            foreach.mars_adamw_(x, buffers, last, m, v, betas=betas, eps=eps, step=step, **options)
+            form.mars_adamw_(x, buffers, last, m, v, betas=betas, eps=eps, step=step, **options)
+        elif rule == "momentum":
+            form.mars_momentum_(buffers, last, m, beta1=betas[0], **options)
         else:
-            foreach.mars_lion_(x, buffers, last, m, beta1=betas[0], **options)
-        foreach.copy_(last, buffers)
+            form.mars_lion_(x, buffers, last, m, beta1=betas[0], **options)
+        if not advance:
+            assert_lists_close(last, pure_last, dtype)
+            foreach.copy_(last, buffers)
         for i, c in enumerate(corrected):
             if clip:
                 c = c * coefficients[i]
@@ -111,6 +138,8 @@ def test_mars(rule, clip, sizes, dtype, tensor_lr, decay, seed):
                 )
             else:
                 pure_m[i], direction = mars.lion_update(c, pure_m[i], betas[0])
+            if rule == "momentum":
+                continue
             pure_x[i] = adamw.decoupled_step(pure_x[i], direction, lr, decay)
         pure_last = grads
     for got, expected in zip((x, m, v, last), (pure_x, pure_m, pure_v, pure_last), strict=True):
@@ -130,7 +159,8 @@ def test_decoupled_step_and_momentum(sizes, dtype, tensor_lr, decay, seed):
     assert_lists_close(x, expected_x, dtype)
 
 
-def test_equals_torch_adamw_in_place():
+@FORMS
+def test_equals_torch_adamw_in_place(form):
     x = fragments([5, 0, 7], torch.float64, 0)
     base = torch.cat(x)
     views = list(base.split([5, 0, 7]))  # fragments are views of a flat buffer
@@ -142,7 +172,7 @@ def test_equals_torch_adamw_in_place():
         for p, g in zip(reference, grads, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        foreach.adamw_(views, grads, m, v, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step)
+        form.adamw_(views, grads, m, v, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step)
     torch.testing.assert_close(base, torch.cat(reference).detach(), rtol=1e-14, atol=1e-15)
 
 
@@ -166,12 +196,14 @@ def test_fragments_of_one_parameter_share_a_coefficient():
     assert all(torch.equal(a, b) for a, b in zip(c, expected, strict=True))
 
 
-def test_empty_lists():
+@FORMS
+def test_empty_lists(form):
     options = {"lr": 0.1, "weight_decay": 0.1}
-    foreach.adamw_([], [], [], [], betas=(0.9, 0.99), eps=1e-8, step=1, **options)
+    form.adamw_([], [], [], [], betas=(0.9, 0.99), eps=1e-8, step=1, **options)
     foreach.lion_([], [], [], beta1=0.9, **options)
-    foreach.mars_adamw_([], [], [], [], [], k=0.1, coefficients=[], betas=(0.9, 0.99), eps=1e-8, step=1, **options)
-    foreach.mars_lion_([], [], [], [], k=0.1, coefficients=torch.empty(0), beta1=0.9, **options)
+    options |= {"k": 0.1, "coefficients": None, "advance": True}
+    form.mars_adamw_([], [], [], [], [], betas=(0.9, 0.99), eps=1e-8, step=1, **options)
+    form.mars_lion_([], [], [], [], beta1=0.9, **options)
     foreach.decoupled_step_([], [], 0.1, 0.1)
     foreach.momentum_([], [], 0.9)
     foreach.copy_([], [])
@@ -180,19 +212,61 @@ def test_empty_lists():
     assert foreach.mars_corrected([], [], 0.1) == []
 
 
-def test_bad_arguments():
+@FORMS
+def test_bad_arguments(form):
     x = fragments([3, 4], torch.float32, 0)
     with pytest.raises(ValueError, match="coefficients has 1 entries for 2 tensors"):
         foreach.scale_by_(x, [torch.ones(())])
     with pytest.raises(ValueError, match="step must be at least 1, got 0"):
-        foreach.adamw_(x, x, x, x, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=0)
+        form.adamw_(x, x, x, x, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=0)
 
 
+@FORMS
 @given(sizes=SIZES, dtype=DTYPES, seed=st.integers(0, 2**16))
 @settings(deadline=None, max_examples=20)
-def test_squared_norms_are_taken_in_double_precision(sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+def test_squared_norms_are_summed_in_double_precision(form, sizes, dtype, seed) -> None:
     tensors = fragments(sizes, dtype, seed)
-    expected = [x.double().square().sum() for x in tensors]
-    got = foreach.squared_norms(tensors)
-    assert all(norm.dtype == torch.float64 and norm.shape == () for norm in got)
-    assert_lists_close(got, expected, torch.float64)
+    got = form.squared_norms(tensors)
+    assert got.dtype == torch.float64 and got.shape == (len(sizes),)
+    exact = torch.tensor([float(x.double().square().sum()) for x in tensors], dtype=torch.float64)
+    torch.testing.assert_close(got, exact, rtol=1e-14 if dtype == torch.float64 else 1e-6, atol=0.0)
+
+
+@FORMS
+@settings(deadline=None, max_examples=20)
+@common
+@pytest.mark.parametrize("with_ratios", [True, False])
+def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) -> None:
+    lr = as_lr(0.3, tensor_lr, dtype)
+    x, d = fragments(sizes, dtype, seed), fragments(sizes, dtype, seed + 1)
+    ratios = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    factors = ratios if with_ratios else torch.ones_like(ratios)
+    expected = [adamw.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
+    form.scaled_step_(x, d, ratios if with_ratios else None, lr=lr, weight_decay=decay)
+    assert_lists_close(x, expected, dtype)
+
+
+@pytest.mark.parametrize("module", [blocked, triton], ids=["blocked", "triton"])
+def test_all_forms_take_the_same_arguments(module) -> None:
+    for name in kernels.FORMS:
+        own, general = (inspect.signature(getattr(form, name)).parameters.values() for form in (module, foreach))
+        assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in general], name
+
+
+def test_sonew_takes_the_same_arguments_everywhere() -> None:
+    own, general = (
+        [(p.name, p.kind) for p in inspect.signature(form).parameters.values()]
+        for form in (triton.sonew_directions, blocked_sonew.sonew_directions)
+    )
+    assert own == general
+
+
+def test_the_form_follows_device_and_type() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert kernels.kernels_for(cpu, torch.float32) is kernels.kernels_for(cpu, torch.float64) is blocked
+    assert kernels.kernels_for(cuda, torch.float64) is foreach  # the kernels are fp32
+    assert kernels.kernels_for(torch.device("meta"), torch.float32) is foreach
+    with kernels.using(foreach):
+        assert kernels.kernels_for(cpu, torch.float32) is foreach
+        assert kernels.sonew_for(cpu, torch.float32) is None
+    assert kernels.sonew_for(cpu, torch.float32) is blocked_sonew.sonew_directions

@@ -1,0 +1,189 @@
+"""What is timed: torch's optimizers, ours, and the published implementations from checkouts outside this project."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rankwise
+
+__all__ = ["BASELINE", "OFFICIAL", "OURS", "Contender", "official"]
+
+Build = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer to be timed.
+
+    Attributes:
+        name: For tables.
+        build: Makes it for a model.
+        bytes_per_parameter: Least memory traffic of a step with everything in fp32; None: bound by its products.
+        rival: Key of :data:`OFFICIAL`: its published implementation.
+    """
+
+    name: str
+    build: Build
+    bytes_per_parameter: float | None = None
+    rival: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+BASELINE = Contender("AdamW(fused=True)", lambda model: torch.optim.AdamW(model.parameters(), fused=True), 28.0)
+
+
+def _named(kind: Callable[..., Any], **options: Any) -> Build:
+    return lambda model: kind(list(model.named_parameters()), **options)
+
+
+def _mkor(**options: Any) -> Build:
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = rankwise.MKOR(list(model.named_parameters()), **options)
+        optimizer.capture(model)
+        return optimizer
+
+    return build
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for module in model.modules() if isinstance(module, nn.Linear) for p in [module.weight]])
+
+
+OURS = (
+    Contender("MARS-AdamW", _named(rankwise.MARS, variant="adamw"), 44.0, "MARS-AdamW"),
+    Contender("MARS-Lion", _named(rankwise.MARS, variant="lion"), 36.0, "MARS-Lion"),
+    Contender("MARS-Shampoo", _named(rankwise.MARS, variant="shampoo"), None, "MARS-Shampoo"),
+    Contender("MARS-M", _named(rankwise.MARS, variant="muon"), None, "MARS-M"),
+    Contender("SONew, diagonal", _named(rankwise.SONew, band=0), 36.0, None),
+    Contender("SONew, tridiagonal", _named(rankwise.SONew, band=1), 44.0, "SONew"),
+    Contender("SONew, band 4", _named(rankwise.SONew, band=4), 68.0, None),
+    Contender("LDAdam, rank 16", _named(rankwise.LDAdam, rank=16), 40.0, "LDAdam, rank 16"),
+    Contender("LDAdam, rank 256", _named(rankwise.LDAdam, rank=256), None, "LDAdam, rank 256"),
+    Contender("MKOR", _mkor(), None, "MKOR"),
+    Contender("Muon (torch), linear weights only", _muon, None, None),
+)
+"""The types of this project with their published defaults, and torch's Muon for comparison."""
+
+
+@contextlib.contextmanager
+def _importing(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Linear weights, and everything else."""
+    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    known = {id(parameter) for parameter in matrices}
+    return matrices, [parameter for parameter in model.parameters() if id(parameter) not in known]
+
+
+class _Both:
+    """Two optimizers stepped one after the other."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Of both."""
+        return {key: value for part in self.parts for key, value in part.state.items()}
+
+    def step(self) -> None:
+        """Step both."""
+        for part in self.parts:
+            part.step()
+
+
+def _mars(root: Path, variant: str) -> Build:
+    with _importing(root / "MARS" / "MARS" / "optimizers"):
+        kind = importlib.import_module("mars").MARS
+
+    def build(model: nn.Module) -> Any:
+        if variant != "mars-shampoo":
+            return kind(model.parameters(), mars_type=variant, optimize_1d=False)
+        # It would orthogonalise the embeddings too, which ours, as other Muons, leaves to AdamW: not our gain.
+        matrices, rest = _split(model)
+        return _Both(kind(matrices, mars_type=variant), torch.optim.AdamW(rest, fused=True))
+
+    return build
+
+
+def _mars_m(root: Path) -> Build:
+    with _importing(root / "MARS" / "MARS_M" / "optimizers"):
+        kind = importlib.import_module("mars_m").MARS_M
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        matrices, rest = _split(model)
+        return kind(muon_params=matrices, adamw_params=rest, clip_c=True)  # type: ignore[no-any-return]
+
+    return build
+
+
+def _sonew(root: Path) -> Build:
+    with _importing(root / "SONew" / "torch_code"):
+        kind = importlib.import_module("tds").TDS
+    return lambda model: kind(model.parameters(), betas=(0.9, 0.99))
+
+
+def _ldadam(root: Path, rank: int) -> Build:
+    with _importing(root / "LDAdam"):
+        kind = importlib.import_module("ldadamw_torch").LDAdamW
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        matrices, rest = _split(model)
+        groups = [{"params": rest, "enable_lowrank": False}, {"params": matrices, "enable_lowrank": True}]
+        return kind(groups, rank=rank)  # type: ignore[no-any-return]
+
+    return build
+
+
+def _official_mkor(root: Path) -> Build:
+    with _importing(root / "mkor"):
+        module = importlib.import_module("mkor.mkor")
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        with contextlib.redirect_stdout(io.StringIO()):
+            inner = torch.optim.AdamW(model.parameters())
+            return module.MKOR(model, optimizer=inner, half_precision=False)  # type: ignore[no-any-return]
+
+    return build
+
+
+OFFICIAL: dict[str, Callable[[Path], Build]] = {
+    "MARS-AdamW": lambda root: _mars(root, "mars-adamw"),
+    "MARS-Lion": lambda root: _mars(root, "mars-lion"),
+    "MARS-Shampoo": lambda root: _mars(root, "mars-shampoo"),
+    "MARS-M": _mars_m,
+    "SONew": _sonew,
+    "LDAdam, rank 16": lambda root: _ldadam(root, 16),
+    "LDAdam, rank 256": lambda root: _ldadam(root, 256),
+    "MKOR": _official_mkor,
+}
+"""Published implementations by name, from a folder with the checkouts ``MARS``, ``SONew``, ``LDAdam`` and ``mkor``."""
+
+
+def official(rival: str, root: Path) -> Contender:
+    """A published implementation.
+
+    Args:
+        rival: Key of :data:`OFFICIAL`.
+        root: Folder with the checkouts.
+
+    Raises:
+        ImportError: The checkout is not there.
+    """
+    return Contender(f"official {rival}", OFFICIAL[rival](root))

@@ -1,0 +1,38 @@
+"""The one place where Triton's untyped decorator and launches enter the typed code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+
+__all__ = ["ceil_div", "device_scalar", "jit", "launch"]
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A Triton kernel, or a function that kernels call."""
+    return triton.jit(function)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel on ``device``, whichever is current; an empty grid starts nothing."""
+    if min(grid) == 0:
+        return
+    # Triton launches on the current device, not on that of the arguments.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arguments, **constants)
+
+
+def device_scalar(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    """What a kernel takes for a number that is a float or a 0-d tensor, perhaps one of another device or type."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device=device, dtype=torch.float32, non_blocking=True)
+    return float(value)
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Quotient, rounded up."""
+    return -(-numerator // denominator)

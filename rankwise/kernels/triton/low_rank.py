@@ -1,0 +1,206 @@
+r"""LDAdam's step on fragments: ``W -= lr U D`` and ``F = C - U Z``.
+
+Bytes (fp32) per element of a fragment: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
+buffer: 2) written; neither product of factors ever lies in memory.
+
+Products are in full fp32: the error buffer is a difference of them. ``precision="tf32x3"`` runs them on tensor cores
+in three parts, with nearly the same accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from rankwise.kernels.triton.language import ceil_div, device_scalar, jit, launch
+from rankwise.kernels.triton.segments import addresses, tiles_of
+from rankwise.kernels.triton.steps import number
+from rankwise.kernels.triton.tables import table_of
+from rankwise.updates.adamw import Scalar
+
+__all__ = ["Factors", "low_rank_step_"]
+
+# Rows, columns and summed-over entries of a tile.
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 32, 64, 32
+WARPS = 8
+_ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+class Factors(NamedTuple):
+    """What the owner of a matrix returns for one fragment; contiguous fp32, m <= n the sides of the matrix.
+
+    Attributes:
+        start: Flat index of the fragment's first element in its (rows, cols) parameter.
+        basis: ``U`` (m, r).
+        direction: ``D`` (r, n).
+        kept: ``Z`` (r, n), what the error buffer loses; None without error feedback.
+    """
+
+    start: int
+    basis: Tensor
+    direction: Tensor
+    kept: Tensor | None
+
+
+def low_rank_step_(
+    params: Sequence[Tensor],
+    factors: Sequence[Factors],
+    sources: Sequence[Tensor] | None,
+    errors: Sequence[Tensor] | None,
+    *,
+    cols: int,
+    right: bool,
+    lr: Scalar,
+    weight_decay: float,
+    precision: str = "ieee",
+) -> None:
+    r"""``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on fragments of matrices of one shape.
+
+    Args:
+        params: Fragments of the weights, updated in place.
+        factors: Those of each fragment's matrix.
+        sources: ``C = G + F`` of each fragment; None without error feedback.
+        errors: ``F``, fp32 or bfloat16, overwritten; may be ``sources`` themselves. None without error feedback.
+        cols: Columns of the parameters, or of the block of columns the fragments are cut from.
+        right: Whether the parameters are projected from the right, that is tall: the products enter transposed.
+        lr: Learning rate, a float or a 0-d tensor.
+        weight_decay: Decoupled decay rate; 0 where it was applied before.
+        precision: Of the products: "ieee" or "tf32x3".
+
+    Raises:
+        ValueError: If a tensor is of another kind, or the lists do not fit together.
+    """
+    if not params:
+        return
+    feedback = errors is not None and sources is not None
+    if (errors is None) != (sources is None) or feedback != all(part.kept is not None for part in factors):
+        raise ValueError("error feedback needs sources, errors and every fragment's kept factor; pass all or none")
+    device = params[0].device
+    rank, long = factors[0].direction.shape
+    error_dtype = errors[0].dtype if errors else torch.float32
+    rows = _fragment_rows(params, factors, sources, errors, error_dtype)
+    table = table_of(tuple(chain.from_iterable(rows)), device).here()
+    ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
+    touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
+    tiles = tiles_of(touched, BLOCK_ROWS, device)
+    launch(
+        _step_kernel,
+        (tiles.count, ceil_div(cols, BLOCK_COLUMNS)),
+        device,
+        table,
+        tiles.rows,
+        device_scalar(lr, device),
+        float(weight_decay),
+        cols,
+        rank,
+        # Strides of the factor with the rows and of the one with the columns of the parameter.
+        *((1, long, 1, rank) if right else (rank, 1, long, 1)),
+        RIGHT=right,
+        FEEDBACK=feedback,
+        LR_ON_DEVICE=isinstance(lr, Tensor),
+        ERROR=_ERROR_TYPES[error_dtype],
+        PRECISION=precision,
+        ROWS=BLOCK_ROWS,
+        COLUMNS=BLOCK_COLUMNS,
+        DEPTH=BLOCK_DEPTH,
+        num_warps=WARPS,
+    )
+
+
+def _fragment_rows(
+    params: Sequence[Tensor],
+    factors: Sequence[Factors],
+    sources: Sequence[Tensor] | None,
+    errors: Sequence[Tensor] | None,
+    error_dtype: torch.dtype,
+) -> list[tuple[int, ...]]:
+    """(weight, source, error, basis, direction, kept, length, start) of every fragment."""
+    if error_dtype not in _ERROR_TYPES:
+        raise ValueError(f"error buffers must be float32 or bfloat16, got {error_dtype}; use the plain functions")
+    none = [0] * len(params)
+    lengths = [param.numel() for param in params]
+    for tensors in (sources, errors):
+        if tensors is not None and [tensor.numel() for tensor in tensors] != lengths:
+            raise ValueError("sources and errors need one run per fragment, of its length")
+    shapes = {(part.basis.shape, part.direction.shape) for part in factors}
+    if len(shapes) != 1 or any(part.kept is not None and part.kept.shape != part.direction.shape for part in factors):
+        raise ValueError("the factors of one launch must have the same shapes; call once per shape")
+    kept = [part.kept for part in factors if part.kept is not None]
+    columns = (
+        addresses(params),
+        none if sources is None else addresses(sources),
+        none if errors is None else addresses(errors, error_dtype),
+        addresses([part.basis for part in factors]),
+        addresses([part.direction for part in factors]),
+        addresses(kept) if kept else none,
+        lengths,
+        [part.start for part in factors],
+    )
+    return list(zip(*columns, strict=True))
+
+
+@jit
+def _step_kernel(
+    table: tl.tensor,
+    tiles: tl.tensor,
+    lr: tl.tensor,
+    weight_decay: tl.tensor,
+    cols: tl.tensor,
+    rank: tl.tensor,
+    left_row: tl.tensor,
+    left_rank: tl.tensor,
+    right_rank: tl.tensor,
+    right_column: tl.tensor,
+    RIGHT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    ERROR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0).to(tl.int64)
+    row = table + tl.load(tiles + 2 * tile) * 8
+    length = tl.load(row + 6)
+    start = tl.load(row + 7)
+    rows = start // cols + tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows[:, None] * cols + columns[None, :] - start
+    inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
+    # Rows before the fragment's first and after its last are read, too: only those of the matrix exist.
+    some = (rows * cols + cols > start) & (rows * cols < start + length)
+    basis = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    ahead = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+    kept = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for first in range(0, rank, DEPTH):
+        along = first + tl.arange(0, DEPTH)
+        lefts = rows[:, None] * left_row + along[None, :] * left_rank
+        rights = along[:, None] * right_rank + columns[None, :] * right_column
+        in_left = some[:, None] & (along[None, :] < rank)
+        in_right = (along[:, None] < rank) & (columns[None, :] < cols)
+        if RIGHT:
+            shared = tl.load(basis + rights, mask=in_right, other=0.0)
+            moved = tl.dot(tl.load(ahead + lefts, mask=in_left, other=0.0), shared, moved, input_precision=PRECISION)
+            if FEEDBACK:
+                lost = tl.dot(tl.load(kept + lefts, mask=in_left, other=0.0), shared, lost, input_precision=PRECISION)
+        else:
+            shared = tl.load(basis + lefts, mask=in_left, other=0.0)
+            moved = tl.dot(shared, tl.load(ahead + rights, mask=in_right, other=0.0), moved, input_precision=PRECISION)
+            if FEEDBACK:
+                lost = tl.dot(shared, tl.load(kept + rights, mask=in_right, other=0.0), lost, input_precision=PRECISION)
+    rate = number(lr, LR_ON_DEVICE)
+    weights = tl.load(row).to(tl.pointer_type(tl.float32)) + at
+    weight = tl.load(weights, mask=inside, other=0.0)
+    tl.store(weights, weight * (1.0 - rate * weight_decay) - rate * moved, mask=inside)
+    if FEEDBACK:
+        source = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.float32)) + at, mask=inside, other=0.0)
+        errors = tl.load(row + 2).to(tl.pointer_type(ERROR)) + at
+        tl.store(errors, (source - lost).to(ERROR), mask=inside)

@@ -1,0 +1,195 @@
+r"""Descriptor tables: one launch that works on many runs of memory.
+
+Two small integer tables on the device say what a program does:
+
+- the *table of runs*, one row per run: the addresses of its fields (weights, gradients, states ...), its length, and
+  whatever integers a kernel wants besides;
+- the *table of tiles*, one row per program: the run, and the first element of the tile in the run.
+
+Both are functions of their integers alone, so they are built once and kept: a step whose tensors lie where they lay
+before uploads nothing. An upload goes through pinned memory without waiting for the device. A run of length 0 has no
+tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from rankwise.kernels.triton.language import jit, launch
+from rankwise.kernels.triton.tables import Row, Table, table_of
+
+__all__ = ["Runs", "Tiles", "addresses", "read", "run_sums", "tiles_of", "wide", "write"]
+
+_KEPT_TILINGS = 256
+_SUM_BLOCK = 1024
+
+
+class Tiles:
+    """The table of tiles, and the first program of each run.
+
+    Args:
+        lengths: Of the runs.
+        tile: Elements per program.
+        device: Where the tables are wanted.
+
+    Attributes:
+        count: Number of programs.
+    """
+
+    def __init__(self, lengths: Row, tile: int, device: torch.device) -> None:
+        rows: list[int] = []
+        bounds = [0]
+        for run, length in enumerate(lengths):
+            for start in range(0, length, tile):
+                rows += (run, start)
+            bounds.append(len(rows) // 2)
+        self.count = len(rows) // 2
+        self._rows, self._bounds = Table(tuple(rows), device), Table(tuple(bounds), device)
+
+    @property
+    def rows(self) -> Tensor:
+        """(programs, 2) int64, flattened: the run, and the first element in it."""
+        return self._rows.here()
+
+    @property
+    def bounds(self) -> Tensor:
+        """(runs + 1) int64."""
+        return self._bounds.here()
+
+
+@lru_cache(maxsize=_KEPT_TILINGS)
+def tiles_of(lengths: Row, tile: int, device: torch.device) -> Tiles:
+    """Tiles of ``tile`` elements for runs of these lengths, from the last time if they are still kept."""
+    return Tiles(lengths, tile, device)
+
+
+def addresses(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[int]:
+    """Where contiguous tensors begin.
+
+    Raises:
+        ValueError: If one is not of the type or not contiguous.
+    """
+    for tensor in tensors:
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"the Triton kernels take contiguous {dtype} tensors here, got {tensor.dtype} with strides "
+                f"{tensor.stride()}; use the plain functions for others"
+            )
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+class Runs:
+    """The tables of one launch.
+
+    Args:
+        fields: Lists of contiguous 1-D fp32 tensors, one list per field and one tensor per run.
+        tile: Elements per program.
+        extras: Lists of further integers, one per run.
+
+    Attributes:
+        table: (runs, fields + 1 + extras) int64: addresses, length, extras.
+        tiles: (programs, 2) int64, flattened.
+        bounds: (runs + 1) int64: first program of each run.
+        count: Number of programs.
+        runs: Number of runs.
+        device: Of all of them.
+
+    Raises:
+        ValueError: If the lists differ in length, or the tensors of a run do; or a tensor is of another kind.
+    """
+
+    def __init__(self, fields: Sequence[Sequence[Tensor]], tile: int, extras: Sequence[Sequence[int]] = ()) -> None:
+        lengths = tuple(tensor.numel() for tensor in fields[0])
+        for field in fields[1:]:
+            if tuple(tensor.numel() for tensor in field) != lengths:
+                raise ValueError("every field of a launch needs one tensor per run, as long as those of the others")
+        self.runs = len(lengths)
+        self.device = fields[0][0].device if lengths else torch.device("cpu")
+        rows = zip(*(addresses(field) for field in fields), lengths, *extras, strict=True)
+        self.table = table_of(tuple(chain.from_iterable(rows)), self.device).here()
+        tiles = tiles_of(lengths, tile, self.device)
+        self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
+
+    def partial_sums(self, quantities: int) -> Tensor:
+        """(programs, quantities) fp64, for :func:`run_sums`; each program writes its own row."""
+        return torch.empty(self.count, quantities, dtype=torch.float64, device=self.device)
+
+
+def run_sums(runs: Runs, partials: Tensor) -> Tensor:
+    """Add the programs' partial sums up, always in the same order: no atomics.
+
+    Args:
+        runs: Of the launch that wrote them.
+        partials: (programs, quantities) fp64.
+
+    Returns:
+        (quantities, runs) fp64; 0 for a run of length 0.
+    """
+    quantities = partials.shape[1]
+    sums = torch.empty(quantities, runs.runs, dtype=torch.float64, device=partials.device)
+    grid = (runs.runs, quantities)
+    launch(_sum_kernel, grid, runs.device, partials, runs.bounds, sums, QUANTITIES=quantities, BLOCK=_SUM_BLOCK)
+    return sums
+
+
+@jit
+def _sum_kernel(
+    partials: tl.tensor, bounds: tl.tensor, sums: tl.tensor, QUANTITIES: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    run = tl.program_id(0)
+    quantity = tl.program_id(1)
+    first = tl.load(bounds + run)
+    last = tl.load(bounds + run + 1)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0.0, tl.float64)
+    for start in range(first, last, BLOCK):
+        at = start + lanes
+        total += tl.load(partials + at * QUANTITIES + quantity, mask=at < last, other=0.0)
+    tl.store(sums + quantity * tl.num_programs(0) + run, tl.sum(total, axis=0))
+
+
+@jit
+def read(
+    row: tl.tensor, FIELD: tl.constexpr, start: tl.tensor, inside: tl.tensor, BLOCK: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """A tile of a field. FAST: it is full and begins at a multiple of 16 bytes, so that wide loads are possible."""
+    pointer = tl.load(row + FIELD).to(tl.pointer_type(tl.float32)) + start
+    lanes = tl.arange(0, BLOCK)
+    if FAST:
+        return tl.load(tl.multiple_of(pointer, 16) + lanes)
+    else:
+        return tl.load(pointer + lanes, mask=inside, other=0.0)
+
+
+@jit
+def write(
+    row: tl.tensor,
+    FIELD: tl.constexpr,
+    start: tl.tensor,
+    value: tl.tensor,
+    inside: tl.tensor,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """Store a tile of a field."""
+    pointer = tl.load(row + FIELD).to(tl.pointer_type(tl.float32)) + start
+    lanes = tl.arange(0, BLOCK)
+    if FAST:
+        tl.store(tl.multiple_of(pointer, 16) + lanes, value)
+    else:
+        tl.store(pointer + lanes, value, mask=inside)
+
+
+@jit
+def wide(row: tl.tensor, FIELDS: tl.constexpr) -> tl.tensor:
+    """Whether all fields of a run begin at a multiple of 16 bytes."""
+    address = tl.load(row)
+    for field in tl.static_range(1, FIELDS):
+        address |= tl.load(row + field)
+    return (address & 15) == 0

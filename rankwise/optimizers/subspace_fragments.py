@@ -1,0 +1,162 @@
+"""LDAdam on a rank's own fragments: what goes to the owners of the matrices, and what their answers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rankwise.kernels import low_rank_for
+from rankwise.kernels.foreach import add_, subtract_scaled_
+from rankwise.optimizers.entries import Entry
+from rankwise.optimizers.unit import StepUnit
+from rankwise.sharding import Fragment, MatrixTask
+from rankwise.updates import ldadam as updates
+from rankwise.updates.adamw import Scalar
+
+__all__ = ["Fragments", "split_factors"]
+
+Signature = tuple[int, ...]
+"""Rows, columns, rank and param group of the matrices of a batch."""
+
+
+def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor]:
+    """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
+
+    Args:
+        factors: (..., elements), what an owner sends of one or more matrices.
+        signature: Of their batch.
+    """
+    rows, columns, rank, _ = signature
+    short, long = min(rows, columns), max(rows, columns)
+    basis, others = factors[..., : short * rank], factors[..., short * rank :]
+    return basis.unflatten(-1, (short, rank)), others.unflatten(-1, (-1, rank, long))
+
+
+class Fragments:
+    """Weights, gradients and error buffers of a step, by the index of their entry.
+
+    Attributes:
+        sources: What each matrix's owner gathers, the gradient with what is left of earlier ones; None for fragments
+            of other rules. Where the error buffer has the gradients' type it is the buffer itself.
+    """
+
+    def __init__(self, unit: StepUnit) -> None:
+        self._unit = unit
+        self.sources: list[Tensor | None] = [None] * len(unit.entries)
+        self._weights: dict[int, Tensor] = {}
+        self._errors: dict[int, Tensor] = {}
+        self._arrived: list[tuple[int, Tensor]] = []
+
+    def add(
+        self, entries: Sequence[Entry], weights: list[Tensor], grads: list[Tensor], errors: list[Tensor] | None
+    ) -> None:
+        """Enter fragments.
+
+        Args:
+            entries: Which they are.
+            weights: Changed in place by :meth:`step`.
+            grads: Read only.
+            errors: Their error buffers, changed in place; None without error feedback.
+        """
+        sources = grads
+        if errors is not None and errors and errors[0].dtype == grads[0].dtype:
+            add_(errors, grads)
+            sources = errors
+        elif errors is not None:
+            sources = [grad + error for grad, error in zip(grads, errors, strict=True)]
+        for place, entry in enumerate(entries):
+            self.sources[entry.index] = sources[place]
+            self._weights[entry.index] = weights[place]
+            if errors is not None:
+                self._errors[entry.index] = errors[place]
+
+    def receive(self, task: MatrixTask, index: int, result: Tensor) -> None:
+        """Keep what the owner of a matrix sent until :meth:`step`."""
+        self._arrived.append((index, result))
+
+    def step(self, signature: Signature, as_factors: bool, lr: Scalar) -> None:
+        """Step the fragments whose results have arrived, all of matrices of one shape and group.
+
+        Args:
+            signature: Of the batch.
+            as_factors: Whether the results are the factors, or the fragments' own elements of their products.
+            lr: Learning rate.
+        """
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        if not as_factors:
+            self._step_by_elements(arrived, lr)
+        elif not self._step_at_once(arrived, signature, lr):
+            for index, result in arrived:
+                self._step_by_factors(index, result, signature, lr)
+
+    def _step_by_elements(self, arrived: list[tuple[int, Tensor]], lr: Scalar) -> None:
+        products = [result.view(-1, self._weights[index].numel()) for index, result in arrived]
+        subtract_scaled_([self._weights[index] for index, _ in arrived], [product[0] for product in products], lr)
+        for (index, _), product in zip(arrived, products, strict=True):
+            if index in self._errors:
+                self._source(index).sub_(product[1])
+                self._keep_error(index)
+
+    def _step_at_once(self, arrived: list[tuple[int, Tensor]], signature: Signature, lr: Scalar) -> bool:
+        """In one launch, where there is a kernel for it."""
+        fused = low_rank_for(self._unit.device, self._unit.dtype)
+        if fused is None or any(self._fragment(index).columns is not None for index, _ in arrived):
+            return False
+        rows, columns, *_ = signature
+        indices = [index for index, _ in arrived]
+        feedback = indices[0] in self._errors
+        factors = []
+        for index, result in arrived:
+            basis, others = split_factors(result, signature)
+            kept = others[1] if feedback else None
+            factors.append((self._fragment(index).start, basis, others[0], kept))
+        fused(
+            [self._weights[index] for index in indices],
+            factors,
+            [self._source(index) for index in indices] if feedback else None,
+            [self._errors[index] for index in indices] if feedback else None,
+            cols=columns,
+            right=updates.projects_right(rows, columns),
+            lr=lr,
+            weight_decay=0.0,  # applied before the gradients were sent
+        )
+        return True
+
+    def _step_by_factors(self, index: int, result: Tensor, signature: Signature, lr: Scalar) -> None:
+        part = self._fragment(index)
+        basis, (direction, *kept) = _own_factors(result, signature, part)
+        _subtract_product_(self._weights[index], basis, direction * lr, signature, part)
+        if kept:
+            _subtract_product_(self._source(index), basis, kept[0], signature, part)
+            self._keep_error(index)
+
+    def _fragment(self, index: int) -> Fragment:
+        return self._unit.entries[index].fragment
+
+    def _source(self, index: int) -> Tensor:
+        source = self.sources[index]
+        assert source is not None
+        return source
+
+    def _keep_error(self, index: int) -> None:
+        if self._errors[index] is not self._source(index):
+            self._errors[index].copy_(self._source(index))
+
+
+def _own_factors(factors: Tensor, signature: Signature, part: Fragment) -> tuple[Tensor, Tensor]:
+    """Basis and the products' other factors of one matrix, for the columns that a rank holds."""
+    basis, others = split_factors(factors, signature)
+    if part.columns is None:
+        return basis, others
+    block = slice(*part.columns)
+    return (basis[block], others) if updates.projects_right(*signature[:2]) else (basis, others[..., block])
+
+
+def _subtract_product_(run: Tensor, basis: Tensor, other: Tensor, signature: Signature, part: Fragment) -> None:
+    """Subtract a fragment's elements of a product of two factors."""
+    rows, columns, *_ = signature
+    right = updates.projects_right(rows, columns)
+    updates.subtract_low_rank_(run, basis, other, part.start, part.end, rows, part.row_length, right)

@@ -1,0 +1,33 @@
+"""DeepSpeed on CPU processes: its compiler on the path, its extension built once, its log silent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+__all__ = ["choose_cpu", "prepare_ranks"]
+
+
+def choose_cpu() -> None:
+    """To be called before DeepSpeed is imported."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # DeepSpeed looks for ninja on the path; it is installed beside the interpreter, whose folder need not be there.
+    folder = str(Path(sys.executable).parent)
+    if folder not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
+
+
+def prepare_ranks() -> None:
+    """Build the collectives' extension in this process, for forked ranks to inherit, and mute the library."""
+    from deepspeed.accelerator import get_accelerator
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", UserWarning)
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        builder.load(verbose=False)

@@ -1,0 +1,274 @@
+"""MKOR's forms for CPUs, and its optimizer on every kind of kernels, against dense linear algebra in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import MKOR
+from rankwise.kernels import blocked, blocked_mkor, foreach, triton, using
+from rankwise.updates import mkor
+
+BF16 = torch.bfloat16
+UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, BF16, torch.float16)}
+"""Relative error of one rounding."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_BLOCK", 50)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def inverses(count: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    roots = torch.randn(count, length, length, generator=generator(seed), dtype=torch.float64) / length**0.5
+    return list((roots @ roots.mT / 4 + 0.5 * torch.eye(length)).to(dtype))
+
+
+# --- factors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("length", [1, 7, 37])
+@pytest.mark.parametrize("rule", mkor.RULES)
+@pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
+def test_factors_follow_the_pure_function(
+    norm: mkor.FactorNorm, rule: mkor.Rule, length: int, dtype: torch.dtype
+) -> None:
+    """The stabilizer acts on one of two; one rounding to the storage type, and exact symmetry."""
+    actual = inverses(2, length, 1, dtype)
+    actual[1] *= 0.25
+    old = torch.stack(actual).double()
+    vectors = torch.randn(2, length, generator=generator(2), dtype=torch.float64)
+    vectors = vectors if dtype == torch.float64 else vectors.float()
+    threshold = float(mkor.factor_norm(old, norm).mean())
+    stable = mkor.stabilize(old, threshold, 0.8, norm)
+    assert not torch.equal(stable[0], old[0]) and torch.equal(stable[1], old[1])
+    expected = mkor.rank1_inverse_update(stable, vectors.double(), 0.9, rule)
+    ok = blocked_mkor.update_factors_(actual, vectors, decay=0.9, rule=rule, stabilizer=(threshold, 0.8), norm=norm)
+    assert ok.tolist() == [True, True]
+    arithmetic = 20 * UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
+    for found, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(found, found.mT)
+        assert (found.double() - wanted).abs().max() <= (UNIT[dtype] + arithmetic) * wanted.abs().max()
+
+
+@pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype, norm: mkor.FactorNorm) -> None:
+    """A bad vector, a broken inverse, an indefinite one, a broken one not seen; their neighbour moves as always."""
+    actual = inverses(6, 20, 3, dtype)
+    vectors = torch.randn(6, 20, generator=generator(4))
+    vectors[0, 3], vectors[1, 19] = torch.nan, torch.inf
+    actual[2][4, 5] = actual[4][0, 0] = torch.nan
+    actual[3].mul_(-30.0)
+    before = [inverse.clone() for inverse in actual]
+    expected, taken = mkor.update_factor(torch.stack(before), vectors, 0.9, threshold=1e4, norm=norm)
+    assert taken.tolist() == [False, False, True, False, True, True]
+    seen = torch.tensor([True, True, True, True, False, True])
+    ok = blocked_mkor.update_factors_(actual, vectors, decay=0.9, stabilizer=(1e4, 0.9), norm=norm, seen=seen)
+    assert ok.tolist() == [False, False, True, False, False, True]
+    for index in (0, 1, 3, 4):
+        torch.testing.assert_close(actual[index], before[index], rtol=0, atol=0, equal_nan=True)
+    for index in (2, 5):
+        torch.testing.assert_close(actual[index], expected[index], rtol=2 * UNIT[dtype], atol=4 * UNIT[dtype])
+
+
+def test_a_bad_vector_leaves_the_stabilized_inverse() -> None:
+    actual = [3.0 * torch.eye(9), torch.full((9, 9), torch.inf)]
+    ok = blocked_mkor.update_factors_(actual, torch.full((2, 9), torch.nan), decay=0.9, stabilizer=(2.0, 0.75))
+    assert ok.tolist() == [False, False]
+    assert torch.equal(actual[0], 2.5 * torch.eye(9)) and torch.equal(actual[1], torch.eye(9))
+
+
+def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
+    actual = inverses(1, 8, 5)
+    actual[0][0, 0] = torch.inf
+    before = actual[0].clone()
+    ok = blocked_mkor.update_factors_(actual, torch.ones(1, 8), decay=0.9, stabilizer=None)
+    assert not ok.item() and torch.equal(actual[0], before)
+
+
+def test_an_update_that_would_overflow_is_refused() -> None:
+    actual = [torch.eye(4, dtype=torch.float16) * 6e4]
+    ok = blocked_mkor.update_factors_(actual, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
+    assert not ok.item() and torch.equal(actual[0], torch.eye(4, dtype=torch.float16) * 6e4)
+
+
+# --- preconditioning -------------------------------------------------------------------------------------------------
+
+
+def problem(bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Gradients as matrices in fp64, the same as a batch in fp32, and factors that the type can hold."""
+    rows, columns = 12, 9
+    matrices = torch.randn(3, rows, columns + bias, generator=generator(6)).double() * 1e-6
+    flat = torch.cat([matrices[..., :columns].flatten(1), matrices[..., columns:].flatten(1)], dim=1).float()
+    return matrices, flat, inverses(3, rows, 7, dtype), inverses(3, columns + bias, 8, dtype)
+
+
+def dense(matrix: Tensor, left: Tensor | None, right: Tensor | None, rescale: bool) -> Tensor:
+    product = matrix if left is None else left.double() @ matrix
+    product = product if right is None else product @ right.double()
+    return product * (matrix.norm() / product.norm()) if rescale else product
+
+
+def frobenius_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("sides", ["both", "left", "right"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_products_are_rounded_as_often_as_promised(dtype: torch.dtype, rescale: bool, bias: bool, sides: str) -> None:
+    """In bfloat16 the gradient and each product are rounded once; elsewhere nothing is, beyond float32.
+
+    A rounding before a product grows by no more than the condition of the factors that follow, in the Frobenius norm.
+    """
+    matrices, flat, left, right = problem(bias, dtype)
+    lefts, rights = (None if sides == "right" else left), (None if sides == "left" else right)
+    blocked_mkor.precondition_(flat, (12, 9), lefts, rights, rescale)
+    for index, (matrix, found) in enumerate(zip(matrices, flat, strict=True)):
+        own = [None if side is None else side[index] for side in (lefts, rights)]
+        wanted = dense(matrix, own[0], own[1], rescale)
+        conditions = [1.0 if side is None else float(torch.linalg.cond(side.double())) for side in own]
+        used = [side for side in own if side is not None]
+        growth = conditions[0] * conditions[1] + (conditions[1] if len(used) == 2 else 0.0) + 1.0
+        unit = UNIT[BF16] if dtype == BF16 else 20 * UNIT[torch.float32]
+        wanted = torch.cat([wanted[:, :9].flatten(), wanted[:, 9:].flatten()])
+        error = frobenius_error(found, wanted)
+        # The rescaling moves a result by no more than its error once more.
+        assert error <= 1.01 * unit * growth * (2 if rescale else 1)
+        assert (error > 1e-4) == (dtype == BF16), "roundings to bfloat16 are there to be seen"
+
+
+def test_degenerate_products_fall_back_to_the_gradient() -> None:
+    grads = torch.ones(5, 6)
+    grads[0] = 0.0
+    left = [torch.eye(2), *(torch.full((2, 2), value) for value in (0.0, torch.nan, torch.inf)), 3 * torch.eye(2)]
+    blocked_mkor.precondition_(grads, (2, 3), left, None)
+    assert torch.equal(grads[1:4], torch.ones(3, 6)) and not grads[0].any()
+    assert torch.allclose(grads[4], torch.ones(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_identities_change_no_bit(dtype: torch.dtype) -> None:
+    grads = torch.randn(2, 31 * 24, generator=generator(9)).to(dtype)
+    before = grads.clone()
+    eyes = [[torch.eye(n, dtype=dtype)] * 2 for n in (31, 24)]
+    blocked_mkor.precondition_(grads, (31, 23), eyes[0], eyes[1])
+    assert torch.equal(grads, before)
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """GPT-2's linear layer: its weight is (inputs, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.nf, self.nx = outputs, inputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Turned.__name__ = "Conv1D"
+
+
+def trained(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and factors after four steps, every other one a factor step, and the starting weights."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), Turned(8, 5), nn.Linear(5, 4, bias=False)]
+    model = nn.Sequential(*layers).to(dtype)
+    optimizer = MKOR(model.named_parameters(), lr=1e-2, backend="sgd", update_interval=2, output_gain=5.0, **options)
+    optimizer.capture(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(7, 6, generator=generator(step)).to(dtype) + 0.5
+        model(x).square().mean().backward()
+        optimizer.step()
+    factors = {
+        f"{name} {side}": value for name, state in optimizer.matrix_states.items() for side, value in state.items()
+    }
+    assert len(factors) == 15
+    return {name: value.detach().double() for name, value in model.named_parameters()}, factors
+
+
+def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((actual[name].double() - value.double()).abs().max()) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("rescale", ["joint", None])
+@pytest.mark.parametrize("factor_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", [blocked, triton], ids=["blocked", "triton"])
+def test_every_form_makes_the_same_step(
+    kernels: Any, factor_dtype: str, rescale: str | None, request: pytest.FixtureRequest
+) -> None:
+    """As the plain functions, and in float32 as fp64; the Triton kernels run, where they do, in the interpreter."""
+    launched: list[str] = []
+    if kernels is triton:
+        launched = request.getfixturevalue("launches")
+    options = {"factor_dtype": factor_dtype, "rescale": rescale}
+    with using(foreach):
+        plain, plain_factors = trained(**options)
+        exact, exact_factors = trained(torch.float64, **options | {"factor_dtype": "float64"})
+    assert launched == []
+    with using(kernels):
+        found, found_factors = trained(**options)
+    if kernels is triton:
+        assert {"_measure_kernel", "_decide_kernel", "_move_kernel"} <= set(launched)
+        assert ("_rescale_kernel" in launched) == (rescale is not None)
+    bound = 1e-6 if factor_dtype == "float32" else 2 * UNIT[BF16]
+    assert largest_difference(found, plain) < bound * 0.1 + 1e-6
+    assert largest_difference(found_factors, plain_factors) <= bound
+    if factor_dtype == "float32":
+        assert largest_difference(found, exact) < 1e-6
+        assert largest_difference(found_factors, exact_factors) < 5e-6
+    else:
+        assert 1e-6 < largest_difference(found, exact) < 2 * UNIT[BF16]
+
+
+def test_cpus_take_their_own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = dict.fromkeys(blocked_mkor.__all__, 0)
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in called:
+        monkeypatch.setattr(blocked_mkor, name, counted(name, getattr(blocked_mkor, name)))
+    trained()
+    # Four shapes, four steps, two of which move both factors.
+    assert called == {"precondition_": 4 * 4, "update_factors_": 2 * 2 * 4}
+
+
+@pytest.mark.parametrize("kernels", [blocked, triton], ids=["blocked", "triton"])
+def test_float64_factors_of_float32_parameters(kernels: Any, interpreter: None) -> None:
+    """No Triton kernel moves these."""
+    exact, exact_factors = trained(torch.float64, factor_dtype="float64")
+    with using(kernels):
+        found, found_factors = trained(factor_dtype="float64")
+    assert largest_difference(found, exact) < 1e-6
+    assert largest_difference(found_factors, exact_factors) < 5e-6
+
+
+def test_float64_parameters_are_multiplied_in_float64() -> None:
+    """Whatever the factors' type: rounding only in the factors."""
+    matrices, _, left, right = problem(False, BF16)
+    flat = matrices.flatten(1).clone()
+    blocked_mkor.precondition_(flat, (12, 9), left, right)
+    for index, found in enumerate(flat):
+        assert frobenius_error(found.view(12, 9), dense(matrices[index], left[index], right[index], True)) < 1e-14

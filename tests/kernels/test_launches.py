@@ -1,0 +1,91 @@
+"""A step's operations, counted: as many for six layers of one shape as for two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankwise import MARS, LDAdam, SONew
+from rankwise.kernels import foreach, triton, using
+
+# They only say how memory is to be read, and start nothing on a device.
+VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
+VIEWS |= {
+    "unbind",
+    "alias",
+    "split",
+    "split_with_sizes",
+    "expand",
+    "permute",
+    "_reshape_alias",
+    "unflatten",
+    "diagonal",
+}
+# Where a table of addresses is made on the host, which depends on what memory the allocator gave.
+TABLES = {"lift_fresh", "set_"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would start something on an accelerator.
+
+    Args:
+        on_host: Memory of tensors that live on the CPU by design: the step counts.
+    """
+
+    def __init__(self, on_host: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._exempt = {tensor.data_ptr() for tensor in on_host}
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        of_host = bool(args) and isinstance(args[0], torch.Tensor) and args[0].data_ptr() in self._exempt
+        if name not in VIEWS and not name.startswith("empty") and not of_host:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> list[str]:
+    """What the third step does for a model of equal layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    optimizer = kind(list(model.named_parameters()), **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        on_host = [state[name] for state in optimizer.state.values() for name in state if name == "step"]
+        on_host += [state[name] for state in optimizer.matrix_states.values() for name in optimizer.counted_states]
+        with using(module), Launches(on_host) as counter:
+            optimizer.step()
+        assert step == 0 or counter.found
+    return counter.found
+
+
+@pytest.mark.parametrize("variant", ["adamw", "lion", "shampoo", "muon"])
+def test_mars(variant: str) -> None:
+    options = {"variant": variant, "ns_dtype": "float32"}
+    few, many = (operations(MARS, options, layers, foreach) for layers in (2, 6))
+    assert few == many
+    assert len(few) <= 75
+
+
+@pytest.mark.parametrize(("kind", "options"), [(SONew, {"band": 1}), (LDAdam, {"rank": 2}), (MARS, {})])
+def test_with_kernels(kind: Any, options: dict[str, Any], interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(LDAdam, "one_by_one", False)  # as on an accelerator
+    launches: list[str] = []
+    for name in ("mars", "steps", "sonew", "low_rank"):
+        home = __import__(f"rankwise.kernels.triton.{name}", fromlist=["launch"])
+        monkeypatch.setattr(home, "launch", lambda kernel, *rest, **named: launches.append(str(kernel)))
+    counts = []
+    for layers in (2, 6):
+        launches.clear()
+        found = operations(kind, options, layers, triton)
+        counts.append((len(launches), Counter(name for name in found if name not in TABLES)))
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 0

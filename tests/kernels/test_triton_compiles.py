@@ -1,0 +1,193 @@
+"""The kernels compile for CUDA down to machine code: the compiler and the assembler need no device."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton_compiler import Launch, compiled, recorded  # noqa: E402
+from triton_interpreter import kernel_modules  # noqa: E402
+
+if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
+    pytest.skip("another compiler interface before Triton 3.3", allow_module_level=True)
+from triton.backends import backends  # noqa: E402
+
+if "nvidia" not in backends:
+    pytest.skip("Triton without its CUDA back end", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def run(length: int = 4096) -> list[torch.Tensor]:
+    return [torch.zeros(5), torch.zeros(length)]
+
+
+def mars_adamw() -> None:
+    from rankwise.kernels.triton import mars_adamw_
+
+    mars_adamw_(
+        *(run() for _ in range(5)),
+        k=0.5,
+        coefficients=torch.ones(2),
+        lr=torch.tensor(0.1),
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        weight_decay=0.1,
+        step=1,
+        advance=True,
+    )
+
+
+def mars_lion() -> None:
+    from rankwise.kernels.triton import mars_lion_
+
+    mars_lion_(*(run() for _ in range(4)), k=0.5, coefficients=None, lr=0.1, beta1=0.9, weight_decay=0.1, advance=False)
+
+
+def mars_momentum() -> None:
+    from rankwise.kernels.triton import mars_momentum_
+
+    mars_momentum_(run(), run(), run(), k=0.5, coefficients=None, beta1=0.9, advance=True)
+
+
+def mars_norms() -> None:
+    from rankwise.kernels.triton import mars_squared_norms
+
+    mars_squared_norms(run(), run(), 0.5)
+
+
+def scaled_step() -> None:
+    from rankwise.kernels.triton import scaled_step_
+
+    scaled_step_(run(), run(), torch.ones(2), lr=0.1, weight_decay=0.1)
+
+
+class Place(NamedTuple):
+    start: int
+    chain: int | None
+
+
+def sonew(band: int) -> None:
+    from rankwise.kernels.triton import sonew_directions
+
+    sonew_directions(
+        [Place(0, None), Place(3, 1024)],
+        *(run() for _ in range(3)),
+        [run() for _ in range(band)],
+        [None, None],
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        gamma=1e-2,
+        step=1,
+        graft="adam",
+        graft_eps=1e-8,
+        out=run(),
+    )
+
+
+def newton_schulz(dtype: torch.dtype) -> None:
+    from rankwise.kernels.triton import symmetric_polynomial, symmetric_product
+
+    x = torch.zeros(2, 64, 64, dtype=dtype)
+    symmetric_product(x)
+    symmetric_polynomial(x, 1.0, 2.0)
+
+
+def factors(rule: str, dtype: torch.dtype) -> None:
+    from rankwise.kernels.triton import update_factors_
+
+    inverses = list(torch.zeros(2, 64, 64, dtype=dtype))
+    update_factors_(inverses, torch.zeros(2, 64), decay=0.9, rule=rule, seen=torch.ones(2, dtype=torch.bool))
+
+
+def rescale() -> None:
+    from rankwise.kernels.triton import rescale_
+
+    rescale_(run(), run(), 64)
+
+
+def moments() -> None:
+    from rankwise.kernels.triton import low_rank_moments
+
+    for step in (1, 2):
+        low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
+
+
+def low_rank_step(right: bool) -> None:
+    from rankwise.kernels.triton import Factors, low_rank_step_
+
+    part = [Factors(0, torch.zeros(8, 4), torch.zeros(4, 8), torch.zeros(4, 8))]
+    errors = [torch.zeros(64, dtype=torch.bfloat16)]
+    low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
+
+
+CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    (mars_adamw, ()),
+    (mars_lion, ()),
+    (mars_momentum, ()),
+    (mars_norms, ()),
+    (scaled_step, ()),
+    (sonew, (0,)),
+    (sonew, (1,)),
+    (newton_schulz, (torch.bfloat16,)),
+    (newton_schulz, (torch.float32,)),
+    (factors, ("official", torch.bfloat16)),
+    (rescale, ()),
+    (moments, ()),
+    (low_rank_step, (False,)),
+]
+MORE = [
+    *((sonew, (band,)) for band in range(2, 9)),
+    *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
+    (low_rank_step, (True,)),
+]
+
+
+def launches_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> list[Launch]:
+    launches = recorded(lambda: call(*arguments), kernel_modules())
+    assert launches
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"), [*CALLS, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
+)
+def test_machine_code(call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    for launch in launches_of(call, arguments):
+        code = compiled(launch).asm
+        assert code["cubin"]
+        assert not re.search(r"\b(atom|red)\.", code["ptx"]), "atomics: sums would depend on the order of programs"
+
+
+@pytest.mark.parametrize(("call", "reads", "writes"), [(mars_adamw, 5, 4), (scaled_step, 2, 1)])
+def test_full_tiles_move_16_bytes_at_a_time(call: Callable[..., None], reads: int, writes: int) -> None:
+    """As many fields, each in the path of the full and aligned tiles."""
+    code = compiled(launches_of(call, ())[-1]).asm["ptx"]
+    found = [len(set(re.findall(rf"{kind}\.global\S*\.v4\.b32[^;]*\[ *%rd(\d+)", code))) for kind in ("ld", "st")]
+    assert found[0] >= reads and found[1] >= writes
+
+
+def test_the_package_needs_no_triton_to_be_imported() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, rankwise.kernels\n"
+        "from rankwise.kernels import triton\n"
+        "assert not triton.is_available(torch.device('cpu'))\n"
+        "try: triton.mars_adamw_\n"
+        "except ImportError: pass\n"
+        "else: raise SystemExit('where does it come from?')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,300 @@
+"""MKOR's factors, LDAdam's subspace and Newton-Schulz."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton_runs import assert_runs_close  # noqa: E402
+
+from rankwise.updates import ldadam as low_rank  # noqa: E402
+from rankwise.updates import linalg, mkor  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- Newton-Schulz ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 7), (3, 70, 33), (2, 65, 130)])
+def test_symmetric_product(shape: tuple[int, int, int]) -> None:
+    from rankwise.kernels.triton.newton_schulz import symmetric_polynomial, symmetric_product
+
+    x = torch.randn(shape, generator=generator(0))
+    gram = symmetric_product(x)
+    assert torch.equal(gram, gram.mT)
+    torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, rtol=1e-5, atol=1e-4)
+    polynomial = symmetric_polynomial(gram, -4.0, 2.0)
+    assert torch.equal(polynomial, polynomial.mT)
+    wanted = -4.0 * gram.double() + 2.0 * gram.double() @ gram.double()
+    torch.testing.assert_close(polynomial.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_symmetric_product_of_a_transposed_view() -> None:
+    from rankwise.kernels.triton.newton_schulz import symmetric_product
+
+    x = torch.randn(2, 40, 20, generator=generator(1)).mT
+    torch.testing.assert_close(symmetric_product(x), x @ x.mT, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(20, 40), (2, 70, 30), (0, 4)])
+def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    from rankwise.kernels.triton.newton_schulz import newton_schulz
+
+    matrix = torch.randn(shape, generator=generator(2))
+    found = newton_schulz(matrix, 5, dtype)
+    wanted = linalg.newton_schulz(matrix.double(), 5)
+    assert found.shape == matrix.shape and found.dtype == matrix.dtype
+    tolerance = 1e-4 if dtype is None else 0.05
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_one_triangle_is_multiplied(
+    launches: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from rankwise.kernels.triton.newton_schulz import symmetric_product
+
+    blocks = 0
+    dot = InterpreterBuilder.create_dot
+
+    def counted(*args: object) -> object:
+        nonlocal blocks
+        blocks += 1
+        return dot(*args)
+
+    x = torch.randn(1, 150, 20, generator=generator(3)).to(dtype)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted)
+    symmetric_product(x)
+    tiles = 3 if dtype == torch.float32 else 2
+    assert blocks == tiles * (tiles + 1) // 2
+    assert launches == ["_symmetric_kernel"]
+
+
+# --- MKOR ------------------------------------------------------------------------------------------------------------
+
+
+def factors(count: int, length: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    roots = torch.randn(count, length, length, generator=generator(seed)) / length**0.5
+    inverses = roots @ roots.mT / 4 + 0.5 * torch.eye(length)
+    return [inverse.to(dtype).contiguous() for inverse in inverses]
+
+
+@pytest.mark.parametrize("rule", mkor.RULES)
+@pytest.mark.parametrize("stabilizer", [None, (1.6, 0.9)])
+@pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
+def test_update_factors(rule: mkor.Rule, stabilizer: tuple[float, float] | None, norm: mkor.FactorNorm) -> None:
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    inverses = factors(3, 37, 4)
+    inverses[1] *= 0.5
+    vectors = torch.randn(3, 37, generator=generator(5))
+    old = torch.stack(inverses).double()
+    if stabilizer is not None:
+        sizes = mkor.factor_norm(old, norm)
+        stabilizer = (float(sizes.sort().values[:2].mean()), stabilizer[1])
+        stable = mkor.stabilize(old, *stabilizer, norm)
+        assert 0 < (stable != old).flatten(1).any(1).sum() < 3
+    else:
+        stable = old
+    wanted = mkor.rank1_inverse_update(stable, vectors.double(), 0.9, rule)
+    ok = update_factors_(inverses, vectors, decay=0.9, rule=rule, stabilizer=stabilizer, norm=norm)
+    assert ok.tolist() == [True] * 3
+    assert_runs_close(inverses, list(wanted), 2e-6)
+    assert all(torch.equal(inverse, inverse.mT) for inverse in inverses)
+
+
+def test_factors_in_bfloat16() -> None:
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    inverses = factors(2, 40, 6, torch.bfloat16)
+    vectors = torch.randn(2, 40, generator=generator(7))
+    wanted = mkor.rank1_inverse_update(torch.stack(inverses), vectors, 0.95)
+    update_factors_(inverses, vectors, decay=0.95, stabilizer=None)
+    # A sum in another order may round to the next number of that type.
+    assert_runs_close(inverses, list(wanted), 2**-8)
+
+
+@pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
+def test_what_is_not_finite_stays_where_it_is(norm: mkor.FactorNorm) -> None:
+    """A bad vector, a broken inverse, an indefinite one, a broken one not seen; their neighbour moves as always."""
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    inverses = factors(6, 20, 8)
+    vectors = torch.randn(6, 20, generator=generator(9))
+    vectors[0, 3] = torch.nan
+    vectors[1, 19] = torch.inf
+    inverses[2][4, 5] = torch.nan
+    inverses[3].mul_(-30.0)
+    inverses[4][0, 0] = torch.nan
+    seen = torch.tensor([True, True, True, True, False, True])
+    before = [inverse.clone() for inverse in inverses]
+    wanted, taken = mkor.update_factor(torch.stack(before), vectors, 0.9, threshold=1e4, norm=norm)
+    assert taken.tolist() == [False, False, True, False, True, True]
+    ok = update_factors_(inverses, vectors, decay=0.9, stabilizer=(1e4, 0.9), norm=norm, seen=seen)
+    assert ok.tolist() == [False, False, True, False, False, True]
+    for index in (0, 1, 3, 4):
+        torch.testing.assert_close(inverses[index], before[index], rtol=0, atol=0, equal_nan=True)
+    # The broken inverse starts again from the identity.
+    assert_runs_close([inverses[2], inverses[5]], [wanted[2], wanted[5]])
+
+
+def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    inverses = factors(1, 8, 10)
+    inverses[0][0, 0] = torch.inf
+    ok = update_factors_(inverses, torch.ones(1, 8), decay=0.9, stabilizer=None)
+    assert not ok.item() and inverses[0][0, 0] == torch.inf
+
+
+def test_an_update_that_would_overflow_is_refused() -> None:
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    inverses = [torch.eye(4, dtype=torch.float16) * 6e4]
+    ok = update_factors_(inverses, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
+    assert not ok.item() and torch.equal(inverses[0], torch.eye(4, dtype=torch.float16) * 6e4)
+
+
+def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    for count in (1, 5):
+        launches.clear()
+        update_factors_(factors(count, 6, 14), torch.ones(count, 6), decay=0.9)
+        assert launches == ["_measure_kernel", "_decide_kernel", "_move_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("inverses", "options", "message"),
+    [
+        ([torch.eye(3)], {"rule": "other"}, "must be among"),
+        ([torch.eye(4)], {}, "need 1 inverses"),
+        ([torch.eye(3, dtype=torch.float64)], {}, "float32, bfloat16 or float16"),
+        ([torch.eye(3)], {"seen": torch.ones(1)}, "booleans"),
+    ],
+)
+def test_wrong_factors_are_refused(inverses: list[Tensor], options: dict[str, Any], message: str) -> None:
+    from rankwise.kernels.triton.mkor import update_factors_
+
+    with pytest.raises(ValueError, match=message):
+        update_factors_(inverses, torch.ones(1, 3), decay=0.9, **options)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_rescale(split: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise.kernels.triton import rescale as kernels
+
+    monkeypatch.setattr(kernels, "TILE", 64)
+    shape = (4, 13, 11)
+    updates = torch.randn(shape, generator=generator(11)) * 3
+    grads = torch.randn(shape, generator=generator(12))
+    updates[1] = 0.0
+    updates[2, 3, 4] = torch.nan
+    updates[3, 0, 0] = torch.inf
+    norms = [mkor.gradient_norm(value.double(), split) for value in (updates, grads)]
+    wanted = mkor.rescale_to_norm(updates.double(), grads.double(), *norms)
+    kernels.rescale_(list(updates.flatten(1)), list(grads.flatten(1)), 11 if split else None)
+    assert_runs_close(list(updates.flatten(1)), list(wanted.flatten(1)), 1e-6)
+    assert torch.equal(updates[1:], grads[1:])
+    assert len(launches) == 3
+
+
+def test_rescale_of_the_gradient_itself_changes_no_bit() -> None:
+    from rankwise.kernels.triton.rescale import rescale_
+
+    grad = torch.randn(100, generator=generator(13))
+    update = grad.clone()
+    rescale_([update], [grad])
+    assert torch.equal(update, grad)
+
+
+# --- LDAdam ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+@pytest.mark.parametrize(("feedback", "written"), [(True, None), (True, 0.8), (False, None)])
+def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> None:
+    from rankwise.kernels.triton.ldadam import low_rank_moments
+
+    batch, rank, length = 2, 35, 70
+    source = generator(step)
+    projected, first = (torch.randn(batch, rank, length, generator=source) for _ in range(2))
+    # Large enough for a positive variance: a difference of two nearly equal numbers would only show rounding.
+    second = first.square() * 3 + 0.1
+    rotation = torch.linalg.qr(torch.randn(batch, rank, rank, generator=source))[0].contiguous()
+    inputs = (projected, rotation, first, second)
+    settings = (step, (0.9, 0.97), 1e-6, feedback, written)
+    found = low_rank_moments(*inputs, *settings)
+    wanted = low_rank.low_rank_moments(*(value.double() for value in inputs), *settings)
+    assert_runs_close(found, wanted, 1e-5)
+
+
+def test_a_negative_variance_counts_by_its_size() -> None:
+    from rankwise.kernels.triton.ldadam import low_rank_moments
+
+    source = generator(20)
+    projected, first = torch.randn(2, 1, 4, 8, generator=source)
+    rotation = torch.linalg.qr(torch.randn(1, 4, 4, generator=source))[0].contiguous()
+    inputs = (projected, rotation, first, torch.zeros(1, 4, 8))
+    found = low_rank_moments(*inputs, 2, (0.9, 0.97), 1e-6, True)
+    wanted = low_rank.low_rank_moments(*(value.double() for value in inputs), 2, (0.9, 0.97), 1e-6, True)
+    assert_runs_close(found[:2], wanted[:2], 1e-5)
+
+
+CUTS = (0, 17, 18, 18, 100, 1400, 2100)
+
+
+@pytest.mark.parametrize("feedback", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(30, 70), (70, 30)])
+def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, launches: list[str]) -> None:
+    """Two matrices, one whole and one cut in the middle of rows, in one launch."""
+    from rankwise.kernels.triton.low_rank import Factors, low_rank_step_
+
+    (rows, cols), rank, lr, decay = shape, 5, 0.1, 0.2
+    short, long = min(shape), max(shape)
+    source = generator(rows)
+    right = low_rank.projects_right(rows, cols)
+    params, sources, errors, factors_, wanted, wanted_errors = [], [], [], [], [], []
+    for cuts in ((0, rows * cols), CUTS):
+        basis = torch.randn(short, rank, generator=source)
+        direction, kept = torch.randn(2, rank, long, generator=source)
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            params.append(torch.randn(end - start + 1, generator=source)[1:])
+            sources.append(torch.randn(end - start, generator=source))
+            errors.append(torch.zeros(end - start, dtype=feedback or torch.float32))
+            factors_.append(Factors(start, basis, direction, kept if feedback else None))
+            run = (start, end, rows, cols, right)
+            moved, lost = (low_rank.low_rank_rows(basis.double(), x.double(), *run) for x in (direction, kept))
+            wanted.append(params[-1].double() * (1 - lr * decay) - lr * moved)
+            wanted_errors.append(sources[-1].double() - lost)
+    parts = (sources, errors) if feedback else (None, None)
+    low_rank_step_(params, factors_, *parts, cols=cols, right=right, lr=lr, weight_decay=decay)
+    assert_runs_close(params, wanted, 2e-6)
+    if feedback is not None:
+        assert_runs_close(errors, wanted_errors, 2e-6 if feedback == torch.float32 else 2**-8)
+    assert launches == ["_step_kernel"]
+
+
+def test_the_error_may_take_the_place_of_its_source() -> None:
+    from rankwise.kernels.triton.low_rank import Factors, low_rank_step_
+
+    source = generator(3)
+    basis, direction, kept = (torch.randn(shape, generator=source) for shape in ((4, 2), (2, 6), (2, 6)))
+    param, matrix = torch.zeros(24), torch.randn(24, generator=source)
+    wanted = matrix.double() - (basis.double() @ kept.double()).reshape(-1)
+    part = [Factors(0, basis, direction, kept)]
+    low_rank_step_([param], part, [matrix], [matrix], cols=6, right=False, lr=torch.tensor(0.5), weight_decay=0.0)
+    assert_runs_close([matrix, param], [wanted, -0.5 * (basis.double() @ direction.double()).reshape(-1)])

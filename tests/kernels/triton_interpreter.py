@@ -1,0 +1,108 @@
+"""Runs the Triton kernels on CPU tensors, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def kernel_modules() -> list[ModuleType]:
+    package = importlib.import_module("rankwise.kernels.triton")
+    return [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    ]
+
+
+_interpreted: dict[Any, Any] = {}
+
+
+def interpreted(function: Any) -> Any:
+    """The interpreted form of a compiled kernel or of a function that kernels call."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # Not by the compiled kernel itself, whose hash goes over all it calls, perhaps interpreted already.
+    if function.fn not in _interpreted:
+        _interpreted[function.fn] = InterpretedFunction(function.fn)
+    return _interpreted[function.fn]
+
+
+def _repair_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as its bits: products of them come out as those of integers, and rounding up to
+    the next power of two gives half of it."""
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter as machine
+
+    convert, dot = machine._convert_float, machine.InterpreterBuilder.create_dot
+
+    def converted(value: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            exact = torch.from_numpy(np.array(value, dtype=np.float32))
+            return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return convert(value, source, target, rounding)
+
+    def product(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype == tl.bfloat16:
+            wide = [(x.data.astype(np.uint32) << 16).view(np.float32) for x in (a, b)]
+            a, b = (machine.TensorHandle(x, tl.float32) for x in wide)
+        return dot(self, a, b, *rest)
+
+    monkeypatch.setattr(machine, "_convert_float", converted)
+    monkeypatch.setattr(machine.InterpreterBuilder, "create_dot", product)
+
+
+def _check_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel says that an address is a multiple of 16, which a GPU believes and the interpreter ignores."""
+    from triton.runtime.interpreter import TensorHandle
+
+    set_attribute = TensorHandle.set_attr
+
+    def checked(self: Any, name: str, values: Any) -> None:
+        assert name != "tt.divisibility" or (self.data % values[0] == 0).all(), f"{self.data} by {values}"
+        set_attribute(self, name, values)
+
+    monkeypatch.setattr(TensorHandle, "set_attr", checked)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run in the interpreter during the test, and are what they were before it and after it.
+
+    The usual switch, TRITON_INTERPRET, is looked at when a kernel is defined, and so it would have to be set before
+    anything imports triton, for the whole process and its other tests.
+    """
+    pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for module in (tl, tl.standard, *kernel_modules()):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, interpreted(value))
+    _repair_bfloat16(monkeypatch)
+    _check_claims(monkeypatch)
+    yield
+
+
+@pytest.fixture
+def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels launched so far."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    names: list[str] = []
+    run = InterpretedFunction.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    return names
