@@ -82,8 +82,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import triton.language as tl
     from triton.runtime.jit import JITFunction
 
+    # Imported before the switch: a kernel defined under it would stay in the interpreter.
+    modules = (tl, tl.standard, *kernel_modules())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for module in (tl, tl.standard, *kernel_modules()):
+    for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, interpreted(value))
