@@ -7,7 +7,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ class Contender:
     build: Build
     bytes_per_parameter: float | None = None
     rival: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 BASELINE = Contender("AdamW(fused=True)", lambda model: torch.optim.AdamW(model.parameters(), fused=True), 28.0)

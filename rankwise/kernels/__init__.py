@@ -7,11 +7,9 @@ the pure functions of :mod:`rankwise.updates` do, which are their oracle in test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -70,9 +68,11 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
     Args:
         device: Where the tensors lie.
     """
-    if kernels_for(device, torch.float32) is triton:
-        return import_module("rankwise.kernels.triton.newton_schulz").newton_schulz  # type: ignore[no-any-return]
-    return newton_schulz
+    if kernels_for(device, torch.float32) is not triton:
+        return newton_schulz
+    from rankwise.kernels.triton.newton_schulz import newton_schulz as fused
+
+    return fused
 
 
 def low_rank_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
@@ -83,15 +83,9 @@ def low_rank_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None
         dtype: Their type.
 
     Returns:
-        As :func:`rankwise.kernels.triton.low_rank_step_`, with each fragment's factors as a plain tuple.
+        As :func:`rankwise.kernels.triton.low_rank_step_`.
     """
-    if kernels_for(device, dtype) is not triton:
-        return None
-
-    def step(params: list[torch.Tensor], factors: Sequence[tuple[Any, ...]], *rest: Any, **options: Any) -> None:
-        triton.low_rank_step_(params, [triton.Factors(*part) for part in factors], *rest, **options)
-
-    return step
+    return triton.low_rank_step_ if kernels_for(device, dtype) is triton else None
 
 
 @contextmanager

@@ -94,9 +94,24 @@ def adamw_(
 ) -> None:
     """AdamW in torch's fused kernel; arguments as for :func:`rankwise.kernels.foreach.adamw_`."""
     _, correction2 = bias_corrections(betas, step)
+    own_eps = eps if correct_eps else eps / correction2**0.5
+    _fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, torch.tensor(float(step)), lr, betas, own_eps, weight_decay)
+
+
+def _fused_adamw_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    count: Tensor,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Torch's kernel; ``count`` is the step's number, of its own type."""
     if not params:
         return
-    count = torch.tensor(float(step))
     torch._fused_adamw_(
         params,
         grads,
@@ -108,7 +123,7 @@ def adamw_(
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=weight_decay,
-        eps=eps if correct_eps else eps / correction2**0.5,
+        eps=eps,
         amsgrad=False,
         maximize=False,
     )
@@ -148,20 +163,11 @@ def mars_adamw_(
     advance: bool,
 ) -> None:
     """MARS-AdamW from raw gradients; arguments as for :func:`rankwise.kernels.foreach.mars_adamw_`."""
-    bias_corrections(betas, step)
+    bias_corrections(betas, step)  # refuses a wrong step before a reference moves on
+    count = torch.tensor(float(step))
     lists = (params, exp_avgs, exp_avg_sqs)
     for clipped, (param, exp_avg, exp_avg_sq) in _clipped_blocks(grads, references, k, coefficients, advance, *lists):
-        adamw_(
-            [param],
-            [clipped],
-            [exp_avg],
-            [exp_avg_sq],
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-        )
+        _fused_adamw_([param], [clipped], [exp_avg], [exp_avg_sq], count, lr, betas, eps, weight_decay)
 
 
 def mars_momentum_(

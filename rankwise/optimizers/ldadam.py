@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,9 +23,6 @@ from rankwise.sharding import Batch, MatrixTask, Reply
 from rankwise.updates import ldadam as updates
 
 __all__ = ["LDAdam"]
-
-
-Past = tuple[int, float]
 
 
 class LDAdam(ShardedOptimizer):
@@ -155,6 +152,7 @@ class LDAdam(ShardedOptimizer):
 
     def _follow_subspaces(self, unit: StepUnit, fragments: Fragments) -> None:
         assert unit.exchange is not None
+        one_by_one = unit.exchange.one_by_one
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
             rows, columns, rank, position = batch.signature
@@ -164,10 +162,20 @@ class LDAdam(ShardedOptimizer):
             states = [self._subspace(task.key, matrices, rank) for task in tasks]
             pasts = [(int(state["step"]), float(state["beta1"])) for state in states]
             returned = partial(_returned, self._reply(unit, batch), batch)
+            if one_by_one:
+                # Also where they came as a stack: then a matrix is rounded alike wherever it lies.
+                spans = [slice(index, index + 1) for index in range(len(tasks))]
+                parts = [
+                    self._step_subspaces(matrices[span], states[span], *past, group)
+                    for span, past in zip(spans, pasts, strict=True)
+                ]
+                return returned(torch.cat(parts))
+            if len(set(pasts)) == 1:
+                return returned(self._step_subspaces(matrices, states, *pasts[0], group))
             result = stack.new_empty(len(tasks), self._factors_length(batch.signature))
-            for past, chosen in self._together(pasts, stack.device):
-                if len(chosen) == len(tasks):
-                    return returned(self._step_subspaces(matrices, states, *past, group))
+            # Matrices whose gradients were missing at different steps are at different counts.
+            for past in sorted(set(pasts)):
+                chosen = [i for i, other in enumerate(pasts) if other == past]
                 part = [states[i] for i in chosen]
                 result[chosen] = self._step_subspaces(matrices[chosen], part, *past, group)
             return returned(result)
@@ -177,16 +185,6 @@ class LDAdam(ShardedOptimizer):
             fragments.step(batch.signature, as_factors, self.param_groups[batch.signature[-1]]["lr"])
 
         unit.exchange.run(fragments.sources, compute, fragments.receive, partial(self._reply, unit), delivered)
-
-    def _together(self, pasts: Sequence[Past], device: torch.device) -> Iterator[tuple[Past, list[int]]]:
-        """Which matrices of a batch to advance together, with the count and ``beta1`` of their last step."""
-        if self.one_by_one and device.type == "cpu":
-            # Also where they came as a stack: then a matrix is rounded alike wherever it lies.
-            yield from ((past, [index]) for index, past in enumerate(pasts))
-            return
-        # Matrices whose gradients were missing at different steps are at different counts.
-        for past in sorted(set(pasts)):
-            yield past, [index for index, other in enumerate(pasts) if other == past]
 
     def _reply(self, unit: StepUnit, batch: Batch | MatrixTask) -> Reply:
         """The factors to every holder, or each one's elements of their products: whichever is less to send."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rankwise.kernels import low_rank_for
+from rankwise.kernels import low_rank_for, triton
 from rankwise.kernels.foreach import add_, subtract_scaled_
 from rankwise.optimizers.entries import Entry
 from rankwise.optimizers.unit import StepUnit
@@ -112,7 +112,7 @@ class Fragments:
         for index, result in arrived:
             basis, others = split_factors(result, signature)
             kept = others[1] if feedback else None
-            factors.append((self._fragment(index).start, basis, others[0], kept))
+            factors.append(triton.Factors(self._fragment(index).start, basis, others[0], kept))
         fused(
             [self._weights[index] for index in indices],
             factors,

@@ -90,6 +90,9 @@ class MatrixExchange:
     which every matrix already lies whole on its owner communicates nothing. The pieces of batch *k+1* travel while
     batch *k* is computed, and the results of *k* while *k+1* is. A profiler shows the phases of batch *k* as
     ``rankwise: gather k``, ``compute k``, ``return k`` and ``deliver k``.
+
+    Attributes:
+        one_by_one: See the constructor.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class MatrixExchange:
         self.layout, self.plan = layout, plan
         self.traffic = Traffic()
         self._device, self._dtype, self._wire = device, dtype, wire_dtype or dtype
-        self._one_by_one = one_by_one
+        self.one_by_one = one_by_one
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._batches = [
             plan_batch(layout, plan.owners, number, batch, index_of, device)
@@ -210,7 +213,7 @@ class MatrixExchange:
 
     def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
         """Whether the stack would be a copy of one fragment, and may be that fragment."""
-        if not self._one_by_one or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
+        if not self.one_by_one or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
             return False
         source = sources[plan.local[0].fragment]
         return source is not None and source.numel() == plan.length and source.dtype == self._dtype

@@ -76,23 +76,10 @@ def mars_adamw_(
 ) -> None:
     """MARS-AdamW: AdamW with ``c = coefficient (g + k (g - h))`` in the gradient's place.
 
-    Args:
-        params: Weights, updated in place.
-        grads: Gradients, read only.
-        references: Comparison gradients; become the gradients if ``advance``.
-        exp_avgs: First moments, updated in place.
-        exp_avg_sqs: Second moments, updated in place.
-        k: Correction factor.
-        coefficients: (n,) clip coefficient of each run, or None for 1.
-        lr: Learning rate, a float or a 0-d tensor.
-        betas: Decay rates of the two moments.
-        eps: Added to the bias-corrected root.
-        weight_decay: Decoupled decay rate.
-        step: Number of this step, from 1.
-        advance: Whether the gradients become the references of the next step.
+    Arguments as for :func:`rankwise.kernels.foreach.mars_adamw_`, all runs fp32.
 
     Raises:
-        ValueError: If ``step`` is below 1, a tensor is not a contiguous fp32 run or the lists do not fit together.
+        ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
     """
     scales = _adamw_scales(betas, step, eps, correct_eps=True)
     fields = [grads, exp_avgs, params, exp_avg_sqs, references]
@@ -112,22 +99,12 @@ def adamw_(
     step: int,
     correct_eps: bool = True,
 ) -> None:
-    """AdamW, as :func:`rankwise.kernels.foreach.adamw_`.
+    """AdamW.
 
-    Args:
-        params: Weights, updated in place.
-        grads: Gradients, read only.
-        exp_avgs: First moments, updated in place.
-        exp_avg_sqs: Second moments, updated in place.
-        lr: Learning rate, a float or a 0-d tensor.
-        betas: Decay rates of the two moments.
-        eps: Added to the root.
-        weight_decay: Decoupled decay rate.
-        step: Number of this step, from 1.
-        correct_eps: Whether ``eps`` is added to the bias-corrected root.
+    Arguments as for :func:`rankwise.kernels.foreach.adamw_`, all runs fp32.
 
     Raises:
-        ValueError: If ``step`` is below 1, a tensor is not a contiguous fp32 run or the lists do not fit together.
+        ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
     """
     scales = _adamw_scales(betas, step, eps, correct_eps)
     _update(_ADAMW, [grads, exp_avgs, params, exp_avg_sqs], betas, None, None, lr, weight_decay, False, scales)
@@ -146,19 +123,12 @@ def mars_lion_(
     weight_decay: float,
     advance: bool,
 ) -> None:
-    """MARS-Lion; arguments and errors as for :func:`mars_adamw_`.
+    """MARS-Lion.
 
-    Args:
-        params: Weights, updated in place.
-        grads: Gradients, read only.
-        references: Comparison gradients; become the gradients if ``advance``.
-        exp_avgs: Momenta, updated in place.
-        k: Correction factor.
-        coefficients: (n,) clip coefficient of each run, or None for 1.
-        lr: Learning rate, a float or a 0-d tensor.
-        beta1: Decay rate of the momentum.
-        weight_decay: Decoupled decay rate.
-        advance: Whether the gradients become the references of the next step.
+    Arguments as for :func:`rankwise.kernels.foreach.mars_lion_`, all runs fp32.
+
+    Raises:
+        ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
     """
     fields = [grads, exp_avgs, params, references]
     _update(_LION, fields, (beta1, 0.0), k, coefficients, lr, weight_decay, advance)
@@ -174,16 +144,12 @@ def mars_momentum_(
     beta1: float,
     advance: bool,
 ) -> None:
-    """Momentum of the matrix rules, ``m := beta1 m + (1 - beta1) c``; arguments and errors as for :func:`mars_lion_`.
+    """Momentum of the matrix rules, ``m := beta1 m + (1 - beta1) c``.
 
-    Args:
-        grads: Gradients, read only.
-        references: Comparison gradients; become the gradients if ``advance``.
-        exp_avgs: Momenta, updated in place.
-        k: Correction factor.
-        coefficients: (n,) clip coefficient of each run, or None for 1.
-        beta1: Decay rate of the momentum.
-        advance: Whether the gradients become the references of the next step.
+    Arguments as for :func:`rankwise.kernels.foreach.mars_momentum_`, all runs fp32.
+
+    Raises:
+        ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
     """
     _update(_MOMENTUM, [grads, exp_avgs, references], (beta1, 0.0), k, coefficients, 0.0, 0.0, advance)
 
