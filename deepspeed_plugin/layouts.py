@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.sources import Slice, TensorContents
+from rankwise.optimizers.sources import Slice, TensorContents, TensorParallel
 from rankwise.sharding import LayoutError
 
 __all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
@@ -69,6 +69,7 @@ class DeepSpeedLayout(ABC):
     """
 
     replicated = False
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine

@@ -11,13 +11,21 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from torch import Tensor
 
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.named_states import common_step, owned_states, resume, stored_fragments
+from rankwise.optimizers.named_states import (
+    SlicePlace,
+    common_step,
+    owned_states,
+    resume,
+    slice_places,
+    stored_fragments,
+)
 from rankwise.sharding import Fragment
 
 __all__ = ["load_sharded", "refuse_another", "sharded_state"]
@@ -43,19 +51,22 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
         is_loading: Whether the tensors are to be filled.
     """
     inner = wrapper.optimizer
+    if inner is not None:
+        inner.plan_ahead(inner.layout_source.units())
+    step = _step(inner)
     if inner is None:
         return {}
-    inner.plan_ahead(inner.layout_source.units())
+    places = slice_places(inner)
     state: dict[str, Any] = {
         _RECORD: {
             "identity": inner.identity,
-            "step": common_step(inner),
+            "step": step,
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
             "extra": inner.extra_state(),
         },
         "elements": {str(index): _sharded(piece) for index, piece in enumerate(_pieces(wrapper))},
         "matrices": {
-            f"{key}/{name}": _whole(f"{_prefix(inner)}.matrix.{name}.{key}", value)
+            f"{key}/{name}": _matrix_state(f"{_prefix(inner)}.matrix.{name}", key, name, value, places.get(key))
             for key, values in owned_states(inner).items()
             for name, value in values.items()
         },
@@ -136,6 +147,13 @@ def _identities(state: Any) -> Iterator[str]:
             yield from _identities(value)
 
 
+def _step(inner: ShardedOptimizer | None) -> int:
+    """Steps taken, alike on all ranks: Megatron saves rank 0's record, whose stage may have no experts at all."""
+    steps = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, 0 if inner is None else common_step(inner))
+    return max(steps)
+
+
 def _prefix(inner: ShardedOptimizer) -> str:
     # With the optimizer's name: Megatron reads into our states in place, and must find nothing in another's checkpoint.
     return f"optimizer.rankwise.{inner.identity}"
@@ -191,8 +209,24 @@ def _sharded(piece: _Piece) -> ShardedTensor:
     )
 
 
-def _whole(name: str, value: Tensor) -> ShardedTensor:
+def _matrix_state(prefix: str, key: str, name: str, value: Tensor, place: SlicePlace | None) -> ShardedTensor:
+    """A state of a matrix, or this rank's slice of it."""
     # Megatron's tensors have at least one dimension.
     data = value.reshape(1) if value.dim() == 0 else value
-    shape = tuple(data.shape)
-    return ShardedTensor(name, data, data.dtype, shape, shape, (0,) * data.dim(), (1,) * data.dim())
+    if place is None:
+        place = SlicePlace(key, 0, 1, {})
+    axis = place.axes.get(name)
+    shape, offset, cuts = list(data.shape), [0] * data.dim(), [1] * data.dim()
+    if axis is not None:
+        offset[axis], cuts[axis] = place.index * shape[axis], place.count
+        shape[axis] *= place.count
+    return ShardedTensor(
+        key=f"{prefix}.{place.whole}",
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_shape=tuple(shape),
+        global_offset=tuple(offset),
+        axis_fragmentations=tuple(cuts),
+        replica_id=place.index if axis is None else 0,
+    )

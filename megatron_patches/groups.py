@@ -8,6 +8,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from rankwise.optimizers.sources import TensorParallel
+
 __all__ = ["ParallelGroups"]
 
 
@@ -40,11 +42,23 @@ class ParallelGroups:
         return rank if self._blocks and ways > 1 else None
 
     def _tensor(self, expert: bool) -> tuple[int, int]:
-        if expert:
-            group = self._find("expt_tp", lambda: parallel_state.get_expert_tensor_parallel_group(False))
-        else:
-            group = self._find("tp", lambda: parallel_state.get_tensor_model_parallel_group(False))
+        group = self._tensor_group(expert)
         return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def tensor_parallel(self, expert: bool, stage: dist.ProcessGroup) -> TensorParallel | None:
+        """The tensor-parallel groups of a stage, where they share matrices. A collective of the stage's ranks.
+
+        Args:
+            expert: Whether those that experts are cut over.
+            stage: As :meth:`stage` gave it.
+        """
+        group = self._tensor_group(expert)
+        if group is None or self.tensor(expert)[1] == 1:
+            return None
+        everyone: list[list[int]] = [[] for _ in range(dist.get_world_size(stage))]
+        dist.all_gather_object(everyone, dist.get_process_group_ranks(group), group=stage)
+        sets = {tuple(dist.get_group_rank(stage, rank) for rank in ranks) for ranks in everyone}
+        return TensorParallel(tuple(sorted(sets)), group)
 
     def data(self, expert: bool) -> tuple[int, int]:
         """This rank's position among the ranks that gradients are averaged over, and their number."""
@@ -67,6 +81,14 @@ class ParallelGroups:
             )
             return group
         return self._expert_stage()
+
+    def _tensor_group(self, expert: bool) -> dist.ProcessGroup | None:
+        found: dist.ProcessGroup | None
+        if expert:
+            found = self._find("expt_tp", lambda: parallel_state.get_expert_tensor_parallel_group(False))
+        else:
+            found = self._find("tp", lambda: parallel_state.get_tensor_model_parallel_group(False))
+        return found
 
     def _data(self, expert: bool) -> dist.ProcessGroup:
         group: dist.ProcessGroup

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
-from rankwise.optimizers.sources import TensorContents
+from rankwise.optimizers.sources import TensorContents, TensorParallel
 from rankwise.sharding import LayoutError
 
 __all__ = ["MegatronLayout"]
@@ -45,7 +45,9 @@ class MegatronLayout:
     ) -> None:
         self._wrapper = wrapper
         self._parameters = parameters
-        self.group: dist.ProcessGroup | None = groups.stage(expert)
+        stage = groups.stage(expert)
+        self.group: dist.ProcessGroup | None = stage
+        self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}

@@ -103,7 +103,11 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_state_bytes += sum(state.nbytes for state in work.matrix_state(task, META).values())
-        _send(ranks, matrix_volume(layout, plan, unit.exchange.wire_itemsize, work.reply))
+            for elements in work.together(batch):
+                for partner in batch.partners:
+                    ranks[partner].bytes_sent += elements * itemsize
+                    ranks[partner].collectives += 1
+        _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire_itemsize, work.reply))
     if layout.world_size == 1:
         return
     _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), work.sums))

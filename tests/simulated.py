@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.sources import Slice, TensorContents
+from rankwise.optimizers.sources import Slice, TensorContents, TensorParallel
 
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor", "tensor_copies")
 # How tensor parallelism cuts what it does not replicate: by rows, or by columns.
@@ -176,6 +177,20 @@ def _cases() -> list[Case]:
 CASES = {case.name: case for case in _cases()}
 
 
+@functools.cache
+def tensor_parallel(rank: int, world: int) -> TensorParallel:
+    """Of four ranks, the first two and the last two; else all."""
+    ways = world // (2 if world == 4 else 1)
+    sets = tuple(tuple(range(first, first + ways)) for first in range(0, world, ways))
+    groups = [dist.new_group(list(ranks)) for ranks in sets]
+    return TensorParallel(sets, groups[rank // ways])
+
+
+def whole_key(key: str) -> str:
+    """The matrix of which a key names a slice, or which it names."""
+    return re.sub(r"\[(:,)?\d+:\d+\]$", "", key)
+
+
 class Framework:
     """One rank's side of a simulated training framework; also the optimizer's ``LayoutSource``.
 
@@ -199,6 +214,7 @@ class Framework:
     ) -> None:
         self.layout, self.rank, self.world, self.group = layout, rank, world, group
         self.replicated = layout == "replicated" and world > 1
+        self.tensor_parallel = tensor_parallel(rank, world) if layout.startswith("tensor") and world > 1 else None
         self.model = Model(dtype)
         self.optimizer = case.optimizer(self.model)
         self.count = 0

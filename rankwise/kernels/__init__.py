@@ -14,9 +14,10 @@ from types import ModuleType
 import torch
 
 from rankwise.kernels import blocked, blocked_sonew, foreach, triton
+from rankwise.updates import ldadam as updates
 from rankwise.updates.linalg import newton_schulz
 
-__all__ = ["FORMS", "kernels_for", "low_rank_for", "newton_schulz_for", "sonew_for", "using"]
+__all__ = ["FORMS", "kernels_for", "low_rank_for", "moments_for", "newton_schulz_for", "sonew_for", "using"]
 
 FORMS = (
     "adamw_",
@@ -86,6 +87,19 @@ def low_rank_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None
         As :func:`rankwise.kernels.triton.low_rank_step_`.
     """
     return triton.low_rank_step_ if kernels_for(device, dtype) is triton else None
+
+
+def moments_for(device: torch.device, dtype: torch.dtype) -> updates.Moments:
+    """:func:`rankwise.updates.ldadam.low_rank_moments`, or its form in one launch.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    chosen: updates.Moments = updates.low_rank_moments
+    if kernels_for(device, dtype) is triton:
+        chosen = triton.low_rank_moments
+    return chosen
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from rankwise.optimizers.reports import Reports
 from rankwise.optimizers.routing import Rule
 from rankwise.optimizers.sources import TensorContents
 from rankwise.optimizers.unit import Bucket, StepUnit
-from rankwise.sharding import Layout, MatrixTask
+from rankwise.sharding import Layout, MatrixTask, SlicedMatrix
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
 
@@ -129,13 +129,15 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _plan(self, unit: StepUnit) -> None:
         """Plan the unit's collectives once; subclasses with matrix tasks extend this."""
 
-    def _choose_owners(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> None:
-        """Spread a unit's tasks over the ranks, considering those of the units planned before."""
+    def _choose_owners(
+        self, unit: StepUnit, tasks: Sequence[MatrixTask], slices: Mapping[str, SlicedMatrix] | None = None
+    ) -> None:
+        """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before."""
         if tasks:
             comm_dtype = getattr(self.options, "comm_dtype", None)
             # The loads of ranks outside the unit would be unknown to its own.
             loads = unit.plan_exchange(
-                tasks, [] if unit.apart else self._loads, comm_dtype, self._owner_of, self.one_by_one
+                tasks, [] if unit.apart else self._loads, comm_dtype, self._owner_of, self.one_by_one, slices
             )
             self._loads = self._loads if unit.apart else loads
             assert unit.exchange is not None

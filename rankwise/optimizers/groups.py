@@ -176,8 +176,10 @@ class RoutedOptimizer(Optimizer, ABC):
         )
 
     def _base_name(self, key: str) -> str:
-        """The parameter a key belongs to: itself, or the stack it is a matrix of."""
-        return key if key in self._catalog else key.rpartition("[")[0]
+        """The parameter a key belongs to: itself, or what it is a slice or a matrix of; empty if there is none."""
+        while key and key not in self._catalog:
+            key = key.rpartition("[")[0]
+        return key
 
     def leave_out_empty_groups(self) -> None:
         """Count param groups as a framework does that removed those without parameters."""

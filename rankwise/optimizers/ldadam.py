@@ -9,18 +9,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rankwise.kernels import moments_for
 from rankwise.kernels.foreach import copy_, decay_
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.first_order import adamw_step
+from rankwise.optimizers.joint_subspaces import holders_of, step_slices
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
-from rankwise.optimizers.subspace_fragments import Fragments, split_factors
+from rankwise.optimizers.subspace_fragments import Fragments, Signature, split_factors
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.optimizers.work import StepWork
-from rankwise.sharding import Batch, MatrixTask, Reply
+from rankwise.sharding import Batch, MatrixTask, Reply, find_slices
 from rankwise.updates import ldadam as updates
+from rankwise.updates.ldadam_slices import Cut, exchanged
 
 __all__ = ["LDAdam"]
 
@@ -118,24 +121,42 @@ class LDAdam(ShardedOptimizer):
         return {"error": None if dtype is None else getattr(torch, dtype)}
 
     def _plan(self, unit: StepUnit) -> None:
+        keys = unit.keys("matrix")
+        tensor_parallel = self._source.tensor_parallel
+        slices = find_slices(unit.layout, keys, tensor_parallel.sets) if tensor_parallel else {}
         tasks = []
-        for key in unit.keys("matrix"):
+        for key in keys:
             rows, columns = unit.infos[key].matrix_shape
             position = unit.group_position[key]
             rank = updates.effective_rank(unit.planned_groups[position]["rank"], rows, columns)
             cost = float(10 * rows * columns * rank + 6 * max(rows, columns) * rank**2)
-            tasks.append(MatrixTask(key, (key,), (rows, columns, rank, position), cost))
-        self._choose_owners(unit, tasks)
+            right = updates.projects_right(rows, columns)
+            if key not in slices:
+                tasks.append(MatrixTask(key, (key,), Signature(rows, columns, rank, position, right), cost))
+                continue
+            matrix = slices[key]
+            cut: Cut = "long" if right == (matrix.axis == 0) else "short"
+            signature = Signature(*matrix.shape, rank, position, right, cut)
+            tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
+        self._choose_owners(unit, tasks, slices)
 
     def work(self, unit: StepUnit) -> StepWork:
-        """See the base class: the returned factors."""
+        """See the base class: the returned factors, and what owners of slices tell each other."""
 
         def matrix_state(task: MatrixTask, device: torch.device) -> MatrixState:
-            rows, columns, rank, _ = task.signature
-            like = torch.empty(0, dtype=unit.dtype, device=device)
-            return _fresh(like, min(rows, columns), max(rows, columns), rank)
+            return _fresh(torch.empty(0, dtype=unit.dtype, device=device), task.signature)
 
-        return StepWork(reply=partial(self._reply, unit), matrix_state=matrix_state)
+        def together(batch: Batch) -> tuple[int, ...]:
+            signature: Signature = batch.signature
+            if signature.cut is None:
+                return ()
+            matrices = len({task.whole for task in batch.tasks})
+            sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
+            return tuple(matrices * size for size in sizes)
+
+        return StepWork(
+            reply=partial(self._reply, unit), matrix_state=matrix_state, together=together, cut_states=_cut_states
+        )
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         fragments = Fragments(unit)
@@ -155,13 +176,16 @@ class LDAdam(ShardedOptimizer):
         one_by_one = unit.exchange.one_by_one
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-            rows, columns, rank, position = batch.signature
-            group = self.param_groups[position]
+            signature: Signature = batch.signature
+            group = self.param_groups[signature.group]
+            states = [self._subspace(task.key, stack, signature) for task in tasks]
+            returned = partial(_returned, self._reply(unit, batch), signature)
+            if batch.partners:
+                return returned(self._step_slices(unit, batch, tasks, stack, states))
             self.health.add("matrices_updated", len(tasks))
-            matrices = updates.side_normalized(stack.view(-1, rows, columns))
-            states = [self._subspace(task.key, matrices, rank) for task in tasks]
+            matrices = stack.view(-1, signature.rows, signature.columns)
+            matrices = matrices.mT if signature.right else matrices
             pasts = [(int(state["step"]), float(state["beta1"])) for state in states]
-            returned = partial(_returned, self._reply(unit, batch), batch)
             if one_by_one:
                 # Also where they came as a stack: then a matrix is rounded alike wherever it lies.
                 spans = [slice(index, index + 1) for index in range(len(tasks))]
@@ -182,7 +206,7 @@ class LDAdam(ShardedOptimizer):
 
         def delivered(batch: Batch) -> None:
             as_factors = self._reply(unit, batch).whole is not None
-            fragments.step(batch.signature, as_factors, self.param_groups[batch.signature[-1]]["lr"])
+            fragments.step(batch.signature, as_factors, self.param_groups[batch.signature.group]["lr"])
 
         unit.exchange.run(fragments.sources, compute, fragments.receive, partial(self._reply, unit), delivered)
 
@@ -192,7 +216,7 @@ class LDAdam(ShardedOptimizer):
         signature = batch.signature
         if signature not in replies:
             assert unit.exchange is not None
-            plan, holders = unit.exchange.plan, unit.layout.holders
+            plan, holders = unit.exchange.plan, unit.exchange.layout.holders
             receivers = elements = 0
             for key in (task.key for other in plan.batches if other.signature == signature for task in other.tasks):
                 others = [parts for holder, parts in holders[key].items() if holder != plan.owners[key]]
@@ -203,18 +227,40 @@ class LDAdam(ShardedOptimizer):
             replies[signature] = Reply(whole=length) if fewer else Reply(values=values)
         return replies[signature]
 
-    def _products(self, signature: tuple[int, ...]) -> int:
+    def _products(self, signature: Signature) -> int:
         """The direction, and with error feedback what the buffer loses."""
-        return 2 if self.param_groups[signature[-1]]["error_feedback"] else 1
+        return 2 if self.param_groups[signature.group]["error_feedback"] else 1
 
-    def _factors_length(self, signature: tuple[int, ...]) -> int:
+    def _factors_length(self, signature: Signature) -> int:
         """Elements of the basis and of each product's other factor."""
-        rows, columns, rank, _ = signature
-        return rank * (min(rows, columns) + self._products(signature) * max(rows, columns))
+        return signature.rank * (signature.short + self._products(signature) * signature.long)
 
-    def _subspace(self, key: str, matrices: Tensor, rank: int) -> MatrixState:
-        short, long = matrices.shape[-2:]
-        return self.matrix_states.obtain(key, lambda: _fresh(matrices, short, long, rank))
+    def _subspace(self, key: str, like: Tensor, signature: Signature) -> MatrixState:
+        return self.matrix_states.obtain(key, lambda: _fresh(like, signature))
+
+    def _step_slices(
+        self, unit: StepUnit, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, states: list[MatrixState]
+    ) -> Tensor:
+        """Advance the slices that this rank owns, together with the owners of the others."""
+        wholes = {task.whole for task in tasks}
+        # One of the partners reports for all.
+        reports = unit.layout.rank == batch.partners[0]
+        if reports:
+            self.health.add("matrices_updated", len(wholes))
+
+        def report(rotation: Tensor) -> None:
+            if reports:
+                self._report_rotation(rotation)
+
+        assert self._source.tensor_parallel is not None
+        holders = holders_of(self._source.tensor_parallel.group, unit.traffic)
+        group = self.param_groups[batch.signature.group]
+        return step_slices(stack, states, len(wholes), batch.signature, group, holders, report)
+
+    def _report_rotation(self, rotation: Tensor) -> None:
+        """Shares of the old subspaces that the new ones have left: 0 stands still, 1 is orthogonal."""
+        kept = rotation.square().sum((-2, -1)) / rotation.shape[-1]
+        self.health.add("subspace_rotation", (1 - kept).sum(), kept.numel())
 
     def _step_subspaces(
         self, matrices: Tensor, states: list[MatrixState], count: int, written_beta1: float, group: Mapping[str, Any]
@@ -239,11 +285,10 @@ class LDAdam(ShardedOptimizer):
             eps=group["eps"],
             error_feedback=group["error_feedback"],
             written_beta1=written_beta1,
+            moments=moments_for(matrices.device, matrices.dtype),
         )
         if step > 1:
-            # Share of the old subspace that the new one has left: 0 stands still, 1 is orthogonal.
-            kept = (basis.mT @ previous).square().sum((-2, -1)) / basis.shape[-1]
-            self.health.add("subspace_rotation", (1 - kept).sum(), len(states))
+            self._report_rotation(basis.mT @ previous)
         for name, new in (("basis", basis), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
             copy_([state[name] for state in states], [new] if alone else list(new.unbind()))
         for state in states:
@@ -256,21 +301,26 @@ class LDAdam(ShardedOptimizer):
         return torch.cat([part.reshape(len(states), -1) for part in (basis, *factors)], dim=1)
 
 
-def _returned(reply: Reply, batch: Batch, factors: Tensor) -> Tensor:
+def _returned(reply: Reply, signature: Signature, factors: Tensor) -> Tensor:
     """What owners return: the factors, or (matrices, products * elements) their products."""
     if reply.whole is not None:
         return factors
-    basis, others = split_factors(factors, batch.signature)
+    basis, others = split_factors(factors, signature)
     products = basis.unsqueeze(1) @ others
-    return (products.mT if updates.projects_right(*batch.signature[:2]) else products).flatten(1)
+    return (products.mT if signature.right else products).flatten(1)
 
 
-def _fresh(like: Tensor, short: int, long: int, rank: int) -> MatrixState:
+def _cut_states(task: MatrixTask) -> dict[str, int]:
+    signature: Signature = task.signature
+    return {"long": {"exp_avg": 1, "exp_avg_sq": 1}, "short": {"basis": 0}}.get(signature.cut or "", {})
+
+
+def _fresh(like: Tensor, signature: Signature) -> MatrixState:
     """A subspace and its moments before the first step."""
     return {
-        "basis": like.new_zeros(short, rank),
-        "exp_avg": like.new_zeros(rank, long),
-        "exp_avg_sq": like.new_zeros(rank, long),
+        "basis": like.new_zeros(signature.short, signature.rank),
+        "exp_avg": like.new_zeros(signature.rank, signature.long),
+        "exp_avg_sq": like.new_zeros(signature.rank, signature.long),
         "step": torch.tensor(0, dtype=torch.int64),
         # Of the last step, with which the momentum in the error buffer is weighted. On the CPU, like the count.
         "beta1": torch.tensor(0.0, dtype=torch.float64),

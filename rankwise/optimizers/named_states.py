@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,15 @@ from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.sharding import Fragment
 
-__all__ = ["StoredFragment", "common_step", "owned_states", "resume", "stored_fragments"]
+__all__ = [
+    "SlicePlace",
+    "StoredFragment",
+    "common_step",
+    "owned_states",
+    "resume",
+    "slice_places",
+    "stored_fragments",
+]
 
 
 class StoredFragment(NamedTuple):
@@ -29,6 +38,23 @@ class StoredFragment(NamedTuple):
     copy: int
     weight: Tensor
     states: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """One of the equal slices of a matrix.
+
+    Attributes:
+        whole: The matrix.
+        index: Of the slice.
+        count: Number of slices.
+        axes: The dimension along which a state is cut, by its name; all slices have the other states alike.
+    """
+
+    whole: str
+    index: int
+    count: int
+    axes: Mapping[str, int]
 
 
 def stored_fragments(optimizer: ShardedOptimizer) -> Iterator[StoredFragment]:
@@ -58,6 +84,20 @@ def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
                 fresh = dict(initial(task, unit.device))
                 if fresh:
                     found[task.key] = {**fresh, **present.get(task.key, {})}
+    return found
+
+
+def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
+    """Of every slice this rank owns, by its key in :func:`owned_states`: where its states lie in the matrix's."""
+    found: dict[str, SlicePlace] = {}
+    for unit in optimizer.planned_units:
+        if unit.exchange is None:
+            continue
+        cut_states = optimizer.work(unit).cut_states
+        for task in unit.exchange.owned():
+            if task.whole is not None:
+                matrix = unit.slices[task.whole]
+                found[task.key] = SlicePlace(task.whole, matrix.parts.index(task.key), matrix.count, cut_states(task))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LayoutSource", "Slice", "TensorContents", "WholeParameters"]
+__all__ = ["LayoutSource", "Slice", "TensorContents", "TensorParallel", "WholeParameters"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,32 @@ class TensorContents:
     ranks: dist.ProcessGroup | None = None
 
 
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel groups among the ranks of a layout.
+
+    Attributes:
+        sets: Positions in the layout's group of the ranks of each of them, the same on every rank.
+        group: This rank's.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup
+
+
 class LayoutSource(Protocol):
-    """What a framework tells the optimizer about the tensors it put into the param groups."""
+    """What a framework tells the optimizer about the tensors it put into the param groups.
+
+    Attributes:
+        group: Of the ranks that hold pieces or copies of the parameters; None for a single process.
+        replicated: Whether every rank holds every parameter whole.
+        tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
+            slice; checkpoints must take its states so too. None: every matrix is computed by one rank.
+    """
 
     group: dist.ProcessGroup | None
     replicated: bool
+    tensor_parallel: TensorParallel | None
 
     def contents(self, tensor: Tensor) -> TensorContents:
         """Name the parameters stored in ``tensor``."""
@@ -57,6 +78,8 @@ class LayoutSource(Protocol):
 
 class WholeParameters:
     """The layout of plain PyTorch: every tensor of the param groups is a whole parameter of this process."""
+
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,11 +14,39 @@ from rankwise.optimizers.unit import StepUnit
 from rankwise.sharding import Fragment, MatrixTask
 from rankwise.updates import ldadam as updates
 from rankwise.updates.adamw import Scalar
+from rankwise.updates.ldadam_slices import Cut
 
-__all__ = ["Fragments", "split_factors"]
+__all__ = ["Fragments", "Signature", "split_factors"]
 
-Signature = tuple[int, ...]
-"""Rows, columns, rank and param group of the matrices of a batch."""
+
+class Signature(NamedTuple):
+    """What the matrices of a batch, or the slices of matrices, have in common.
+
+    Attributes:
+        rows: Of one of them.
+        columns: Of one of them.
+        rank: Of the subspace.
+        group: Position of the param group.
+        right: Whether the whole matrix is projected from the right.
+        cut: The side of the whole matrix of which they are slices; None for whole matrices.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    group: int
+    right: bool
+    cut: Cut | None = None
+
+    @property
+    def short(self) -> int:
+        """Length of the side that is projected."""
+        return self.columns if self.right else self.rows
+
+    @property
+    def long(self) -> int:
+        """Length of the other side."""
+        return self.rows if self.right else self.columns
 
 
 def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor]:
@@ -27,10 +56,12 @@ def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor
         factors: (..., elements), what an owner sends of one or more matrices.
         signature: Of their batch.
     """
-    rows, columns, rank, _ = signature
-    short, long = min(rows, columns), max(rows, columns)
-    basis, others = factors[..., : short * rank], factors[..., short * rank :]
-    return basis.unflatten(-1, (short, rank)), others.unflatten(-1, (-1, rank, long))
+    elements = signature.short * signature.rank
+    basis, others = factors[..., :elements], factors[..., elements:]
+    return (
+        basis.unflatten(-1, (signature.short, signature.rank)),
+        others.unflatten(-1, (-1, signature.rank, signature.long)),
+    )
 
 
 class Fragments:
@@ -105,7 +136,6 @@ class Fragments:
         fused = low_rank_for(self._unit.device, self._unit.dtype)
         if fused is None or any(self._fragment(index).columns is not None for index, _ in arrived):
             return False
-        rows, columns, *_ = signature
         indices = [index for index, _ in arrived]
         feedback = indices[0] in self._errors
         factors = []
@@ -118,8 +148,8 @@ class Fragments:
             factors,
             [self._source(index) for index in indices] if feedback else None,
             [self._errors[index] for index in indices] if feedback else None,
-            cols=columns,
-            right=updates.projects_right(rows, columns),
+            cols=signature.columns,
+            right=signature.right,
             lr=lr,
             weight_decay=0.0,  # applied before the gradients were sent
         )
@@ -134,7 +164,8 @@ class Fragments:
             self._keep_error(index)
 
     def _fragment(self, index: int) -> Fragment:
-        return self._unit.entries[index].fragment
+        assert self._unit.exchange is not None
+        return self._unit.exchange.layout.mine[index]
 
     def _source(self, index: int) -> Tensor:
         source = self.sources[index]
@@ -152,11 +183,11 @@ def _own_factors(factors: Tensor, signature: Signature, part: Fragment) -> tuple
     if part.columns is None:
         return basis, others
     block = slice(*part.columns)
-    return (basis[block], others) if updates.projects_right(*signature[:2]) else (basis, others[..., block])
+    return (basis[block], others) if signature.right else (basis, others[..., block])
 
 
 def _subtract_product_(run: Tensor, basis: Tensor, other: Tensor, signature: Signature, part: Fragment) -> None:
     """Subtract a fragment's elements of a product of two factors."""
-    rows, columns, *_ = signature
-    right = updates.projects_right(rows, columns)
-    updates.subtract_low_rank_(run, basis, other, part.start, part.end, rows, part.row_length, right)
+    updates.subtract_low_rank_(
+        run, basis, other, part.start, part.end, signature.rows, part.row_length, signature.right
+    )

@@ -22,7 +22,9 @@ from rankwise.sharding import (
     Layout,
     MatrixExchange,
     MatrixTask,
+    SlicedMatrix,
     Traffic,
+    in_slices,
     plan_matrices,
 )
 
@@ -74,6 +76,7 @@ class StepUnit:
     apart: bool = False  # its ranks are some of the optimizer's ranks only
     sums: FragmentSums = field(init=False)
     exchange: MatrixExchange | None = None
+    slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
     halo: HaloExchange | None = None
     traffic: Traffic = field(default_factory=Traffic)  # of collectives an optimizer starts itself
     scratch: dict[str, Any] = field(default_factory=dict)
@@ -139,6 +142,7 @@ class StepUnit:
         comm_dtype: str | None = None,
         kept: Mapping[str, int] | None = None,
         one_by_one: bool = False,
+        slices: Mapping[str, SlicedMatrix] | None = None,
     ) -> list[float]:
         """Choose owners for ``tasks``.
 
@@ -148,14 +152,17 @@ class StepUnit:
             comm_dtype: Type in which matrices travel; None: that of the computation.
             kept: Owners of matrices that have states already, the same on every rank.
             one_by_one: See :class:`rankwise.sharding.MatrixExchange`.
+            slices: Matrices of which ``tasks`` has the slices.
 
         Returns:
             The ranks' loads including these tasks.
         """
-        plan, loads = plan_matrices(self.layout, tasks, loads or [0.0] * self.layout.world_size, kept=kept)
+        self.slices = slices or {}
+        layout = in_slices(self.layout, self.slices)
+        plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
         wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
         self.exchange = MatrixExchange(
-            self.layout, plan, self.device, self.dtype, wire_dtype, one_by_one and self.device.type == "cpu"
+            layout, plan, self.device, self.dtype, wire_dtype, one_by_one and self.device.type == "cpu"
         )
         return loads
 

@@ -13,6 +13,16 @@ from rankwise.sharding import Batch, MatrixTask, Reply, own_pieces
 __all__ = ["StepWork", "no_matrix_state"]
 
 
+def no_messages(batch: Batch) -> tuple[int, ...]:
+    """For rules that compute every matrix on one rank."""
+    return ()
+
+
+def whole_states(task: MatrixTask) -> Mapping[str, int]:
+    """For rules that compute every matrix on one rank."""
+    return {}
+
+
 def no_matrix_state(task: MatrixTask, device: torch.device) -> Mapping[str, Tensor]:
     """For rules whose states all have one value per element."""
     return {}
@@ -27,6 +37,9 @@ class StepWork:
         halo_fields: Values fetched of every neighbour across a fragment border.
         reply: What an owner returns to the holders of its matrices.
         matrix_state: The states an owner keeps of one matrix, as they are before the first step.
+        together: Elements of each message among the ranks that compute a batch of slices, in a step after the first.
+        cut_states: For a slice, the dimension along which each of the matrix's states is cut; the slices have the
+            other states alike.
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces that only some steps need, and every how many steps.
         period: See ``periodic``.
@@ -37,6 +50,8 @@ class StepWork:
     halo_fields: int = 0
     reply: Callable[[Batch], Reply] = own_pieces
     matrix_state: Callable[[MatrixTask, torch.device], Mapping[str, Tensor]] = no_matrix_state
+    together: Callable[[Batch], tuple[int, ...]] = no_messages
+    cut_states: Callable[[MatrixTask], Mapping[str, int]] = whole_states
     scalars: tuple[int, ...] = ()
     periodic: tuple[int, ...] = ()
     period: int = 1

@@ -5,6 +5,7 @@ from .halo import Halo, HaloExchange
 from .layout import Fragment, Layout, LayoutError, Place
 from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .reduce import FragmentSums
+from .slices import SlicedMatrix, find_slices, in_slices
 from .traffic import Traffic
 from .volume import halo_volume, matrix_volume, sums_volume
 
@@ -21,8 +22,11 @@ __all__ = [
     "MatrixTask",
     "Place",
     "Reply",
+    "SlicedMatrix",
     "Traffic",
+    "find_slices",
     "halo_volume",
+    "in_slices",
     "matrix_volume",
     "own_pieces",
     "plan_matrices",

@@ -128,7 +128,9 @@ class MatrixExchange:
 
     def _computed_batches(self, one_by_one: bool) -> Iterator[Batch]:
         for batch in self.plan.batches:
-            apart = [task for task in batch.tasks if one_by_one and self._lies_whole(task)]
+            # Slices are computed together with those of other ranks.
+            alone = one_by_one and not batch.partners
+            apart = [task for task in batch.tasks if alone and self._lies_whole(task)]
             straddling = tuple(task for task in batch.tasks if task not in apart)
             if straddling:
                 # First, so that they travel while the others are computed.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from .layout import Layout
+from .slices import SlicedMatrix
 
 __all__ = ["Batch", "MatrixPlan", "MatrixTask", "Reply", "assign_owners", "own_pieces", "plan_matrices"]
 
@@ -29,20 +30,30 @@ class MatrixTask:
             and its bias).
         signature: Tasks of equal signature (shape, options) are computed together in one batched call.
         cost: Estimated work per step in floating-point operations, the unit of load balance.
+        whole: The matrix of which this is a slice, computed together with its other slices; None for a matrix.
     """
 
     key: str
     parts: tuple[str, ...]
     signature: Any
     cost: float
+    whole: str | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tasks of one signature that travel and are computed together."""
+    """Tasks of one signature that travel and are computed together.
+
+    Attributes:
+        signature: Of every task.
+        tasks: The matrices.
+        partners: Where the tasks are slices, the ranks that own them. Each has as many slices of every matrix, matrix
+            by matrix in one order.
+    """
 
     signature: Any
     tasks: tuple[MatrixTask, ...]
+    partners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,19 +131,34 @@ def plan_matrices(
     loads: Sequence[float],
     batch_elements: int = BATCH_ELEMENTS,
     kept: Mapping[str, int] | None = None,
+    slices: Mapping[str, SlicedMatrix] | None = None,
 ) -> tuple[MatrixPlan, list[float]]:
     """Choose owners and batches for ``tasks`` on ``layout``.
 
     Args:
-        layout: The common layout.
-        tasks: The matrices, in any order.
+        layout: The common layout; with slices as :func:`rankwise.sharding.in_slices` gives it.
+        tasks: The matrices, in any order, and all slices of those that are computed in slices.
         loads: Load each rank already carries.
         batch_elements: Elements an owner stacks per batch; a larger matrix is a batch entry of its own.
         kept: Owners that are given, by task key, the same on every rank.
+        slices: The matrices that tasks name as their ``whole``.
 
     Returns:
         The plan and the loads after it, to be passed on when the next group is planned.
     """
+    parts = [task for task in tasks if task.whole is not None]
+    partners, loads = _assign_partners(parts, slices or {}, loads, kept)
+    whole = [task for task in tasks if task.whole is None]
+    owners, loads = assign_owners(whole, _held(layout, whole), loads, kept=kept)
+    batches = [
+        *_joint_batches(layout, parts, partners, batch_elements),
+        *_batches(layout, whole, owners, batch_elements),
+    ]
+    return MatrixPlan({**partners, **owners}, tuple(batches)), loads
+
+
+def _held(layout: Layout, tasks: Sequence[MatrixTask]) -> dict[str, dict[int, int]]:
+    """For each task, how many of its elements each rank holds."""
     held: dict[str, dict[int, int]] = {}
     for task in tasks:
         shares: dict[int, int] = {}
@@ -140,20 +166,75 @@ def plan_matrices(
             for rank, fragments in layout.holders[part].items():
                 shares[rank] = shares.get(rank, 0) + sum(fragment.numel for fragment in fragments)
         held[task.key] = shares
-    owners, loads = assign_owners(tasks, held, loads, kept=kept)
+    return held
 
-    by_signature: dict[str, list[MatrixTask]] = {}
-    for task in sorted(tasks, key=lambda task: (repr(task.signature), task.key)):
-        by_signature.setdefault(repr(task.signature), []).append(task)
-    batches: list[Batch] = []
-    for members in by_signature.values():
+
+def _assign_partners(
+    parts: Sequence[MatrixTask],
+    slices: Mapping[str, SlicedMatrix],
+    loads: Sequence[float],
+    kept: Mapping[str, int] | None,
+) -> tuple[dict[str, int], list[float]]:
+    """Give every slice an owner: the matrices one after the other to the ranks that carry least."""
+    loads, owners = list(loads), {}
+    costs = {task.key: task.cost for task in parts}
+    wholes = {task.whole: task.cost for task in parts if task.whole is not None}
+    for key in sorted(wholes, key=lambda key: (-wholes[key], key)):
+        names, choices = slices[key].parts, slices[key].owners
+        given = tuple((kept or {}).get(name, -1) for name in names)
+        chosen = (
+            given
+            if given in choices
+            else min(choices, key=lambda ranks: (max(loads[rank] for rank in ranks), choices.index(ranks)))
+        )
+        for name, rank in zip(names, chosen, strict=True):
+            owners[name] = rank
+            loads[rank] += costs[name]
+    return owners, loads
+
+
+def _chunk(layout: Layout, task: MatrixTask, batch_elements: int, together: int = 1) -> int:
+    """How many tasks like this one, or groups of them, an owner stacks in a batch."""
+    numel = together * sum(prod(layout.shapes[part]) for part in task.parts)
+    return max(1, batch_elements // max(1, numel))
+
+
+def _batches(
+    layout: Layout, tasks: Sequence[MatrixTask], owners: Mapping[str, int], batch_elements: int
+) -> Iterator[Batch]:
+    for members in _grouped(tasks, lambda task: repr(task.signature)):
         queues: dict[int, list[MatrixTask]] = {}
         for task in members:
             queues.setdefault(owners[task.key], []).append(task)
         # The same number for every owner: all of them are busy in a batch, and none stacks more than it must.
-        numel = sum(prod(layout.shapes[part]) for part in members[0].parts)
-        chunk = max(1, batch_elements // max(1, numel))
+        chunk = _chunk(layout, members[0], batch_elements)
         for first in range(0, max(map(len, queues.values())), chunk):
             chosen = [task for owner in sorted(queues) for task in queues[owner][first : first + chunk]]
-            batches.append(Batch(members[0].signature, tuple(chosen)))
-    return MatrixPlan(owners, tuple(batches)), loads
+            yield Batch(members[0].signature, tuple(chosen))
+
+
+def _joint_batches(
+    layout: Layout, parts: Sequence[MatrixTask], owners: Mapping[str, int], batch_elements: int
+) -> Iterator[Batch]:
+    matrices: dict[str | None, list[MatrixTask]] = {}
+    for task in parts:
+        matrices.setdefault(task.whole, []).append(task)
+    partners = {key: tuple(sorted({owners[task.key] for task in tasks})) for key, tasks in matrices.items()}
+    for members in _grouped(
+        parts, lambda task: (repr(task.signature), partners[task.whole], len(matrices[task.whole]))
+    ):
+        ranks = partners[members[0].whole]
+        keys = list(dict.fromkeys(task.whole for task in members))
+        chunk = _chunk(layout, members[0], batch_elements, len(matrices[keys[0]]) // len(ranks))
+        for first in range(0, len(keys), chunk):
+            together = [task for key in keys[first : first + chunk] for task in matrices[key]]
+            chosen = [task for rank in ranks for task in together if owners[task.key] == rank]
+            yield Batch(members[0].signature, tuple(chosen), ranks)
+
+
+def _grouped(tasks: Sequence[MatrixTask], key: Callable[[MatrixTask], Any]) -> list[list[MatrixTask]]:
+    """Tasks of equal key together, in an order that does not depend on theirs."""
+    found: dict[Any, list[MatrixTask]] = {}
+    for task in sorted(tasks, key=lambda task: (repr(task.signature), task.key)):
+        found.setdefault(key(task), []).append(task)
+    return list(found.values())

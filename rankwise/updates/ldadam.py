@@ -24,6 +24,7 @@ Matrix products must run in the full precision of their dtype (no TF32): the err
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -52,6 +53,8 @@ __all__ = [
 
 BasisMethod = Literal["power", "svd"]
 Fallback = Literal["branch", "always", "never"]
+Moments = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""A form of :func:`low_rank_moments`."""
 
 
 def projects_right(rows: int, cols: int) -> bool:
@@ -333,6 +336,7 @@ def subspace_step(
     eps: float = 1e-8,
     error_feedback: bool = True,
     written_beta1: float | None = None,
+    moments: Moments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments and direction in a given new basis: :func:`project`, then :func:`low_rank_moments`.
 
@@ -347,6 +351,7 @@ def subspace_step(
         eps: Added to the root of the second moment.
         error_feedback: Which of the two ``matrix`` is.
         written_beta1: As in :func:`low_rank_moments`.
+        moments: The form of :func:`low_rank_moments` to use; None: this one.
 
     Returns:
         ``M``, ``V``, ``D``, each (..., r, n).
@@ -356,7 +361,8 @@ def subspace_step(
     """
     _check_shapes(matrix, U, M_prev)
     projected, rotation = project(matrix, U_prev, U)
-    return low_rank_moments(projected, rotation, M_prev, V_prev, step, betas, eps, error_feedback, written_beta1)
+    compute = moments or low_rank_moments
+    return compute(projected, rotation, M_prev, V_prev, step, betas, eps, error_feedback, written_beta1)
 
 
 def ldadam_step(
@@ -372,6 +378,7 @@ def ldadam_step(
     basis_method: BasisMethod = "power",
     fallback: Fallback = "branch",
     written_beta1: float | None = None,
+    moments: Moments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One step of the matrix states: basis, moments and direction (arXiv 2410.16103, Algorithm 1).
 
@@ -391,7 +398,7 @@ def ldadam_step(
     else:
         weights = basis_weights(step, betas[0], rho, error_feedback, written_beta1)
         U = next_basis(matrix, U_prev, M_prev, *weights, basis_method=basis_method, fallback=fallback)
-    M, V, D = subspace_step(matrix, U_prev, M_prev, V_prev, U, step, betas, eps, error_feedback, written_beta1)
+    M, V, D = subspace_step(matrix, U_prev, M_prev, V_prev, U, step, betas, eps, error_feedback, written_beta1, moments)
     return U, M, V, D
 
 

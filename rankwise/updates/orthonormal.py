@@ -7,10 +7,24 @@ factor or an unordered eigenbasis would be a different optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["cholesky_qr", "cholesky_qr2", "householder_qr", "initial_basis", "triangular_factor"]
+__all__ = [
+    "Gather",
+    "cholesky_qr",
+    "cholesky_qr2",
+    "householder_qr",
+    "initial_basis",
+    "row_block_cholesky_qr",
+    "row_block_cholesky_qr2",
+    "triangular_factor",
+]
+
+Gather = Callable[[Tensor], Tensor]
+"""Stacks the tensors that the holders of row blocks pass, (holders, ...), alike for all of them."""
 
 # A column whose part outside the span of its predecessors is smaller than this (relative to its length) is rounding.
 _MIN_DIAGONAL = 1e-6
@@ -86,6 +100,42 @@ def cholesky_qr2(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     first, first_failed = cholesky_qr(matrix)
     factor, second_failed = triangular_factor(first.mT @ first, _MIN_SECOND_DIAGONAL)
+    return _solve(first, factor), first_failed | second_failed
+
+
+def row_block_cholesky_qr(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor]:
+    """:func:`cholesky_qr` of a matrix of which every caller has some rows.
+
+    Args:
+        rows: (..., n_i, r).
+        gather: Called once, with (..., 1 + r, r).
+
+    Returns:
+        The same rows of ``Q``, and the boolean, alike for all callers.
+    """
+    peak = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-2, keepdim=True)
+    columns = _scale_columns(rows)
+    parts = gather(torch.cat((peak, columns.mT @ columns), dim=-2))
+    peaks = parts[..., :1, :]
+    highest = peaks.amax(dim=0)
+    highest = torch.where(highest > 0, highest, 1.0)
+    shares = peaks / highest
+    factor, failed = triangular_factor((shares.mT * parts[..., 1:, :] * shares).sum(dim=0))
+    return _solve(rows / highest, factor), failed
+
+
+def row_block_cholesky_qr2(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor]:
+    """:func:`cholesky_qr2` of a matrix of which every caller has some rows.
+
+    Args:
+        rows: (..., n_i, r).
+        gather: Called twice, with (..., 1 + r, r) and (..., r, r).
+
+    Returns:
+        The same rows of ``Q``, and the boolean, alike for all callers.
+    """
+    first, first_failed = row_block_cholesky_qr(rows, gather)
+    factor, second_failed = triangular_factor(gather(first.mT @ first).sum(dim=0), _MIN_SECOND_DIAGONAL)
     return _solve(first, factor), first_failed | second_failed
 
 

@@ -65,6 +65,7 @@ class FlatShard:
     """One rank's equal cut of all parameters laid end to end; the optimizer's ``LayoutSource``."""
 
     replicated = False
+    tensor_parallel = None
 
     def __init__(self, model: nn.Module, rank: int, world: int) -> None:
         self.group = world_group()

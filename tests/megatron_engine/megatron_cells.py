@@ -27,6 +27,7 @@ class Cell:
         precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale).
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
         moe: Number of experts, two of which are chosen per token; 0 for a dense model.
+        dense_layers: Of a model with experts, first layers that have none.
         aux_loss: Coefficient of the load-balancing loss, which depends on how the batch is split.
         swiglu: SwiGLU, RMSNorm and no bias; otherwise GELU, LayerNorm and biases.
         gqa: Whether two heads share a key and value.
@@ -34,6 +35,7 @@ class Cell:
         recompute: Whether all activations are recomputed.
         microbatches: Micro-batches per step and rank; the global batch is the same in every cell.
         layers: Transformer layers of the whole model.
+        hidden: Width of the model; feed-forward layers are twice as wide.
         clip: Largest gradient norm; 0 for none.
         uneven: Whether micro-batches may differ in size, where gradients are prescribed.
         optimizer: Further fields of the optimizer's config.
@@ -50,6 +52,7 @@ class Cell:
     overlap_param_gather: bool = False
     bucket_size: int | None = None
     moe: int = 0
+    dense_layers: int = 0
     aux_loss: float = 0.0
     swiglu: bool = True
     gqa: bool = True
@@ -57,6 +60,7 @@ class Cell:
     recompute: bool = False
     microbatches: int = 2
     layers: int = 2
+    hidden: int = HIDDEN
     clip: float = 1.0
     uneven: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -69,8 +73,8 @@ class Cell:
         dtype = DTYPES[self.precision]
         model: dict[str, Any] = {
             "num_layers": self.layers,
-            "hidden_size": HIDDEN,
-            "ffn_hidden_size": 2 * HIDDEN,
+            "hidden_size": self.hidden,
+            "ffn_hidden_size": 2 * self.hidden,
             "num_attention_heads": HEADS,
             "num_query_groups": HEADS // 2 if self.gqa else HEADS,
             "hidden_dropout": 0.0,
@@ -103,6 +107,7 @@ class Cell:
             model |= {
                 "num_moe_experts": self.moe,
                 "moe_ffn_hidden_size": HIDDEN,
+                "moe_layer_freq": [int(layer >= self.dense_layers) for layer in range(self.layers)],
                 "moe_router_topk": 2,
                 "moe_token_dispatcher_type": "alltoall",
                 "moe_router_load_balancing_type": "aux_loss" if self.aux_loss else "none",

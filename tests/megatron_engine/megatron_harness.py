@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -90,9 +90,7 @@ class Trainer:
         vp_stage = stage if cell.vpp > 1 else None
         model: nn.Module = GPTModel(
             config=self.config,
-            transformer_layer_spec=get_gpt_layer_local_spec(
-                num_experts=cell.moe or None, normalization=self.config.normalization
-            ),
+            transformer_layer_spec=self._layers(vp_stage),
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=True) and stage == 0,
@@ -107,6 +105,14 @@ class Trainer:
         wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
         wrapped.vp_stage = vp_stage
         return wrapped
+
+    def _layers(self, vp_stage: int | None) -> Any:
+        cell = self.cell
+        if cell.dense_layers:
+            return get_gpt_decoder_block_spec(
+                self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage
+            )
+        return get_gpt_layer_local_spec(num_experts=cell.moe or None, normalization=self.config.normalization)
 
     def _connect(self) -> None:
         """What Megatron's training loop sets on the config before its first step."""

@@ -108,6 +108,17 @@ def test_resumes_bitwise_everywhere(folder: Path) -> None:
         _check_bitwise(folder, name, label, GRID)
 
 
+def test_experts_of_the_last_stage_resume_bitwise(folder: Path) -> None:
+    """Rank 0, which writes what all ranks share, holds no experts."""
+    cell = Cell(pp=2, ep=2, dense_layers=1, **MOE, **DISTRIBUTED)
+    target = folder / "experts"
+    target.mkdir()
+    whole = run_ranks(4, _save, [("ldadam", cell)], target)[0][0]
+    again = run_ranks(4, _resume, [("ldadam", cell, target / "0")])[0][0]
+    assert again.losses == whole.losses
+    assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
+
+
 @functools.cache
 def _moved(folder: Path, label: str, names: tuple[str, ...]) -> list[tuple[Result, Result]]:
     (world, cell), (other_world, other) = MOVES[label]

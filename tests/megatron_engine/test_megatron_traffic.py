@@ -104,7 +104,7 @@ def _at_home(inner: Any, unit: Any) -> tuple[int, int]:
     """How many matrices lie whole on their owner, of which the plan must send nothing, and how many do not."""
     if unit.exchange is None:
         return 0, 0
-    layout, plan = unit.layout, unit.exchange.plan
+    layout, plan = unit.exchange.layout, unit.exchange.plan
     staying = []
     for batch in plan.batches:
         homes = {task: {h for part in task.parts for h in layout.holders[part]} for task in batch.tasks}
@@ -154,6 +154,8 @@ def test_whole_matrices_stay(name: str) -> None:
         assert sent.matrices[0] > 0 and sent.matrices[1] == 0
         assert not [m for step in sent.inner for m in step if m.operation.startswith("alltoall")]
     for label in ("DP2 distributed", "TP2"):
+        if name == "ldadam" and label == "TP2":
+            continue  # See test_slices_stay.
         ranks = measured[name, label]
         assert all(sent.matrices[1] > 0 for sent in ranks)
         assert any(m.bytes > 0 for sent in ranks for m in sent.inner[-1] if m.operation.startswith("alltoall"))
@@ -168,6 +170,39 @@ def test_blocks_send_nothing_over_tensor_parallel_ranks(name: str, label: str) -
         messages = [message for step in sent.inner for message in step]
         assert all(message.ranks == sent.data for message in messages if message.bytes)
         assert (len(sent.data) > 1) == any(message.bytes for message in messages)
+
+
+def test_slices_stay() -> None:
+    """Under tensor parallelism LDAdam's matrices are computed where they lie; only sums travel."""
+    for sent in _measured(2)["ldadam", "TP2"]:
+        operations = {message.operation for step in sent.inner for message in step if message.bytes}
+        assert sent.matrices[0] > 0 and sent.matrices[1] == 0
+        assert operations == {"allgather_", "allreduce_"}
+    # Whether data-parallel ranks have cut them further or not, an owner is found in each tensor-parallel group.
+    for sent in _measured(4)["ldadam", "TP2 DP2 distributed"]:
+        sums = {m.ranks for step in sent.inner for m in step if m.bytes and m.operation == "allgather_"}
+        (partners,) = sums
+        assert len(partners) == 2 and len(set(partners) & set(sent.data)) == 1
+
+
+def _volumes(rank: int, world: int, name: str, widths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Bytes of an ordinary step and, beyond it, of one that updates factors, by the model's width."""
+    with cpu_megatron():
+        sent = [_sent(rank, name, Cell(tp=2, layers=1, microbatches=1, hidden=width)) for width in widths]
+    found = []
+    for one in sent:
+        usual, updating = sorted(sum(message.bytes for message in step) for step in one.inner[:2])
+        found.append((usual, updating - usual))
+    return found
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ldadam", 0), ("mkor", 1)])
+def test_the_exact_exchange_is_linear_in_the_width(name: str, kind: int) -> None:
+    """All that LDAdam sends, and MKOR's statistics; its preconditioned gradients cross once a step and are not."""
+    for volumes in run_ranks(2, _volumes, name, (64, 128, 256)):
+        narrow, wider, widest = (volume[kind] for volume in volumes)
+        assert 0 < narrow < wider
+        assert widest - wider == 2 * (wider - narrow)
 
 
 def test_exact_mode_does_send_over_them() -> None:

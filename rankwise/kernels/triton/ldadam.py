@@ -39,7 +39,7 @@ def low_rank_moments(
     r"""As :func:`rankwise.updates.ldadam.low_rank_moments`: rotation, moments and direction in one launch.
 
     Args:
-        projected: ``U^T C`` (b, r, n).
+        projected: ``U^T C``, (b, r, n) or of a single matrix without b, as the others.
         rotation: ``R`` (b, r, r); ignored at step 1.
         M_prev: First moment (b, r, n); ignored at step 1.
         V_prev: Second moment (b, r, n); ignored at step 1.
@@ -54,8 +54,14 @@ def low_rank_moments(
         ``M``, ``V`` and the direction ``D``, (b, r, n) each, new.
 
     Raises:
-        ValueError: If ``step`` is below 1, a tensor is not contiguous fp32 or the shapes do not fit.
+        ValueError: If ``step`` is below 1, a moment is not contiguous, a tensor is not fp32 or the shapes do not fit.
     """
+    if projected.dim() == 2:
+        one = (projected[None], rotation[None], M_prev[None], V_prev[None])
+        found = low_rank_moments(*one, step, betas, eps, error_feedback, written_beta1, precision=precision)
+        return found[0][0], found[1][0], found[2][0]
+    # Coordinates of tall matrices come as the transposed result of a product.
+    projected, rotation = projected.contiguous(), rotation.contiguous()
     batch, rank, length = projected.shape
     if step < 1:
         raise ValueError(f"step must be at least 1, got {step}; count the step being applied")
