@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.kernels.blocked import block_size
 from rankwise.updates.mkor import product_dtype
 
-__all__ = ["precondition_", "update_factors_"]
+__all__ = ["Workspace", "precondition_into", "update_factors_"]
 
 
 class _Affine(NamedTuple):
@@ -90,14 +90,6 @@ def _workspace(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(min(rows, max(1, 2 * block_size() // columns)), columns, dtype=dtype)
 
 
-def _norm(matrix: Tensor, dtype: torch.dtype) -> float:
-    """Frobenius norm, with squares in this type."""
-    work = _workspace(matrix, dtype)
-    blocks = ((block, space) for _, block, space in _blocks(matrix, work))
-    wide = (block if block.dtype == dtype else space.copy_(block) for block, space in blocks)
-    return math.hypot(*(float(torch.linalg.vector_norm(block)) for block in wide))
-
-
 def _measure(inverse: Tensor, vector: Tensor, norm: str, work: Tensor) -> _Measured:
     product, sizes = torch.empty_like(vector), torch.empty_like(vector)
     for rows, block, space in _blocks(inverse, work):
@@ -164,44 +156,88 @@ def _apply(inverse: Tensor, change: _Affine, work: Tensor) -> None:
             block.copy_(wide)
 
 
-def precondition_(
-    grads: Tensor,
+class Workspace:
+    """Buffers that are made once and serve matrix after matrix: fresh memory costs a page fault every few KiB."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A buffer of this shape, with whatever is in it; the one taken before by this name and type is given up.
+
+        Args:
+            name: What for. Only buffers of different names, or types, are in use at once.
+            shape: Its shape; contiguous.
+            dtype: Its type.
+        """
+        numel = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype)
+        return buffer[:numel].view(*shape)
+
+
+def precondition_into(
+    out: Sequence[Tensor],
+    parts: Sequence[Tensor],
     shape: tuple[int, int],
-    left: Sequence[Tensor] | None,
-    right: Sequence[Tensor] | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    space: Workspace,
+    *,
+    turned: bool = False,
     rescale: bool = True,
 ) -> None:
-    """Precondition a batch of gradients in place: :func:`rankwise.updates.mkor.precondition` on each.
+    """Precondition one gradient: :func:`rankwise.updates.mkor.precondition`.
+
+    Whole passes over a matrix, few and each on all threads: they are between two products that are several times as
+    long, and a matrix stays in the last-level cache from one to the next.
 
     Args:
-        grads: (n, elements): each a flattened matrix of this shape, followed by one more column if there is more.
-        shape: Rows and columns.
-        left: Their left factor inverses, (rows, rows) each, or None.
-        right: Their right ones, of as many rows and columns as there are columns, or None.
-        rescale: Give each the Frobenius norm it had.
+        out: Where the results go, laid out as ``parts``; other memory than theirs.
+        parts: The gradient of a weight, 1-D, and if it rides along that of the bias; left as they are.
+        shape: Rows and columns of the weight.
+        left: Left factor inverse, of as many rows as the matrix has, or None.
+        right: Right one, of as many as it has columns, or None.
+        space: Gives the operands of the products.
+        turned: The bias is the last row of the matrix and not the last column.
+        rescale: Give the result the Frobenius norm the gradient had.
     """
     rows, columns = shape
-    more = grads.shape[1] > rows * columns
-    factors = [side for side in (left, right) if side is not None]
-    dtype = product_dtype(grads, *(side[0] for side in factors))
-    factor, product = torch.empty(2, rows, columns + more, dtype=dtype)
-    for index, grad in enumerate(grads):
-        parts = [(slice(0, columns), grad[: rows * columns].view(shape))]
-        if more:
-            parts.append((slice(columns, None), grad[rows * columns :].view(rows, 1)))
-        for span, part in parts:
-            factor[:, span].copy_(part)
-        # Summed in the order of the product's norm where nothing was rounded: identities then give a ratio of one.
-        before = _norm(factor if dtype == grads.dtype else grad.view(rows, -1), grads.dtype) if rescale else 1.0
-        if left is not None:
-            torch.mm(left[index].to(dtype), factor, out=product)
-            factor, product = product, factor
-        if right is not None:
-            torch.mm(factor, right[index].to(dtype), out=product)
-            factor, product = product, factor
-        after = _norm(factor, grads.dtype) if rescale else 1.0
-        if 0.0 < after < math.inf:
-            for span, part in parts:
-                part.copy_(factor[:, span])
-            if before != after:
-                grad.mul_(before / after)
+    whole = (rows + (turned and len(parts) > 1), columns + (not turned and len(parts) > 1))
+    dtype = product_dtype(parts[0], *(side for side in (left, right) if side is not None))
+    factor, product = space.take("factor", whole, dtype), space.take("product", whole, dtype)
+    for place, part in zip(_places(factor, shape, turned), parts, strict=False):
+        place.copy_(part.view_as(place))
+    if left is not None:
+        torch.mm(left.to(dtype), factor, out=product)
+        factor, product = product, factor
+    if right is not None:
+        torch.mm(factor, right.to(dtype), out=product)
+        factor = product
+    for place, part in zip(_places(factor, shape, turned), out, strict=False):
+        part.view_as(place).copy_(place)
+    if rescale:
+        _rescale_(out, parts, columns)
+
+
+def _places(matrix: Tensor, shape: tuple[int, int], turned: bool) -> tuple[Tensor, Tensor]:
+    """Where the weight is in the matrix, and where what rides along is."""
+    rows, columns = shape
+    return matrix[:rows, :columns], matrix[rows:] if turned else matrix[:, columns:]
+
+
+def _rescale_(out: Sequence[Tensor], parts: Sequence[Tensor], columns: int) -> None:
+    before, after = (_norm(tensors, columns) for tensors in (parts, out))
+    if not 0.0 < after < math.inf:
+        for result, part in zip(out, parts, strict=True):
+            result.copy_(part)
+    elif before != after:
+        for result in out:
+            result.mul_(before / after)
+
+
+def _norm(parts: Sequence[Tensor], columns: int) -> float:
+    """Frobenius norm; row by row, which takes all threads and does not depend on how many there are."""
+    norms = [torch.linalg.vector_norm(parts[0].view(-1, columns), dim=1), *map(torch.linalg.vector_norm, parts[1:])]
+    return math.hypot(*(float(torch.linalg.vector_norm(norm, dtype=torch.float64)) for norm in norms))

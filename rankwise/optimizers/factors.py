@@ -42,6 +42,11 @@ class LayerSignature(NamedTuple):
         columns = self.inputs + self.has_bias
         return float(2 * self.outputs * columns * (self.outputs + columns))
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of the weight and, if it rides along, of the bias."""
+        return (self.outputs * self.inputs, self.outputs)[: 1 + self.has_bias]
+
 
 class KroneckerFactors:
     """Creates, moves and applies the factors; the states stay with their owner.
@@ -127,28 +132,36 @@ class KroneckerFactors:
             norm=options.stabilizer_norm,  # type: ignore[arg-type]
         )
 
-    def apply(self, signature: LayerSignature, states: Sequence[MatrixState], stack: Tensor) -> Tensor:
+    def apply(
+        self,
+        signature: LayerSignature,
+        states: Sequence[MatrixState],
+        stack: Tensor,
+        space: blocked_mkor.Workspace,
+    ) -> Tensor:
         """Precondition the gradients of a batch.
 
         Args:
             signature: Of its matrices.
             states: Theirs.
-            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias. Its memory
-                may be used for the result.
+            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone.
+            space: For what comes in between on a CPU.
 
         Returns:
             The preconditioned gradients, laid out alike.
         """
+        kernels = kernels_for(stack.device, stack.dtype)
+        if kernels is blocked:
+            result, sizes = torch.empty_like(stack), signature.sizes
+            for new, state, grad in zip(result, states, stack, strict=True):
+                self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), space)
+            return result
         left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
         shape = (signature.outputs, signature.inputs)
         if signature.transposed:
             # The factors are symmetric: the transposed gradient changes their places, and its bias is its last row.
             left, right = right, left
             shape = (signature.inputs + signature.has_bias, signature.outputs)
-        kernels = kernels_for(stack.device, stack.dtype)
-        if kernels is blocked:
-            blocked_mkor.precondition_(stack, shape, left, right, self._options.rescale is not None)
-            return stack
         update = _products(stack, shape, left, right)
         if self._options.rescale is None:
             return update
@@ -157,6 +170,30 @@ class KroneckerFactors:
             return update
         norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
         return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
+
+    def apply_to_one(
+        self,
+        signature: LayerSignature,
+        state: MatrixState,
+        parts: Sequence[Tensor],
+        out: Sequence[Tensor],
+        space: blocked_mkor.Workspace,
+    ) -> None:
+        """Precondition one gradient on a CPU; the same bits as :meth:`apply` there.
+
+        Args:
+            signature: Of the matrix.
+            state: Its state.
+            parts: Gradients of its weight and, if it has one, of its bias, 1-D; left as they are.
+            out: For the preconditioned ones, in other memory.
+            space: For what comes in between.
+        """
+        left, right = state.get("left"), state.get("right")
+        shape, turned = (signature.outputs, signature.inputs), signature.transposed
+        if turned:
+            left, right, shape = right, left, shape[::-1]
+        rescale = self._options.rescale is not None
+        blocked_mkor.precondition_into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
 
 
 def _products(

@@ -50,6 +50,11 @@ class FirstOrder:
         """Names of the element states."""
         return ("momentum_buffer",) if self.backend == "sgd" else ("exp_avg", "exp_avg_sq")
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether any part of the buckets may be stepped for itself."""
+        return self.backend != "lamb"
+
     def apply(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Update weights and states in place.
 

@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from rankwise.kernels import blocked
+from rankwise.kernels.blocked_mkor import Workspace
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.factors import KroneckerFactors
 from rankwise.optimizers.first_order import FirstOrder
 from rankwise.optimizers.layer_statistics import LayerVectors
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions, Options, patterns
+from rankwise.optimizers.preconditioned import Preconditioned
 from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.optimizers.switching import SwitchingOptimizer
 from rankwise.optimizers.unit import Bucket, StepUnit
@@ -81,6 +84,7 @@ class MKOR(SwitchingOptimizer):
     matrix_state_names = ("left", "right", "failures")
     group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
     copied_attributes = (*SwitchingOptimizer.copied_attributes, "_first_order", "_factors")
+    one_by_one = True
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
     def __init__(
@@ -202,37 +206,46 @@ class MKOR(SwitchingOptimizer):
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         self._maybe_switch(unit)
         if unit.exchange is not None and not self._switched:
-            self._precondition(unit, buckets)
+            buckets = self._precondition(unit, buckets)
+        else:
+            unit.scratch.pop("space", None)
         self._first_order.apply(unit, buckets)
 
-    def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        """Replace the gradients of preconditioned matrices, in the buckets, by their preconditioned forms."""
+    def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> list[Bucket]:
+        """Replace the gradients of preconditioned matrices by their preconditioned forms.
+
+        Returns:
+            What the first-order rule has yet to step.
+        """
         assert unit.exchange is not None
         step = unit.common_step(self.state)
         due = (step - 1) % self.options.update_interval == 0
         vectors = self._reduced_statistics(unit) if due else {}
         self._drop_statistics(unit)
-        places: dict[int, tuple[Bucket, int]] = {}
-        sources: list[Tensor | None] = [None] * len(unit.entries)
-        for bucket in buckets:
-            for position, entry in enumerate(bucket.entries):
-                places[entry.index] = (bucket, position)
-                sources[entry.index] = bucket.grads[position]
+        gradients = Preconditioned(unit, buckets, self._first_order)
+        space: Workspace = unit.scratch.setdefault("space", Workspace())
 
-        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        def moved(tasks: Sequence[MatrixTask]) -> list[MatrixState]:
             self.health.add("matrices_updated", len(tasks))
-            fresh = partial(self._factors.fresh, batch.signature, unit.device)
+            fresh = partial(self._factors.fresh, tasks[0].signature, unit.device)
             states = [self.matrix_states.obtain(task.key, fresh) for task in tasks]
             if due:
                 self._move_factors(tasks, states, vectors)
-            return self._factors.apply(batch.signature, states, stack)
+            return states
 
-        def deliver(task: MatrixTask, index: int, piece: Tensor) -> None:
-            bucket, position = places[index]
-            bucket.grads[position] = piece.clone()
+        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+            return self._factors.apply(batch.signature, moved(tasks), stack, space)
 
-        unit.exchange.run(sources, compute, deliver)
+        def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
+            (state,), sizes = moved([task]), task.signature.sizes
+            results = space.take("result", (sum(sizes),), unit.dtype).split(sizes)
+            self._factors.apply_to_one(task.signature, state, parts, results, space)
+            gradients.step(task, indices, results)
+
+        in_place = unit.kernels is blocked
+        unit.exchange.run(gradients.sources, compute, gradients.receive, at_once=at_once if in_place else None)
         self._prepare_capture(step)
+        return gradients.remaining()
 
     def _move_factors(
         self, tasks: Sequence[MatrixTask], states: Sequence[MatrixState], vectors: Mapping[str, LayerVectors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from .pieces import BatchPlan, Piece, plan_batch
 from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces
 from .traffic import Traffic
 
-__all__ = ["Compute", "Deliver", "MatrixExchange"]
+__all__ = ["AtOnce", "Compute", "Deliver", "MatrixExchange"]
 
 Compute = Callable[[Batch, Sequence[MatrixTask], Tensor], Tensor]
 Deliver = Callable[[MatrixTask, int, Tensor], None]
+AtOnce = Callable[[MatrixTask, Sequence[int], Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,10 @@ class MatrixExchange:
             plan_batch(layout, plan.owners, number, batch, index_of, device)
             for number, batch in enumerate(self._computed_batches(one_by_one))
         ]
+        # Alike on all ranks: with other batches in between, the collectives of the rest would come in another order.
+        here = [one_by_one and self._lies_in_place(plan.batch) for plan in self._batches]
+        self._here = [plan for plan, in_place in zip(self._batches, here, strict=True) if in_place and plan.owned]
+        self._elsewhere = [plan for plan, in_place in zip(self._batches, here, strict=True) if not in_place]
 
     def _computed_batches(self, one_by_one: bool) -> Iterator[Batch]:
         for batch in self.plan.batches:
@@ -140,6 +146,13 @@ class MatrixExchange:
 
     def _lies_whole(self, task: MatrixTask) -> bool:
         return all(set(self.layout.holders[part]) == {self.plan.owners[task.key]} for part in task.parts)
+
+    def _lies_in_place(self, batch: Batch) -> bool:
+        """Whether it is one matrix that its owner alone has, every part in one run; the answer of every rank."""
+        if len(batch.tasks) != 1 or batch.partners or not self._lies_whole(batch.tasks[0]):
+            return False
+        runs = (fragments for part in batch.tasks[0].parts for fragments in self.layout.holders[part].values())
+        return all(len(fragments) == 1 and fragments[0].is_whole for fragments in runs)
 
     @property
     def bytes_per_gather(self) -> int:
@@ -164,6 +177,7 @@ class MatrixExchange:
         deliver: Deliver,
         reply: Callable[[Batch], Reply] = own_pieces,
         delivered: Callable[[Batch], None] | None = None,
+        at_once: AtOnce | None = None,
     ) -> None:
         """Gather, compute on owners, and deliver results to the holders.
 
@@ -177,10 +191,13 @@ class MatrixExchange:
                 its source is None. ``result`` is what ``reply`` says, and valid until the batch is delivered.
             reply: What the holders of a batch's matrices get of the results; their own piece unless it says otherwise.
             delivered: Called once all results of a batch that this rank holds fragments of have been delivered.
+            at_once: ``(task, local fragment indices, values)`` part by part, in place of all of the above for matrices
+                computed one by one of which this rank has all, each part in one run: they need neither copy nor stack.
         """
-        arriving = self._start_gather(self._batches[0], sources) if self._batches else None
+        batches = self._batches if at_once is None else self._elsewhere
+        arriving = self._start_gather(batches[0], sources) if batches else None
         returning: _Return | None = None
-        for plan, following in zip(self._batches, [*self._batches[1:], None], strict=True):
+        for plan, following in zip_longest(batches, batches[1:]):
             assert arriving is not None
             current = arriving
             arriving = None if following is None else self._start_gather(following, sources)
@@ -191,8 +208,21 @@ class MatrixExchange:
             if returning is not None:
                 self._finish_return(returning, sources, deliver, delivered)
             returning = leaving
+        if at_once is not None:
+            for plan in self._here:
+                self._compute_here(plan, sources, at_once)
         if returning is not None:
             self._finish_return(returning, sources, deliver, delivered)
+
+    def _compute_here(self, plan: BatchPlan, sources: Sequence[Tensor | None], at_once: AtOnce) -> None:
+        if all(sources[piece.fragment] is None for piece in plan.local):
+            return
+        parts = []
+        for piece in plan.local:
+            source = sources[piece.fragment]
+            parts.append(torch.zeros(piece.numel, dtype=self._dtype, device=self._device) if source is None else source)
+        with _phase(plan, "compute"):
+            at_once(plan.owned[0], [piece.fragment for piece in plan.local], parts)
 
     # --- one batch ----------------------------------------------------------------------------------------------
 

@@ -112,6 +112,26 @@ def problem(bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor
     return matrices, flat, inverses(3, rows, 7, dtype), inverses(3, columns + bias, 8, dtype)
 
 
+def preconditioned(
+    grads: Tensor,
+    shape: tuple[int, int],
+    left: list[Tensor] | None,
+    right: list[Tensor] | None,
+    rescale: bool = True,
+    turned: bool = False,
+) -> Tensor:
+    """Flattened gradients one after the other in one workspace, each from and to tensors of its own."""
+    space, results = blocked_mkor.Workspace(), torch.full_like(grads, torch.nan)
+    for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
+        sizes = [n for n in (shape[0] * shape[1], grad.numel() - shape[0] * shape[1]) if n]
+        parts, out = ([part.clone() for part in whole.split(sizes)] for whole in (grad, result))
+        own = (None if side is None else side[index] for side in (left, right))
+        blocked_mkor.precondition_into(out, parts, shape, *own, space, turned=turned, rescale=rescale)
+        assert torch.equal(torch.cat(parts), grad), "gradients are only read"
+        torch.cat(out, out=result)
+    return results
+
+
 def dense(matrix: Tensor, left: Tensor | None, right: Tensor | None, rescale: bool) -> Tensor:
     product = matrix if left is None else left.double() @ matrix
     product = product if right is None else product @ right.double()
@@ -123,23 +143,35 @@ def frobenius_error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("sides", ["both", "left", "right"])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-def test_products_are_rounded_as_often_as_promised(dtype: torch.dtype, rescale: bool, bias: bool, sides: str) -> None:
+def test_products_are_rounded_as_often_as_promised(
+    dtype: torch.dtype, rescale: bool, bias: bool, turned: bool, sides: str
+) -> None:
     """In bfloat16 the gradient and each product are rounded once; elsewhere nothing is, beyond float32.
 
     A rounding before a product grows by no more than the condition of the factors that follow, in the Frobenius norm.
     """
     matrices, flat, left, right = problem(bias, dtype)
     lefts, rights = (None if sides == "right" else left), (None if sides == "left" else right)
-    blocked_mkor.precondition_(flat, (12, 9), lefts, rights, rescale)
-    for index, (matrix, found) in enumerate(zip(matrices, flat, strict=True)):
+    if turned:
+        weights = matrices[..., :9].mT.flatten(1).float()
+        grads = torch.cat([weights, flat[:, 12 * 9 :]], dim=1)
+        found_turned = preconditioned(grads, (9, 12), rights, lefts, rescale, turned=True)
+        untwisted = found_turned[:, : 12 * 9].view(-1, 9, 12).mT.flatten(1)
+        results = torch.cat([untwisted, found_turned[:, 12 * 9 :]], dim=1)
+    else:
+        results = preconditioned(flat, (12, 9), lefts, rights, rescale)
+    for index, (matrix, found) in enumerate(zip(matrices, results, strict=True)):
         own = [None if side is None else side[index] for side in (lefts, rights)]
         wanted = dense(matrix, own[0], own[1], rescale)
         conditions = [1.0 if side is None else float(torch.linalg.cond(side.double())) for side in own]
         used = [side for side in own if side is not None]
-        growth = conditions[0] * conditions[1] + (conditions[1] if len(used) == 2 else 0.0) + 1.0
+        # The second factor lets the rounding of the first product grow; of a turned matrix it is the left one.
+        second = conditions[0 if turned else 1] if len(used) == 2 else 0.0
+        growth = conditions[0] * conditions[1] + second + 1.0
         unit = UNIT[BF16] if dtype == BF16 else 20 * UNIT[torch.float32]
         wanted = torch.cat([wanted[:, :9].flatten(), wanted[:, 9:].flatten()])
         error = frobenius_error(found, wanted)
@@ -152,18 +184,26 @@ def test_degenerate_products_fall_back_to_the_gradient() -> None:
     grads = torch.ones(5, 6)
     grads[0] = 0.0
     left = [torch.eye(2), *(torch.full((2, 2), value) for value in (0.0, torch.nan, torch.inf)), 3 * torch.eye(2)]
-    blocked_mkor.precondition_(grads, (2, 3), left, None)
-    assert torch.equal(grads[1:4], torch.ones(3, 6)) and not grads[0].any()
-    assert torch.allclose(grads[4], torch.ones(6))
+    found = preconditioned(grads, (2, 3), left, None)
+    assert torch.equal(found[1:4], torch.ones(3, 6)) and not found[0].any()
+    assert torch.allclose(found[4], torch.ones(6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_identities_change_no_bit(dtype: torch.dtype) -> None:
     grads = torch.randn(2, 31 * 24, generator=generator(9)).to(dtype)
-    before = grads.clone()
     eyes = [[torch.eye(n, dtype=dtype)] * 2 for n in (31, 24)]
-    blocked_mkor.precondition_(grads, (31, 23), eyes[0], eyes[1])
-    assert torch.equal(grads, before)
+    assert torch.equal(preconditioned(grads, (31, 23), *eyes), grads)
+    assert torch.equal(preconditioned(grads, (23, 31), eyes[1], eyes[0], turned=True), grads)
+
+
+def test_a_workspace_grows_and_is_reused() -> None:
+    space = blocked_mkor.Workspace()
+    large = space.take("factor", (7, 5), BF16)
+    assert space.take("factor", (3, 4), BF16).data_ptr() == large.data_ptr()
+    assert len({space.take(name, (7, 5), dtype).data_ptr() for name in "ab" for dtype in (BF16, torch.float32)}) == 4
+    grown = space.take("factor", (6, 6), BF16)
+    assert grown.shape == (6, 6) and grown.is_contiguous() and grown.dtype == BF16
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -239,7 +279,7 @@ def test_every_form_makes_the_same_step(
 
 
 def test_cpus_take_their_own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = dict.fromkeys(blocked_mkor.__all__, 0)
+    called = dict.fromkeys(("precondition_into", "update_factors_"), 0)
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -251,8 +291,8 @@ def test_cpus_take_their_own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in called:
         monkeypatch.setattr(blocked_mkor, name, counted(name, getattr(blocked_mkor, name)))
     trained()
-    # Four shapes, four steps, two of which move both factors.
-    assert called == {"precondition_": 4 * 4, "update_factors_": 2 * 2 * 4}
+    # Five matrices, four steps, two of which move both factors; a matrix that lies whole comes alone.
+    assert called == {"precondition_into": 4 * 5, "update_factors_": 2 * 2 * 5}
 
 
 @pytest.mark.parametrize("kernels", [blocked, triton], ids=["blocked", "triton"])
@@ -268,7 +308,5 @@ def test_float64_factors_of_float32_parameters(kernels: Any, interpreter: None) 
 def test_float64_parameters_are_multiplied_in_float64() -> None:
     """Whatever the factors' type: rounding only in the factors."""
     matrices, _, left, right = problem(False, BF16)
-    flat = matrices.flatten(1).clone()
-    blocked_mkor.precondition_(flat, (12, 9), left, right)
-    for index, found in enumerate(flat):
+    for index, found in enumerate(preconditioned(matrices.flatten(1), (12, 9), left, right)):
         assert frobenius_error(found.view(12, 9), dense(matrices[index], left[index], right[index], True)) < 1e-14

@@ -277,12 +277,15 @@ def test_identity_factors_leave_the_backend_alone(backend: str) -> None:
 
 
 def gradients_given_to_the_backend(optimizer: MKOR) -> list[dict[str, Tensor]]:
-    """Fills with one dictionary per step from now on."""
+    """Fills with one dictionary per step from now on; a step may hand them over in several calls."""
     found: list[dict[str, Tensor]] = []
     apply = optimizer._first_order.apply
 
     def spy(unit: Any, buckets: Any) -> None:
-        found.append({e.key: g.clone() for b in buckets for e, g in zip(b.entries, b.grads, strict=True)})
+        given = {e.key: g.clone() for b in buckets for e, g in zip(b.entries, b.grads, strict=True)}
+        if not found or not given.keys().isdisjoint(found[-1]):
+            found.append({})
+        found[-1].update(given)
         apply(unit, buckets)
 
     optimizer._first_order.apply = spy  # type: ignore[method-assign]
