@@ -79,6 +79,10 @@ def test_resume_on_another_layout(tmp_path: Path, before: tuple[int, int], after
     resumed = run_ranks(after[0], _run, second[:-1], HALF, ds.STEPS, str(tmp_path), None)[0]
     initial = ds.weights_of(ds.model_of(jobs[0]))
     allowed = 10 * ds.error(elsewhere[0], whole[-1], initial)
+    if allowed == 0:
+        # AdamW's sums are the same on both layouts, ours are not: on one rank they are others for all.
+        alone = run_ranks(1, _run, second[-1:], 0, ds.STEPS, None, None)[0]
+        allowed = 10 * ds.error(alone[0], whole[-1], initial)
     assert allowed > 0
     errors = {
         job.name: ds.error(got, expected, initial) for job, got, expected in zip(jobs, resumed, whole, strict=False)
