@@ -171,8 +171,12 @@ def host_reads(tree: ast.AST) -> list[str]:
 
 
 STEP_PATH = [
-    # The blocked forms run on CPUs only, where reading is free.
-    *(path for path in sources("rankwise/kernels") if not path.name.startswith("blocked")),
+    # The blocked and the native forms run on CPUs only, where reading is free.
+    *(
+        path
+        for path in sources("rankwise/kernels")
+        if not path.name.startswith("blocked") and path.parent.name != "native"
+    ),
     *(ROOT / "rankwise" / name for name in ("optimizers/mars.py", "optimizers/sonew.py", "optimizers/first_order.py")),
     *(ROOT / "rankwise" / name for name in ("sharding/reduce.py", "sharding/halo.py", "sharding/exchange.py")),
 ]

@@ -1,23 +1,38 @@
 """List forms of the element-wise updates, chosen by device and type.
 
-On CPUs they go through memory block by block (:mod:`.blocked`); on CUDA, with Triton installed and in fp32, a launch
-serves all fragments (:mod:`.triton`); everything else takes ``torch._foreach_*`` (:mod:`.foreach`). All of them do what
-the pure functions of :mod:`rankwise.updates` do, which are their oracle in tests.
+On CPUs they are compiled C++ (:mod:`.native`), or go through memory block by block (:mod:`.blocked`) where there is no
+compiler; on CUDA, with Triton installed and in fp32, a launch serves all fragments (:mod:`.triton`); everything else
+takes ``torch._foreach_*`` (:mod:`.foreach`). All of them do what the pure functions of :mod:`rankwise.updates` do,
+which are their oracle in tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 
 import torch
 
-from rankwise.kernels import blocked, blocked_sonew, foreach, triton
+from rankwise.kernels import blocked, blocked_sonew, foreach, native, triton
+from rankwise.kernels.native import ldadam as native_ldadam
+from rankwise.kernels.native import sonew as native_sonew
 from rankwise.updates import ldadam as updates
 from rankwise.updates.linalg import newton_schulz
 
-__all__ = ["FORMS", "kernels_for", "low_rank_for", "moments_for", "newton_schulz_for", "sonew_for", "using"]
+__all__ = [
+    "FORMS",
+    "is_for_cpus",
+    "kernels_for",
+    "ldadam_step_for",
+    "low_rank_for",
+    "moments_for",
+    "newton_schulz_for",
+    "sonew_for",
+    "subtract_for",
+    "using",
+]
 
 FORMS = (
     "adamw_",
@@ -43,8 +58,13 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     if _forced is not None:
         return _forced
     if device.type == "cpu":
-        return blocked
+        return native if native.is_available() else blocked
     return triton if triton.is_available(device, dtype) else foreach
+
+
+def is_for_cpus(module: ModuleType) -> bool:
+    """Whether a module's forms work on CPUs only, where reading a value is free."""
+    return module in (blocked, native)
 
 
 def sonew_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
@@ -58,8 +78,8 @@ def sonew_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[t
         None where there is no such pass.
     """
     chosen = kernels_for(device, dtype)
-    if chosen is blocked:
-        return blocked_sonew.sonew_directions
+    if is_for_cpus(chosen):
+        return (native_sonew if chosen is native else blocked_sonew).sonew_directions
     return triton.sonew_directions if chosen is triton else None
 
 
@@ -102,12 +122,36 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> updates.Moments:
     return chosen
 
 
+def ldadam_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """:func:`rankwise.updates.ldadam.ldadam_step`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    if kernels_for(device, dtype) is native:
+        return native_ldadam.ldadam_step
+    return partial(updates.ldadam_step, moments=moments_for(device, dtype))
+
+
+def subtract_for(device: torch.device, dtype: torch.dtype) -> updates.Subtract:
+    """:func:`rankwise.updates.ldadam.subtract_product_`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    if kernels_for(device, dtype) is native:
+        return native_ldadam.subtract_product_
+    return updates.subtract_product_
+
+
 @contextmanager
 def using(module: ModuleType) -> Iterator[None]:
     """Use one module everywhere, to compare or to debug.
 
     Args:
-        module: :mod:`.foreach`, :mod:`.blocked` or :mod:`.triton`.
+        module: :mod:`.foreach`, :mod:`.blocked`, :mod:`.native` or :mod:`.triton`.
     """
     global _forced
     before, _forced = _forced, module

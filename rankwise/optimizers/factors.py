@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked, blocked_mkor, kernels_for, triton
+from rankwise.kernels import blocked_mkor, is_for_cpus, kernels_for, triton
 from rankwise.optimizers.layer_statistics import LayerVectors
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions
@@ -109,7 +109,7 @@ class KroneckerFactors:
             "norm": options.stabilizer_norm,
             "seen": seen,
         }
-        if kernels is blocked:
+        if is_for_cpus(kernels):
             return blocked_mkor.update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
         if kernels is triton and inverses[0].dtype != torch.float64:
             return triton.update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ class KroneckerFactors:
             The preconditioned gradients, laid out alike.
         """
         kernels = kernels_for(stack.device, stack.dtype)
-        if kernels is blocked:
+        if is_for_cpus(kernels):
             result, sizes = torch.empty_like(stack), signature.sizes
             for new, state, grad in zip(result, states, stack, strict=True):
                 self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), space)

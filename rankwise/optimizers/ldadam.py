@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rankwise.kernels import moments_for
+from rankwise.kernels import ldadam_step_for, native
 from rankwise.kernels.foreach import copy_, decay_
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
@@ -19,6 +19,7 @@ from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import LDAdamOptions, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.subspace_fragments import Fragments, Signature, split_factors
+from rankwise.optimizers.subspaces_in_place import SubspacesInPlace
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.optimizers.work import StepWork
 from rankwise.sharding import Batch, MatrixTask, Reply, find_slices
@@ -160,6 +161,7 @@ class LDAdam(ShardedOptimizer):
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         fragments = Fragments(unit)
+        later = unit.exchange.alone if unit.exchange is not None and unit.kernels is native else ()
         for bucket in buckets:
             group = bucket.group
             if bucket.rule == "fallback":
@@ -167,7 +169,7 @@ class LDAdam(ShardedOptimizer):
                 continue
             decay_(bucket.weights, group["lr"], group["weight_decay"])
             errors = bucket.state("error") if group["error_feedback"] else None
-            fragments.add(bucket.entries, bucket.weights, bucket.grads, errors)
+            fragments.add(bucket.entries, bucket.weights, bucket.grads, errors, later)
         if unit.exchange is not None:
             self._follow_subspaces(unit, fragments)
 
@@ -208,7 +210,25 @@ class LDAdam(ShardedOptimizer):
             as_factors = self._reply(unit, batch).whole is not None
             fragments.step(batch.signature, as_factors, self.param_groups[batch.signature.group]["lr"])
 
-        unit.exchange.run(fragments.sources, compute, fragments.receive, partial(self._reply, unit), delivered)
+        def plainly(task: MatrixTask, index: int, source: Tensor) -> None:
+            signature: Signature = task.signature
+            state = self._subspace(task.key, source, signature)
+            matrix = updates.side_normalized(source.view(1, signature.rows, signature.columns))
+            past = (int(state["step"]), float(state["beta1"]))
+            factors = self._step_subspaces(matrix, [state], *past, self.param_groups[signature.group])
+            fragments.receive(task, index, factors[0])
+            fragments.step(signature, True, self.param_groups[signature.group]["lr"])
+
+        def obtained(task: MatrixTask, source: Tensor) -> MatrixState:
+            self.health.add("matrices_updated", 1)
+            return self._subspace(task.key, source, task.signature)
+
+        in_place = SubspacesInPlace(fragments, self.param_groups, obtained, plainly)
+        replies, at_once = partial(self._reply, unit), in_place.take if unit.kernels is native else None
+        unit.exchange.run(fragments.sources, compute, fragments.receive, replies, delivered, at_once)
+        kept = in_place.step()
+        if kept:
+            self.health.add("subspace_rotation", len(kept) - sum(kept), len(kept))
 
     def _reply(self, unit: StepUnit, batch: Batch | MatrixTask) -> Reply:
         """The factors to every holder, or each one's elements of their products: whichever is less to send."""
@@ -274,7 +294,7 @@ class LDAdam(ShardedOptimizer):
             states[0][name] if alone else torch.stack([state[name] for state in states])
             for name in ("basis", "exp_avg", "exp_avg_sq")
         )
-        basis, exp_avg, exp_avg_sq, direction = updates.ldadam_step(
+        basis, exp_avg, exp_avg_sq, direction = ldadam_step_for(matrices.device, matrices.dtype)(
             matrices,
             previous,
             old_avg,
@@ -285,7 +305,6 @@ class LDAdam(ShardedOptimizer):
             eps=group["eps"],
             error_feedback=group["error_feedback"],
             written_beta1=written_beta1,
-            moments=moments_for(matrices.device, matrices.dtype),
         )
         if step > 1:
             self._report_rotation(basis.mT @ previous)

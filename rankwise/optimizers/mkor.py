@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rankwise.kernels import blocked
+from rankwise.kernels import is_for_cpus
 from rankwise.kernels.blocked_mkor import Workspace
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.factors import KroneckerFactors
@@ -242,7 +242,7 @@ class MKOR(SwitchingOptimizer):
             self._factors.apply_to_one(task.signature, state, parts, results, space)
             gradients.step(task, indices, results)
 
-        in_place = unit.kernels is blocked
+        in_place = is_for_cpus(unit.kernels)
         unit.exchange.run(gradients.sources, compute, gradients.receive, at_once=at_once if in_place else None)
         self._prepare_capture(step)
         return gradients.remaining()

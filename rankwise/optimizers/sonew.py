@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels import sonew_for
+from rankwise.kernels import is_for_cpus, sonew_for
 from rankwise.kernels.blocked_sonew import Margins, Run
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
@@ -35,6 +35,15 @@ class _Directions(NamedTuple):
 def _margins(halos: Sequence[Halo]) -> Margins:
     """The neighbours of a run in all fields, from those in each."""
     return Margins(torch.stack([halo.left for halo in halos]), torch.stack([halo.right for halo in halos]))
+
+
+def _kept_buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
+    """Memory for a bucket's directions, the same at every step: on a CPU fresh pages cost more than the directions."""
+    buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
+    for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
+        if entry.index not in buffers:
+            buffers[entry.index] = torch.empty_like(grad)
+    return [buffers[entry.index] for entry in bucket.entries]
 
 
 class SONew(ShardedOptimizer):
@@ -204,7 +213,7 @@ class SONew(ShardedOptimizer):
             runs.append(Run(fragment.start, fragment.shape[-1] if by_row else None))
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
-        out = [torch.empty_like(grad) for grad in bucket.grads]
+        out = _kept_buffers(unit, bucket) if is_for_cpus(unit.kernels) else [torch.empty_like(g) for g in bucket.grads]
         return _Directions(out, *fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rankwise.kernels import low_rank_for, triton
+from rankwise.kernels import low_rank_for, subtract_for, triton
 from rankwise.kernels.foreach import add_, subtract_scaled_
+from rankwise.kernels.native.ldadam import Job, takes
 from rankwise.optimizers.entries import Entry
+from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.unit import StepUnit
 from rankwise.sharding import Fragment, MatrixTask
 from rankwise.updates import ldadam as updates
@@ -78,9 +80,15 @@ class Fragments:
         self._weights: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
         self._arrived: list[tuple[int, Tensor]] = []
+        self._missing: dict[int, Tensor] = {}  # gradients that their sources do not have yet
 
     def add(
-        self, entries: Sequence[Entry], weights: list[Tensor], grads: list[Tensor], errors: list[Tensor] | None
+        self,
+        entries: Sequence[Entry],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        errors: list[Tensor] | None,
+        later: Collection[int] = (),
     ) -> None:
         """Enter fragments.
 
@@ -89,10 +97,15 @@ class Fragments:
             weights: Changed in place by :meth:`step`.
             grads: Read only.
             errors: Their error buffers, changed in place; None without error feedback.
+            later: Fragments that :meth:`job` or :meth:`complete` will be asked for: whose gradients need not be in
+                their buffers before.
         """
         sources = grads
         if errors is not None and errors and errors[0].dtype == grads[0].dtype:
-            add_(errors, grads)
+            indices = [entry.index for entry in entries]
+            self._missing |= {index: grad for index, grad in zip(indices, grads, strict=True) if index in later}
+            now = [place for place, index in enumerate(indices) if index not in self._missing]
+            add_([errors[place] for place in now], [grads[place] for place in now])
             sources = errors
         elif errors is not None:
             sources = [grad + error for grad, error in zip(grads, errors, strict=True)]
@@ -101,6 +114,37 @@ class Fragments:
             self._weights[entry.index] = weights[place]
             if errors is not None:
                 self._errors[entry.index] = errors[place]
+
+    def complete(self, index: int) -> None:
+        """Put a fragment's gradient into its buffer, unless it is there."""
+        gradient = self._missing.pop(index, None)
+        if gradient is not None:
+            self._source(index).add_(gradient)
+
+    def job(
+        self, index: int, signature: Signature, state: MatrixState, step: int, group: Mapping[str, Any]
+    ) -> Job | None:
+        """A whole matrix for :func:`rankwise.kernels.native.ldadam.ldadam_steps_`.
+
+        Args:
+            index: Of its one fragment.
+            signature: Of its batch.
+            state: Its states.
+            step: Steps applied including this one.
+            group: Hyper-parameters.
+
+        Returns:
+            None if that takes no such tensors.
+        """
+        gradient, source, weight = self._missing.get(index), self._source(index), self._weights[index]
+        states = [state[name] for name in ("basis", "exp_avg", "exp_avg_sq")]
+        own_error = index not in self._errors or self._errors[index] is source
+        tensors = [weight, source, *states, *([] if gradient is None else [gradient])]
+        if not own_error or not takes(signature.rank, *tensors):
+            return None
+        self._missing.pop(index, None)
+        shape = (signature.rows, signature.columns)
+        return Job(shape, signature.right, gradient, source, weight, state, step, group)
 
     def receive(self, task: MatrixTask, index: int, result: Tensor) -> None:
         """Keep what the owner of a matrix sent until :meth:`step`."""
@@ -158,10 +202,15 @@ class Fragments:
     def _step_by_factors(self, index: int, result: Tensor, signature: Signature, lr: Scalar) -> None:
         part = self._fragment(index)
         basis, (direction, *kept) = _own_factors(result, signature, part)
-        _subtract_product_(self._weights[index], basis, direction * lr, signature, part)
+        self._subtract(self._weights[index], basis, direction * lr, signature, part)
         if kept:
-            _subtract_product_(self._source(index), basis, kept[0], signature, part)
+            self._subtract(self._source(index), basis, kept[0], signature, part)
             self._keep_error(index)
+
+    def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: Signature, part: Fragment) -> None:
+        """Subtract a fragment's elements of a product of two factors."""
+        place = (part.start, part.end, signature.rows, part.row_length, signature.right)
+        updates.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
 
     def _fragment(self, index: int) -> Fragment:
         assert self._unit.exchange is not None
@@ -184,10 +233,3 @@ def _own_factors(factors: Tensor, signature: Signature, part: Fragment) -> tuple
         return basis, others
     block = slice(*part.columns)
     return (basis[block], others) if signature.right else (basis, others[..., block])
-
-
-def _subtract_product_(run: Tensor, basis: Tensor, other: Tensor, signature: Signature, part: Fragment) -> None:
-    """Subtract a fragment's elements of a product of two factors."""
-    updates.subtract_low_rank_(
-        run, basis, other, part.start, part.end, signature.rows, part.row_length, signature.right
-    )

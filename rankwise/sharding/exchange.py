@@ -166,6 +166,11 @@ class MatrixExchange:
         """Bytes of one element in a message."""
         return self._wire.itemsize
 
+    @property
+    def alone(self) -> set[int]:
+        """Local fragments of the matrices that :meth:`run` hands to ``at_once``."""
+        return {piece.fragment for plan in self._here for piece in plan.local}
+
     def owned(self) -> list[MatrixTask]:
         """The tasks this rank owns, in batch order."""
         return [task for plan in self._batches for task in plan.owned]

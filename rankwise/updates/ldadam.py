@@ -36,18 +36,21 @@ __all__ = [
     "basis_coordinates",
     "basis_image",
     "basis_weights",
+    "check_shapes",
     "effective_rank",
     "initial_basis",
     "kept_factor",
     "ldadam_step",
     "low_rank_moments",
     "low_rank_rows",
+    "momentum_share",
     "next_basis",
     "project",
     "projects_right",
     "side_normalized",
     "subspace_step",
     "subtract_low_rank_",
+    "subtract_product_",
     "worth_projecting",
 ]
 
@@ -55,6 +58,8 @@ BasisMethod = Literal["power", "svd"]
 Fallback = Literal["branch", "always", "never"]
 Moments = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """A form of :func:`low_rank_moments`."""
+Subtract = Callable[[Tensor, Tensor, Tensor], None]
+"""A form of :func:`subtract_product_`."""
 
 
 def projects_right(rows: int, cols: int) -> bool:
@@ -126,11 +131,11 @@ def basis_weights(
     """
     if step < 2:
         raise ValueError(f"step must be at least 2 to follow a basis, got {step}; use initial_basis() at step 1")
-    contained = (1 - rho) * _momentum_share(beta1, written_beta1) if error_feedback else 0.0
+    contained = (1 - rho) * momentum_share(beta1, written_beta1) if error_feedback else 0.0
     return 1 - rho, rho / (1 - beta1 ** (step - 1)) - contained
 
 
-def _momentum_share(beta1: float, written_beta1: float | None) -> float:
+def momentum_share(beta1: float, written_beta1: float | None) -> float:
     """The ``k`` of the momentum in ``F``."""
     written = beta1 if written_beta1 is None else written_beta1
     return written / (1 - written)
@@ -186,7 +191,8 @@ def basis_image(
     return weight_matrix * image + weight_momentum * (U @ (M @ X))
 
 
-def _check_shapes(matrix: Tensor, U: Tensor, M: Tensor) -> None:
+def check_shapes(matrix: Tensor, U: Tensor, M: Tensor) -> None:
+    """Raise ValueError unless a basis and coordinates fit side-normalised matrices."""
     (m, n), r = matrix.shape[-2:], U.shape[-1]
     if m > n:
         raise ValueError(f"matrix must be side-normalised (m <= n), got {m} x {n}; pass side_normalized(matrix)")
@@ -238,7 +244,7 @@ def next_basis(
     Raises:
         ValueError: If shapes do not fit, or ``basis_method`` or ``fallback`` is unknown.
     """
-    _check_shapes(matrix, U, M)
+    check_shapes(matrix, U, M)
     weights = (weight_matrix, weight_momentum)
     if basis_method == "svd":
         return initial_basis(weight_matrix * matrix + weight_momentum * (U @ M), U.shape[-1])
@@ -317,7 +323,7 @@ def low_rank_moments(
         rotated = rotation @ M_prev
         variance = V_prev / bias2 - (M_prev / bias1).square()
         carried = bias2 * (rotation.square() @ variance + (rotated / bias1).square()).abs()
-        share = _momentum_share(beta1, written_beta1)
+        share = momentum_share(beta1, written_beta1)
         gradient = projected - share * rotated if error_feedback else projected
         M = beta1 * rotated + (1 - beta1) * gradient
         V = beta2 * carried + (1 - beta2) * gradient.square()
@@ -359,7 +365,7 @@ def subspace_step(
     Raises:
         ValueError: If shapes do not fit or ``step`` < 1.
     """
-    _check_shapes(matrix, U, M_prev)
+    check_shapes(matrix, U, M_prev)
     projected, rotation = project(matrix, U_prev, U)
     compute = moments or low_rank_moments
     return compute(projected, rotation, M_prev, V_prev, step, betas, eps, error_feedback, written_beta1)
@@ -392,7 +398,7 @@ def ldadam_step(
     Raises:
         ValueError: If shapes do not fit, ``step`` < 1 or a choice is unknown.
     """
-    _check_shapes(matrix, U_prev, M_prev)
+    check_shapes(matrix, U_prev, M_prev)
     if step == 1:
         U = initial_basis(matrix, U_prev.shape[-1])
     else:
@@ -402,8 +408,21 @@ def ldadam_step(
     return U, M, V, D
 
 
+def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
+    """``matrix -= left right`` in place."""
+    matrix.addmm_(left, right, alpha=-1)
+
+
 def subtract_low_rank_(
-    run: Tensor, U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: int, right: bool
+    run: Tensor,
+    U: Tensor,
+    X: Tensor,
+    start: int,
+    end: int,
+    rows: int,
+    cols: int,
+    right: bool,
+    subtract: Subtract = subtract_product_,
 ) -> None:
     """Subtract a run of the product that :func:`low_rank_rows` gives, without forming it.
 
@@ -416,6 +435,7 @@ def subtract_low_rank_(
         rows: Rows of the parameter.
         cols: Columns of the parameter.
         right: What :func:`projects_right` says for the parameter.
+        subtract: For whole rows.
     """
     first, last = -(-start // cols), end // cols
     if first > last or start == end:
@@ -424,7 +444,7 @@ def subtract_low_rank_(
     head, tail = first * cols - start, last * cols - start
     touched = slice(first, last)
     left, short = (X[:, touched].mT, U.mT) if right else (U[touched], X)
-    run[head:tail].view(last - first, cols).addmm_(left, short, alpha=-1)
+    subtract(run[head:tail].view(last - first, cols), left, short)
     for part, offset in ((run[:head], start), (run[tail:], last * cols)):
         if part.numel():
             _subtract_part_(part, U, X, offset, rows, cols, right)

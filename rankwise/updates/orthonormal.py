@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "MIN_DIAGONAL",
+    "MIN_SECOND_DIAGONAL",
     "Gather",
     "cholesky_qr",
     "cholesky_qr2",
@@ -27,10 +29,10 @@ Gather = Callable[[Tensor], Tensor]
 """Stacks the tensors that the holders of row blocks pass, (holders, ...), alike for all of them."""
 
 # A column whose part outside the span of its predecessors is smaller than this (relative to its length) is rounding.
-_MIN_DIAGONAL = 1e-6
+MIN_DIAGONAL = 1e-6
 # The second pass of CholeskyQR2 starts from columns that should already be orthonormal. If one of them still loses
 # more than half of its length, the first pass has failed, and the second leaves an error well above rounding.
-_MIN_SECOND_DIAGONAL = 0.5
+MIN_SECOND_DIAGONAL = 0.5
 # Long-side columns converted to double at a time when a Gram matrix is summed: bounds the workspace.
 _GRAM_BLOCK = 4096
 
@@ -42,7 +44,7 @@ def _scale_columns(matrix: Tensor) -> Tensor:
     return matrix / torch.where(peak > 0, peak, 1.0)
 
 
-def triangular_factor(gram: Tensor, min_diagonal: float = _MIN_DIAGONAL) -> tuple[Tensor, Tensor]:
+def triangular_factor(gram: Tensor, min_diagonal: float = MIN_DIAGONAL) -> tuple[Tensor, Tensor]:
     """Factors Gram matrices and says, on the device, which of them cannot be trusted.
 
     Args:
@@ -99,7 +101,7 @@ def cholesky_qr2(matrix: Tensor) -> tuple[Tensor, Tensor]:
         deficient, or not finite. :func:`householder_qr` gives the same ``Q`` there at any condition number.
     """
     first, first_failed = cholesky_qr(matrix)
-    factor, second_failed = triangular_factor(first.mT @ first, _MIN_SECOND_DIAGONAL)
+    factor, second_failed = triangular_factor(first.mT @ first, MIN_SECOND_DIAGONAL)
     return _solve(first, factor), first_failed | second_failed
 
 
@@ -135,7 +137,7 @@ def row_block_cholesky_qr2(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor
         The same rows of ``Q``, and the boolean, alike for all callers.
     """
     first, first_failed = row_block_cholesky_qr(rows, gather)
-    factor, second_failed = triangular_factor(gather(first.mT @ first).sum(dim=0), _MIN_SECOND_DIAGONAL)
+    factor, second_failed = triangular_factor(gather(first.mT @ first).sum(dim=0), MIN_SECOND_DIAGONAL)
     return _solve(first, factor), first_failed | second_failed
 
 

@@ -1,4 +1,4 @@
-"""The blocked SONew pass against the pure functions in fp64, run by run."""
+"""SONew's passes for CPUs against the pure functions in fp64, run by run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels import blocked
-from rankwise.kernels.blocked_sonew import Margins, Run, sonew_directions
+from rankwise.kernels import blocked, blocked_sonew
+from rankwise.kernels.blocked_sonew import Margins, Run
+from rankwise.kernels.native import sonew as native_sonew
 from rankwise.updates import sonew
 from rankwise.updates.adamw import bias_corrections
 
 BETAS, EPS, GAMMA, GRAFT_EPS = (0.9, 0.99), 1e-6, 0.05, 1e-6
 
 
+FORMS = pytest.mark.parametrize(
+    "sonew_directions",
+    [blocked_sonew.sonew_directions, native_sonew.sonew_directions],
+    ids=["blocked", "native"],
+)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK", 7)
+        patch.setattr(native_sonew, "_TILE", 7)
         yield
 
 
@@ -60,6 +69,7 @@ def _margins(fields: list[Tensor], start: int, end: int, band: int) -> Margins:
     return Margins(left, right)
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("band", [0, 1, 2, 4])
@@ -71,7 +81,9 @@ def _margins(fields: list[Tensor], start: int, end: int, band: int) -> Margins:
     graft=st.sampled_from(["adam", "adam_official", "sgd", "momentum", "none"]),
     seed=st.integers(0, 2**16),
 )
-def test_runs_follow_the_whole_parameter(band, by_row, dtype, rows, columns, cuts, graft, seed) -> None:
+def test_runs_follow_the_whole_parameter(
+    sonew_directions, band, by_row, dtype, rows, columns, cuts, graft, seed
+) -> None:
     fields, _ = _problem(rows, columns, band, by_row, seed)
     states, direction, taken = _expected(fields, graft, step=4)
     numel = rows * columns
@@ -104,7 +116,8 @@ def test_runs_follow_the_whole_parameter(band, by_row, dtype, rows, columns, cut
     torch.testing.assert_close(graft_squares.sum(), grafted.double(), rtol=1e-4, atol=1e-9)
 
 
-def test_an_element_without_a_gradient_stays_where_it_is() -> None:
+@FORMS
+def test_an_element_without_a_gradient_stays_where_it_is(sonew_directions) -> None:
     """Nothing divides by zero where there is no damping either."""
     fields = [[torch.zeros(9)] for _ in range(5)]
     fields[0][0][4:] = 1.0
@@ -114,9 +127,10 @@ def test_an_element_without_a_gradient_stays_where_it_is() -> None:
     assert bool(out[0].isfinite().all()) and float(out[0][:3].abs().max()) == 0.0 and float(squares) > 0.0
 
 
+@FORMS
 @pytest.mark.parametrize("graft", ["adam", "adam_official", "momentum"])
 @pytest.mark.parametrize("band", [1, 2, 4])
-def test_the_bits_are_those_of_the_pure_functions(band: int, graft: str) -> None:
+def test_the_bits_are_those_of_the_pure_functions(sonew_directions, band: int, graft: str) -> None:
     """A layout may have one rank take the one form and another rank the other."""
     fields = [field.float() for field in _problem(6, 11, band, True, seed=band)[0]]
     c1, c2 = bias_corrections(BETAS, 4)
@@ -130,4 +144,6 @@ def test_the_bits_are_those_of_the_pure_functions(band: int, graft: str) -> None
     for (got,), expected in zip([out, *lists[1:]], [direction, momentum, diagonal, *edges], strict=True):
         assert torch.equal(got, expected.reshape(-1))
     assert taken is not None
-    torch.testing.assert_close(graft_squares[0], taken.double().square().sum(), rtol=1e-14, atol=0.0)
+    # Torch's own root is not always the nearest number; the compiler's is.
+    rounding = 1e-14 if sonew_directions is blocked_sonew.sonew_directions else 1e-7
+    torch.testing.assert_close(graft_squares[0], taken.double().square().sum(), rtol=rounding, atol=0.0)

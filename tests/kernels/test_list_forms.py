@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rankwise import kernels
-from rankwise.kernels import blocked, blocked_sonew, foreach, triton
+from rankwise.kernels import blocked, blocked_sonew, foreach, native, triton
+from rankwise.kernels.native import ldadam as native_ldadam
+from rankwise.kernels.native import sonew as native_sonew
 from rankwise.updates import adamw, mars
+from rankwise.updates import ldadam as updates_ldadam
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SIZES = st.lists(st.integers(0, 9), max_size=5)
 STEPS = 5
-FORMS = pytest.mark.parametrize("form", [foreach, blocked], ids=["foreach", "blocked"])
+FORMS = pytest.mark.parametrize("form", [foreach, blocked, native], ids=["foreach", "blocked", "native"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,6 +29,7 @@ def _small_blocks() -> Iterator[None]:
     """So that the fragments of these tests take several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK", 4)
+        patch.setattr(native, "_TILE", 4)
         yield
 
 
@@ -246,7 +250,7 @@ def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) ->
     assert_lists_close(x, expected, dtype)
 
 
-@pytest.mark.parametrize("module", [blocked, triton], ids=["blocked", "triton"])
+@pytest.mark.parametrize("module", [blocked, native, triton], ids=["blocked", "native", "triton"])
 def test_all_forms_take_the_same_arguments(module) -> None:
     for name in kernels.FORMS:
         own, general = (inspect.signature(getattr(form, name)).parameters.values() for form in (module, foreach))
@@ -263,10 +267,14 @@ def test_sonew_takes_the_same_arguments_everywhere() -> None:
 
 def test_the_form_follows_device_and_type() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert kernels.kernels_for(cpu, torch.float32) is kernels.kernels_for(cpu, torch.float64) is blocked
+    assert kernels.kernels_for(cpu, torch.float32) is kernels.kernels_for(cpu, torch.float64) is native
     assert kernels.kernels_for(cuda, torch.float64) is foreach  # the kernels are fp32
     assert kernels.kernels_for(torch.device("meta"), torch.float32) is foreach
     with kernels.using(foreach):
         assert kernels.kernels_for(cpu, torch.float32) is foreach
         assert kernels.sonew_for(cpu, torch.float32) is None
-    assert kernels.sonew_for(cpu, torch.float32) is blocked_sonew.sonew_directions
+        assert kernels.ldadam_step_for(cpu, torch.float32).func is updates_ldadam.ldadam_step
+    with kernels.using(blocked):
+        assert kernels.sonew_for(cpu, torch.float32) is blocked_sonew.sonew_directions
+    assert kernels.sonew_for(cpu, torch.float32) is native_sonew.sonew_directions
+    assert kernels.ldadam_step_for(cpu, torch.float32) is native_ldadam.ldadam_step

@@ -1,0 +1,123 @@
+"""Compiles the C++ sources beside this file, once per machine, and loads them.
+
+They need a C++ compiler with OpenMP (GCC 9, Clang 11 or later) but no headers of torch or Python. The libraries are
+kept in ``$XDG_CACHE_HOME/rankwise`` (``~/.cache/rankwise``) under a name made from sources, compiler, flags and
+processor, so that a home directory may be shared by machines of different kinds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+__all__ = ["SWITCH", "library"]
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "RANKWISE_NATIVE"
+"""Environment variable: "0" never uses the native forms, "1" raises where they cannot be built."""
+
+_FOLDER = Path(__file__).parent
+_COMMON = ("-O3", "-mprefer-vector-width=512", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+# Element-wise code must round every operation, or an element's bits would depend on where its run is cut.
+_EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = {
+    "elementwise": _EXACT,
+    "sonew": _EXACT,
+    "ldadam": ("-fno-math-errno", "-fno-trapping-math"),
+}
+_TIMEOUT = 300
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """A compiled source.
+
+    Args:
+        name: Of the source, without its suffix.
+
+    Returns:
+        The library; None where native forms are switched off, or there is no compiler that takes the source.
+
+    Raises:
+        RuntimeError: There is none, and :data:`SWITCH` demands one.
+    """
+    wish = os.environ.get(SWITCH, "")
+    if wish == "0":
+        return None
+    try:
+        return ctypes.CDLL(str(_built(name)))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        reason = _reason(error)
+        if wish == "1":
+            raise RuntimeError(f"{SWITCH}=1, but the native CPU kernels cannot be built: {reason}") from error
+        logger.info("native CPU kernels (%s) are not used: %s", name, reason)
+        return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{' '.join(map(str, error.cmd))} failed:\n{error.stderr}"
+    return str(error)
+
+
+def _built(name: str) -> Path:
+    compiler = _compiler()
+    source = _FOLDER / f"{name}.cpp"
+    command = [compiler, *_COMMON, *_FLAGS[name]]
+    target = _cache_folder() / f"{name}-{_fingerprint(source, command)}.so"
+    if not target.exists():
+        with open(target.with_suffix(".lock"), "w") as lock:
+            # Released by the system if its holder dies; the others of the machine's ranks wait for the first.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(command, source, target)
+    return target
+
+
+def _compile(command: list[str], source: Path, target: Path) -> None:
+    # Renamed when complete: a process that was killed leaves nothing that another would load.
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        unfinished = Path(folder) / target.name
+        whole = [*command, str(source), "-o", str(unfinished)]
+        subprocess.run(whole, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+        os.replace(unfinished, target)
+
+
+def _compiler() -> str:
+    candidates = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    found = next((path for name in candidates if name and (path := shutil.which(name))), None)
+    if found is None:
+        raise RuntimeError("no C++ compiler was found; set CXX to one")
+    return found
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(root) / "rankwise"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _fingerprint(source: Path, command: list[str]) -> str:
+    version = subprocess.run([command[0], "--version"], check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+    headers = b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.h")))
+    parts = [source.read_bytes(), headers, repr(command).encode(), version.stdout.encode(), _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What ``-march=native`` looks at."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    known = {line for line in lines if line.partition("\t")[0].strip() in ("flags", "Features", "model name")}
+    return "\n".join([platform.machine(), *sorted(known)])

@@ -1,0 +1,121 @@
+"""How the C++ forms are built and found, and what happens where they cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankwise import kernels
+from rankwise.kernels import blocked, native
+from rankwise.kernels.native import building
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache; nothing is remembered of it afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(building.SWITCH, raising=False)
+    building.library.cache_clear()
+    yield tmp_path / "rankwise"
+    building.library.cache_clear()
+
+
+def _compiler(folder: Path, body: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_library_is_built_once(cache: Path) -> None:
+    assert isinstance(building.library("elementwise"), ctypes.CDLL)
+    (built,) = cache.glob("*.so")
+    changed = built.stat().st_mtime_ns
+    building.library.cache_clear()
+    assert building.library("elementwise") is not None
+    assert [path.stat().st_mtime_ns for path in cache.glob("*.so")] == [changed]
+    assert [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")] == []
+
+
+def test_every_source_has_its_flags(cache: Path) -> None:
+    sources = {path.stem for path in Path(building.__file__).parent.glob("*.cpp")}
+    assert sources == set(building._FLAGS)
+    assert all(building.library(name) is not None for name in sources)
+
+
+@pytest.mark.parametrize("change", ["flags", "processor", "source", "header"])
+def test_another_machine_or_source_is_another_library(
+    cache: Path, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = Path(building.__file__).parent / "elementwise.cpp"
+    before = building._fingerprint(source, ["c++"])
+    command = ["c++", "-O1"] if change == "flags" else ["c++"]
+    if change == "processor":
+        monkeypatch.setattr(building, "_processor", lambda: "another")
+    if change == "source":
+        source = tmp_path / "elementwise.cpp"
+        source.write_text("// another")
+    if change == "header":
+        (tmp_path / "tiles.h").write_text("// another")
+        monkeypatch.setattr(building, "_FOLDER", tmp_path)
+    assert building._fingerprint(source, command) != before
+
+
+def test_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(building.SWITCH, "0")
+    assert not native.is_available()
+    assert kernels.kernels_for(torch.device("cpu"), torch.float32) is blocked
+    assert not cache.exists()
+
+
+def test_without_a_compiler_the_blocked_forms_serve(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO, logger="rankwise"):
+        assert kernels.kernels_for(torch.device("cpu"), torch.float32) is blocked
+    assert "no C++ compiler was found; set CXX to one" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = 'case "$*" in *--version*) echo 1;; *) echo unknown option >&2; exit 1;; esac'
+    monkeypatch.setenv("CXX", _compiler(tmp_path, body))
+    assert building.library("elementwise") is None
+    building.library.cache_clear()
+    monkeypatch.setenv(building.SWITCH, "1")
+    with pytest.raises(RuntimeError, match=f"{building.SWITCH}=1, but .*(?s:.)*unknown option"):
+        building.library("elementwise")
+    assert list(cache.glob("*.so")) == []
+
+
+def test_a_killed_compiler_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Half a library must never be loaded."""
+    body = (
+        'case "$*" in *--version*) echo 1;; *) '
+        'for last; do :; done; echo half > "$last"; kill -9 $$;; esac'  # the last argument is the file to write
+    )
+    monkeypatch.setenv("CXX", _compiler(tmp_path, body))
+    assert building.library("elementwise") is None
+    assert list(cache.glob("*.so")) == []
+
+
+def test_processes_that_start_together_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls"
+    body = f'case "$*" in *--version*) ;; *) echo built >> {calls};; esac\nexec c++ "$@"'
+    monkeypatch.setenv("CXX", _compiler(tmp_path, body))
+    program = "from rankwise.kernels import native; assert native.is_available()"
+    processes = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=dict(os.environ)) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert calls.read_text().split() == ["built"]
