@@ -47,9 +47,10 @@ beyond the weights, gradients and states that are there before.
 """
 
 _WAITING = """
-The parameters lie end to end and are cut into equal pieces, one for each rank, as ZeRO cuts them. *Waiting* is time in
-calls that end when a message is there: of the rank that waits least, which is what messages cost, and of the one that
-waits most, which may be ahead of the others. Means, so that MKOR's factor steps, one of ten, count.
+The parameters lie end to end and are cut into equal pieces, one for each rank, as ZeRO cuts them; what a framework
+itself sends, gradients and new weights, is not part of it. *Waiting* is time in calls that end when a message is there:
+of the rank that waits least, which is what messages cost, and of the one that waits most, which may be ahead of the
+others. Means, so that MKOR's factor steps, one of ten, count.
 """
 
 _WAITING_HERE = """

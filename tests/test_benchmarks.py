@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -174,6 +175,13 @@ def row() -> dict[str, Any]:
     """A real one, of a step on this machine."""
     (found,) = measure("tiny", CPU, 3, ["MARS-AdamW"])
     return {**found, "model": "tiny", **environment(CPU)}
+
+
+def test_rows_say_what_they_depend_on(row: dict[str, Any]) -> None:
+    assert row["device_type"] == "cpu" and row["torch"] == torch.__version__ and row["peak_bytes"] == 0
+    assert bool(row["triton"]) == (importlib.util.find_spec("triton") is not None)
+    assert row["host_seconds"] == row["seconds"] and row["adamw_host_seconds"] == row["adamw_seconds"] > 0.0
+    assert row["adamw_peak_bytes"] == 0
 
 
 def on_cuda(row: dict[str, Any]) -> dict[str, Any]:
