@@ -106,8 +106,35 @@ def training(
 
 
 @app.command()
+def communication(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes: gloo on CPUs, NCCL on CUDA devices.")] = 2,
+    model: Annotated[str, typer.Option(help="gpt2-small, llama-1b, llama-7b-layers or tiny.")] = "gpt2-small",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each optimizer.")] = 10,
+    threads: Annotated[int, typer.Option(min=1, help="Of a process.")] = 1,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file of the figures; replaces rows of the same types.")
+    ] = None,
+) -> None:
+    """Time in which the step of a sharded optimizer waits for messages, of parameters cut as ZeRO cuts them."""
+    import torch
+
+    from benchmarks.communication import measure_communication
+    from benchmarks.step import merged
+
+    for row in measure_communication(model, torch.device(device), ranks, steps, types or (), threads):
+        parts = (
+            f"{row[key] * 1e3:.1f}" for key in ("seconds", "host_seconds", "waited_seconds", "most_waited_seconds")
+        )
+        console.print("{}: {} ms, host {}, waiting {} to {} in {:.1f} calls".format(row["name"], *parts, row["waits"]))
+        if output is not None:
+            output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
+
+
+@app.command()
 def performance(
-    figures: Annotated[Path, typer.Argument(help="JSON written by step and training.", exists=True)],
+    figures: Annotated[Path, typer.Argument(help="JSON written by step, training, communication.", exists=True)],
     page: Annotated[Path, typer.Argument(help="Markdown page to write, with a plot beside it.")] = Path(
         "docs/performance.md"
     ),

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import rankwise
+from megatron_patches import detect_apex
 
-__all__ = ["BASELINE", "OFFICIAL", "OURS", "Contender", "official"]
+__all__ = ["BASELINE", "OFFICIAL", "OURS", "Contender", "official", "others", "selected"]
 
 Build = Callable[[nn.Module], Any]
 
@@ -69,9 +70,42 @@ OURS = (
     Contender("LDAdam, rank 16", _named(rankwise.LDAdam, rank=16), 40.0, "LDAdam, rank 16"),
     Contender("LDAdam, rank 256", _named(rankwise.LDAdam, rank=256), None, "LDAdam, rank 256"),
     Contender("MKOR", _mkor(), None, "MKOR"),
-    Contender("Muon (torch), linear weights only", _muon, None, None),
 )
-"""The types of this project with their published defaults, and torch's Muon for comparison."""
+"""The types of this project with their published defaults."""
+
+
+def _fused_adam(model: nn.Module) -> torch.optim.Optimizer:
+    kind = importlib.import_module("apex.optimizers").FusedAdam
+    return kind(model.parameters(), adam_w_mode=True, weight_decay=0.01)  # type: ignore[no-any-return]
+
+
+def others(device: torch.device) -> tuple[Contender, ...]:
+    """What is timed for comparison besides fused AdamW: torch's Muon, and apex's FusedAdam where it can run.
+
+    Args:
+        device: Where to run.
+    """
+    muon = Contender("Muon (torch), linear weights only", _muon)
+    if device.type == "cuda" and detect_apex().is_usable:
+        return muon, Contender("FusedAdam (apex)", _fused_adam, 28.0)
+    return (muon,)
+
+
+def selected(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    """Those of these names.
+
+    Args:
+        contenders: To choose from.
+        names: Empty for all.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    known = {contender.name: contender for contender in contenders}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"there is no type {unknown[0]!r} here; there are: {'; '.join(known)}")
+    return [known[name] for name in names] if names else list(contenders)
 
 
 @contextlib.contextmanager

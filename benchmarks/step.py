@@ -7,30 +7,40 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import BASELINE, OURS, Contender, official
+from benchmarks.contenders import BASELINE, OURS, Contender, official, others, selected
 from benchmarks.models import fill_gradients, layer_set
 
-__all__ = ["environment", "measure", "merged", "race"]
+__all__ = ["environment", "measure", "merged", "race", "timed"]
 
 _ADAMW_BYTES = 28.0
 _WARMUP = 2
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on: device, threads, versions, date."""
+    """What the figures depend on: device, threads, versions, date; ``triton`` is None where it is not installed."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "device_type": device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -55,7 +65,7 @@ class _Runner:
         self.model.zero_grad(set_to_none=True)
         fill_gradients(self.model, seed)
         device = next(self.model.parameters()).device
-        elapsed, host, peak = _timed(self.optimizer, device)
+        elapsed, host, peak = timed(self.optimizer, device)
         if recorded:
             self.seconds.append(elapsed)
             self.host_seconds.append(host)
@@ -77,8 +87,17 @@ def _nbytes(value: Any) -> int:
     return 0
 
 
-def _timed(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float, int]:
-    """Seconds until the step is done, seconds until the host is free again, bytes allocated at the peak."""
+def timed(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float, int]:
+    """Time one step.
+
+    Args:
+        optimizer: Its gradients are there.
+        device: Where they are.
+
+    Returns:
+        Seconds until the step is done, seconds until the host is free again, and, of a CUDA device, the bytes it
+        allocated at the peak beyond what was there before.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         optimizer.step()
@@ -138,10 +157,10 @@ def _row(runner: _Runner, reference: _Runner) -> dict[str, Any]:
 
 
 def merged(output: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a JSON file and a new one, in the place of that of the same name, model and device."""
+    """The rows of a JSON file and a new one, in the place of that of the same name, model, device and ranks."""
     rows = json.loads(output.read_text()) if output.exists() else []
-    key = ("name", "model", "device")
-    return [old for old in rows if any(old[part] != row[part] for part in key)] + [row]
+    key = ("name", "model", "device", "ranks")
+    return [old for old in rows if any(old.get(part) != row.get(part) for part in key)] + [row]
 
 
 def measure(
@@ -159,17 +178,15 @@ def measure(
     Yields:
         Rows of :func:`race`, ours with ``official_ratio`` where a rival ran: its mean time over ours.
     """
-    for contender in OURS:
-        if names and contender.name not in names:
-            continue
+    for contender in selected((*OURS, *others(device)), names):
         entrants = [BASELINE, contender]
         if rivals is not None and contender.rival is not None:
             entrants.append(official(contender.rival, rivals))
-        baseline, own, *others = race(entrants, model, device, steps)
-        own["adamw_seconds"] = baseline["seconds"]
-        if others:
-            own["official_seconds"] = others[0]["seconds"]
-            own["official_of_adamw"] = others[0]["ratio"]
-            own["official_ratio"] = others[0]["mean"] / own["mean"]
-            own["official_state_bytes"] = others[0]["state_bytes"]
+        baseline, own, *published = race(entrants, model, device, steps)
+        own |= {f"adamw_{key}": baseline[key] for key in ("seconds", "host_seconds", "peak_bytes")}
+        if published:
+            own["official_seconds"] = published[0]["seconds"]
+            own["official_of_adamw"] = published[0]["ratio"]
+            own["official_ratio"] = published[0]["mean"] / own["mean"]
+            own["official_state_bytes"] = published[0]["state_bytes"]
         yield own

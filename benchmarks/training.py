@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.contenders import BASELINE, OURS, Contender
+from benchmarks.contenders import BASELINE, OURS, Contender, selected
 
 __all__ = ["measure_training"]
 
@@ -54,16 +54,14 @@ def measure_training(
         device: Where to run.
         tokens: Of one training step, in samples of 256.
         steps: Timed steps.
-        names: Which types; empty for all that train the whole model.
+        names: Which types; empty for all.
 
     Yields:
         A row per type: median seconds, and the median of the ratios of neighbouring steps.
     """
     generator = torch.Generator().manual_seed(0)
     samples = torch.randint(0, 50257, (max(1, tokens // _CONTEXT), _CONTEXT), generator=generator).to(device)
-    for contender in OURS:
-        if "Muon (torch)" in contender.name or (names and contender.name not in names):
-            continue
+    for contender in selected(OURS, names):
         plain, ours = _Trainer(BASELINE, device), _Trainer(contender, device)
         for index in range(_WARMUP + steps):
             for trainer in (plain, ours):

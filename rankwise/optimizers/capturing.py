@@ -23,6 +23,7 @@ from rankwise.optimizers.layer_statistics import (
 )
 from rankwise.optimizers.options import MKOROptions, OptionError
 from rankwise.optimizers.routing import Route
+from rankwise.optimizers.sources import framework_advice
 from rankwise.optimizers.unit import StepUnit
 from rankwise.sharding import MatrixTask, Traffic
 
@@ -122,7 +123,7 @@ class CapturingOptimizer(ShardedOptimizer):
         if self._capture is None:
             raise OptionError(
                 "MKOR has no statistics to precondition with: call optimizer.capture(model) before the first step, or "
-                "import deepspeed_plugin before deepspeed.initialize, which does it."
+                f"{framework_advice()}, which does it."
             )
 
     def _matrix_tasks(self, unit: StepUnit) -> list[MatrixTask]:

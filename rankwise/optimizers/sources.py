@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LayoutSource", "Slice", "TensorContents", "TensorParallel", "WholeParameters"]
+__all__ = ["LayoutSource", "Slice", "TensorContents", "TensorParallel", "WholeParameters", "framework_advice"]
+
+
+# By the module that a program using the framework has imported.
+_ADVICE = {
+    "deepspeed": "import deepspeed_plugin before deepspeed.initialize",
+    "megatron.core": "let Megatron build the optimizer after megatron_patches.apply()",
+}
+
+
+def framework_advice() -> str:
+    """What to call so that a framework tells an optimizer what it must know.
+
+    An optimizer that was told nothing cannot know whose tensors it meets: the frameworks that this process has loaded
+    are named; all of them if it has loaded none.
+    """
+    loaded = [advice for module, advice in _ADVICE.items() if module in sys.modules]
+    return " or ".join(loaded or _ADVICE.values())
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,6 @@ class WholeParameters:
         except KeyError:
             raise RuntimeError(
                 f"step() met a tensor of shape {tuple(tensor.shape)} that was not among the constructor's parameters. "
-                "A framework replaced the parameters; import deepspeed_plugin before deepspeed.initialize so that "
-                "the optimizer is told their layout."
+                f"A framework replaced the parameters; {framework_advice()}, so that the optimizer is told their "
+                "layout."
             ) from None

@@ -24,8 +24,12 @@ from megatron_patches.registry import NAMES
 VARIABLE = "RANKWISE_MEGATRON_LM"
 CHECKOUTS = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
 
+RUN_LIMIT = 1800.0
+"""Seconds of one run, which takes one minute or two: only one that hangs lasts longer, however busy the machine is."""
+
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.timeout(2 * RUN_LIMIT + 60.0),
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no Megatron-LM checkout"),
 ]
 
@@ -69,7 +73,7 @@ def pretrain(checkout: Path, work: Path, *arguments: str, ranks: int = 2) -> dic
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=RUN_LIMIT,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     lines = [match.groups() for match in map(LINE.search, done.stdout.splitlines()) if match]

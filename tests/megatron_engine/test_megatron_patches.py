@@ -12,9 +12,13 @@ from typing import Any
 import megatron.core.optimizer as core
 import megatron.core.package_info as package_info
 import pytest
+from megatron_harness import Cell, opened
+from ranks import run_ranks
 
 import megatron_patches
+from megatron_patches.cpu import cpu_megatron
 from megatron_patches.patches import PATCHES, PatchError, apply, check, revert
+from rankwise import MARS
 
 # Two modules of a checkout as far as the patches see them; the wheel of megatron-core 0.16 does not have them.
 ARGUMENTS = """
@@ -229,3 +233,22 @@ def test_reverting_leaves_alone_who_imported_ours() -> None:
     megatron_patches.apply()
     megatron_patches.revert()
     assert registry.get_megatron_optimizer is ours
+
+
+def _in_stock_wrappers(rank: int, world: int) -> str:
+    """Put into Megatron's own wrappers, which keep fp32 copies of the weights, without our factory."""
+    build = lambda groups, **_: MARS(groups)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch, cpu_megatron():
+        patch.setattr("megatron.core.optimizer.SGD", build)
+        with opened(Cell(precision="bf16", optimizer={"optimizer": "sgd"})) as trainer:
+            try:
+                trainer.train_step()
+            except RuntimeError as failure:
+                return str(failure)
+    return "stepped"
+
+
+def test_an_optimizer_in_stock_wrappers_says_how_to_be_told() -> None:
+    (message,) = run_ranks(1, _in_stock_wrappers)
+    assert "step() met a tensor of shape" in message
+    assert "let Megatron build the optimizer after megatron_patches.apply()" in message

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rankwise import MKOR
 from rankwise.kernels import blocked, foreach, using
+from rankwise.optimizers.factors import KroneckerFactors
 from tests.ranks import run_ranks
 
 WIDTH = 48
@@ -120,18 +121,35 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_stacked_and_in_place_give_the_same_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+ONE_SIDED = {"factor_dtype": "float32", "max_factor_dim": WIDTH + 1}
+"""All buffers are of one type, and a product begins or ends at another one of them."""
+
+
+@pytest.mark.parametrize("options", [*({"backend": backend} for backend in BACKENDS), {"rescale": None}, ONE_SIDED])
+def test_stacked_and_in_place_give_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for one_by_one in (True, False):
         monkeypatch.setattr(MKOR, "one_by_one", one_by_one)
         model = network()
-        optimizer = started(model, backend=backend)
+        optimizer = started(model, **options)
         for step in range(4):
             backward(model, optimizer, step)
             optimizer.step()
+            assert optimizer.health.read()["matrices_updated"] == 4
         results.append([*_weights(model), *(t for state in optimizer.matrix_states.values() for t in state.values())])
     assert all(itertools.starmap(torch.equal, zip(*results, strict=True)))
+
+
+def test_other_kernels_take_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of matrix after matrix reads norms back, for which the host of a device would wait."""
+    monkeypatch.setattr(KroneckerFactors, "apply_to_one", None)
+    model = network()
+    optimizer = started(model)
+    backward(model, optimizer, 0)
+    with using(foreach):
+        optimizer.step()
+    monkeypatch.undo()
+    assert sum(map(torch.Tensor.count_nonzero, _weights(model)[1::2])), "they have moved"
 
 
 def _without_gradients(kernels: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import tempfile
@@ -21,7 +22,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixTask, Reply, plan_matrices
+from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixPlan, MatrixTask, Reply, plan_matrices
 
 CPU = torch.device("cpu")
 SEEDS = 25
@@ -67,12 +68,13 @@ class Probe:
     tasks: list[MatrixTask]
     whole: dict[str, Tensor]
     batch_elements: int = 50
+    at_once: bool = False
     events: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         world = self.layout.world_size
         self.plan, _ = plan_matrices(self.layout, self.tasks, [0.0] * world, self.batch_elements)
-        self.exchange = MatrixExchange(self.layout, self.plan, CPU, torch.float64)
+        self.exchange = MatrixExchange(self.layout, self.plan, CPU, torch.float64, one_by_one=self.at_once)
 
     def matrix(self, task: MatrixTask) -> Tensor:
         return torch.cat([self.whole[part] for part in task.parts])
@@ -87,7 +89,8 @@ class Probe:
         computed: Counter[str] = Counter()
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-            self.events.append(("compute", self.plan.batches.index(batch)))
+            self.events.append(("compute", next(i for i, b in enumerate(self.plan.batches) if tasks[0] in b.tasks)))
+            assert not self.at_once or not any(map(self.in_place, tasks))
             assert tasks and all(self.plan.owners[task.key] == self.layout.rank for task in tasks)
             assert torch.equal(stack, torch.stack([self.matrix(task) for task in tasks]))
             computed.update(task.key for task in tasks)
@@ -110,8 +113,16 @@ class Probe:
             assert torch.equal(values, expected)
             delivered[index] += 1
 
+        def here(task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> None:
+            assert self.plan.owners[task.key] == self.layout.rank and self.in_place(task)
+            assert [self.layout.mine[index].key for index in indices] == list(task.parts)
+            assert all(value is sources[index] for index, value in zip(indices, values, strict=True))
+            computed[task.key] += 1
+            delivered.update(indices)
+
         with recorded("all_to_all_single", "all_reduce", log=self.events.append) as calls:
-            self.exchange.run(sources, compute, deliver, lambda batch: REPLIES[reply])
+            at_once = here if self.at_once else None
+            self.exchange.run(sources, compute, deliver, lambda batch: REPLIES[reply], at_once=at_once)
         expected_deliveries = {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
         assert dict(delivered) == expected_deliveries
         owned = [task.key for task in self.exchange.owned()]
@@ -119,6 +130,11 @@ class Probe:
         assert set(owned) == {key for key, owner in self.plan.owners.items() if owner == self.layout.rank}
         assert not calls["all_reduce"]
         return calls
+
+    def in_place(self, task: MatrixTask) -> bool:
+        """Whether its owner alone has it, each part in one run."""
+        runs = [(rank, run) for rank, runs in enumerate(self.layout.ranks) for run in runs if run.key in task.parts]
+        return {rank for rank, _ in runs} == {self.plan.owners[task.key]} and all(run.is_whole for _, run in runs)
 
     @staticmethod
     def payload_of(stack: Tensor) -> Tensor:
@@ -147,10 +163,10 @@ def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
     found = []
     for seed in range(SEEDS):
         for replicated in (False, True) if world > 1 else (False,):
-            for reply in REPLIES:
+            for reply, at_once in [*itertools.product(REPLIES, [False]), ("pieces", True)]:
                 shapes = _shapes(seed)
                 layout = Layout(random_fragments(shapes, world, seed, replicated), rank, group, replicated)
-                probe = Probe(layout, _tasks(shapes), _whole(shapes))
+                probe = Probe(layout, _tasks(shapes), _whole(shapes), at_once=at_once)
                 calls = probe.run(reply)["all_to_all_single"]
                 travelling = sum(map(probe.crossing, probe.plan.batches))
                 assert len(calls) == travelling * (1 if replicated else 2)
@@ -163,6 +179,7 @@ def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
                         "payload_bytes": probe.payload_bytes(),
                         "numel": sum(probe.matrix(task).numel() for task in probe.tasks),
                         "travelling": travelling,
+                        "at once": at_once and sum(map(probe.in_place, probe.tasks)),
                     }
                 )
     return found
@@ -179,6 +196,7 @@ def test_random_layouts(world: int) -> None:
         assert planned == 0 or not case["replicated"]
         assert sent == planned + returned[case["reply"]]
     assert world == 1 or any(case["travelling"] for case in ranks[0])
+    assert any(case["at once"] for case in ranks[0])
 
 
 def _check_in_world(rank: int, world: int) -> list[dict[str, Any]]:
@@ -255,6 +273,43 @@ def test_a_single_process_skips_tasks_without_gradient(monkeypatch: pytest.Monke
     assert set(delivered) == {0, 2, 3} and torch.equal(delivered[0], whole["a.weight"] + 1)
     run(set(shapes))
     assert not stacks and not delivered
+
+
+def test_at_once_a_part_without_gradient_is_zero() -> None:
+    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
+    fragments = [Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
+    layout, tasks, whole = Layout.single(fragments), _tasks(shapes), _whole(shapes)
+    plan, _ = plan_matrices(layout, tasks, [0.0])
+    exchange = MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True)
+    found: dict[str, Tensor] = {}
+
+    def here(task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> None:
+        found[task.key] = torch.cat(list(values))
+
+    for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(shapes)):
+        found.clear()
+        sources = [None if fragment.key in missing else whole[fragment.key] for fragment in fragments]
+        exchange.run(sources, _never, _never, at_once=here)
+        assert set(found) == {task.key for task in tasks if not missing.issuperset(task.parts)}
+        for task in tasks:
+            parts = [whole[part] * (part not in missing) for part in task.parts]
+            assert task.key not in found or torch.equal(found[task.key], torch.cat(parts))
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("they are computed at once")
+
+
+def test_slices_are_never_computed_at_once() -> None:
+    """They are computed together with those of other ranks, even one that is whole on its owner."""
+    layout = Layout.single([Fragment("m", (2, 3), 0, 6, 0, 0)])
+    task = MatrixTask("m", ("m",), (2, 3), 1.0, whole="matrix")
+    plan = MatrixPlan({"m": 0}, (Batch((2, 3), (task,), partners=(0,)),))
+    exchange = MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True)
+    found: list[Tensor] = []
+    deliver = lambda task, index, values: found.append(values.clone())  # noqa: E731
+    exchange.run([torch.ones(6).double()], lambda batch, tasks, stack: stack + 1, deliver, at_once=_never)
+    assert torch.equal(found[0], torch.full((6,), 2.0, dtype=torch.float64))
 
 
 def test_missing_values_on_several_ranks_are_refused() -> None:
