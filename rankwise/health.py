@@ -24,6 +24,16 @@ class Health:
         self._means = frozenset(means)
         self._sums: dict[str, Tensor | float] = dict.fromkeys(self._names, 0.0)
         self._counts: dict[str, int] = dict.fromkeys(self._names, 0)
+        self._on_device: Tensor | None = None
+
+    def accumulate_on(self, device: torch.device) -> None:
+        """From now on add everything up on a device, in memory that stays: replays of a captured step then count, too.
+
+        Args:
+            device: Where; the first one counts.
+        """
+        if self._on_device is None:
+            self._on_device = torch.zeros(len(self._names), 2, dtype=torch.float64, device=device)
 
     def add(self, name: str, value: Tensor | float, count: int = 1) -> None:
         """Add to a metric.
@@ -33,6 +43,11 @@ class Health:
             value: A number or 0-d tensor: a total, or the sum of ``count`` observations of a mean.
             count: Observations in ``value``.
         """
+        if self._on_device is not None:
+            row = self._on_device[self._names.index(name)]
+            row[0].add_(value)
+            row[1].add_(count)
+            return
         self._sums[name] = self._sums[name] + (value.detach() if isinstance(value, Tensor) else value)
         self._counts[name] += count
 
@@ -46,6 +61,12 @@ class Health:
             A number per metric; a mean without observations is left out.
         """
         rows = [[float(self._sums[name]), float(self._counts[name])] for name in self._names]
+        if self._on_device is not None:
+            added = self._on_device.tolist()
+            rows = [
+                [mine + theirs for mine, theirs in zip(*pair, strict=True)] for pair in zip(rows, added, strict=True)
+            ]
+            self._on_device.zero_()
         self._sums = dict.fromkeys(self._names, 0.0)
         self._counts = dict.fromkeys(self._names, 0)
         if group is not None and self._names:

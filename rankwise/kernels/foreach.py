@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.updates.adamw import Scalar, bias_corrections
+from rankwise.updates.adamw import Scalar, Step, bias_corrections
 
 __all__ = [
     "adamw_",
@@ -34,6 +34,9 @@ __all__ = [
     "squared_norms",
     "subtract_scaled_",
 ]
+
+STEPS_ON_DEVICE = True
+"""Whether a step's number may be a tensor on the device, one entry per fragment, which the host never reads."""
 
 Tensors = list[Tensor]
 Coefficients = Sequence[Tensor] | Tensor
@@ -120,6 +123,15 @@ def momentum_(exp_avgs: Tensors, grads: Tensors, beta1: float) -> None:
         torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
 
 
+def _check_step(step: Step, fragments: int) -> None:
+    """Refuse a wrong step before anything moves on."""
+    if isinstance(step, Tensor):
+        if step.shape != (fragments,):
+            raise ValueError(f"step is {tuple(step.shape)} for {fragments} fragments; pass one number, or one for each")
+    elif step < 1:
+        raise ValueError(f"step must be at least 1, got {step}; count the step before applying it")
+
+
 def adamw_(
     params: Tensors,
     grads: Tensors,
@@ -130,7 +142,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Step,
     correct_eps: bool = True,
 ) -> None:
     """AdamW: :func:`rankwise.updates.adamw.adamw_update` and a decoupled step.
@@ -144,28 +156,33 @@ def adamw_(
         betas: Decay rates of the two moments.
         eps: Added to the root.
         weight_decay: Decoupled decay rate.
-        step: Number of this step, from 1, the same for the whole list.
+        step: Number of this step, from 1, the same for the whole list; or (fragments,), a number for each.
         correct_eps: Where ``eps`` is added, see the pure function.
 
     Raises:
-        ValueError: If ``step`` is below 1.
+        ValueError: If ``step`` is a number below 1, or has not one entry per fragment.
     """
-    correction1, correction2 = bias_corrections(betas, step)
+    _check_step(step, len(params))
     if not params:
         return
+    correction1, correction2 = bias_corrections(betas, step)
     momentum_(exp_avgs, grads, betas[0])
     torch._foreach_mul_(exp_avg_sqs, betas[1])
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - betas[1])
 
-    root = math.sqrt(correction2)
+    root = correction2.sqrt() if isinstance(correction2, Tensor) else math.sqrt(correction2)
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if correct_eps:
-        torch._foreach_div_(denominators, root)
+        torch._foreach_div_(denominators, list(root.unbind()) if isinstance(root, Tensor) else root)
     torch._foreach_add_(denominators, eps)
     step_scale = (1.0 if correct_eps else root) / correction1
 
     decay_(params, lr, weight_decay)
-    if isinstance(lr, Tensor):
+    if isinstance(step_scale, Tensor):
+        directions = list(torch._foreach_div(exp_avgs, denominators))
+        scale_by_(directions, lr * step_scale)
+        torch._foreach_sub_(params, directions)
+    elif isinstance(lr, Tensor):
         directions = list(torch._foreach_div(exp_avgs, denominators))
         _descend_(params, directions, lr * step_scale)
     else:
@@ -233,7 +250,7 @@ def mars_adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Step,
     advance: bool,
 ) -> None:
     """MARS-AdamW from raw gradients, with clip coefficients that are known already.
@@ -251,13 +268,13 @@ def mars_adamw_(
         betas: Decay rates of the two moments.
         eps: Added to the bias-corrected root.
         weight_decay: Decoupled decay rate.
-        step: Number of this step, from 1.
+        step: Number of this step, from 1; or (fragments,), a number for each.
         advance: Whether the gradients become the references, as in approximate mode.
 
     Raises:
-        ValueError: If ``step`` is below 1, or there is not one coefficient per fragment.
+        ValueError: If ``step`` is a number below 1, or there is not one coefficient, or number, per fragment.
     """
-    bias_corrections(betas, step)
+    _check_step(step, len(params))
     clipped = _clipped(grads, references, k, coefficients, advance)
     adamw_(params, clipped, exp_avgs, exp_avg_sqs, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step)
 

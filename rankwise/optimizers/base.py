@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rankwise.kernels import graphs
+from rankwise.kernels.native.building import SWITCH
 from rankwise.optimizers.checkpoints import Checkpoints
 from rankwise.optimizers.element_states import ElementStates
 from rankwise.optimizers.entries import Entry, cut_into_entries
@@ -103,6 +105,7 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _new_unit(
         self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
     ) -> StepUnit:
+        graphs.refuse_capture(_device_dtype(tensors or list(self.parameters_by_name.values()))[0], "the first step")
         key, loads, owner_of = _unit_key(tensors), self._loads, dict(self._owner_of)
         unit = self._units[key] = self._build_unit(tensors, positions, groups)
         try:
@@ -124,6 +127,11 @@ class ShardedOptimizer(Checkpoints, Reports):
             found.update({f"param group {position}: {name}": group[name] for name in names})
         # A tensor's text names its device, and would have to be waited for.
         texts = {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
+        if unit.device.type == "cpu":
+            # Copies of a weight on ranks that round differently would drift apart.
+            texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
+                unit.kernels.__name__
+            )
         return {"the optimizer": type(self).__name__, **texts}
 
     def _plan(self, unit: StepUnit) -> None:
@@ -242,6 +250,7 @@ class ShardedOptimizer(Checkpoints, Reports):
         if _deferrals:
             return loss
         unit = self._unit()
+        self._prepare_for_graphs(unit)
         self.settle([_unit_key(unit.tensors)])
         opened = self._open(unit)
         if opened is not None:
@@ -257,6 +266,34 @@ class ShardedOptimizer(Checkpoints, Reports):
                 self.matrix_states.drop_foreign(unit.exchange.plan.owners, unit.layout.rank)
         return loss
 
+    def _prepare_for_graphs(self, unit: StepUnit) -> None:
+        """Refuse captures whose replays would not be further steps.
+
+        Raises:
+            RuntimeError: The step is being captured, and something it depends on would be frozen.
+        """
+        if self._counts_on_device(unit):
+            self.health.accumulate_on(unit.device)
+        if not graphs.is_capturing(unit.device):
+            return
+        name = type(self).__name__
+        if not self.capturable:
+            known = "capturable" in self.options.names()
+            fix = "build it with capturable=True" if known else "leave step() out of the graph"
+            raise RuntimeError(
+                f"{name}.step() cannot be captured in a graph, which would repeat one step's number; {fix}"
+            )
+        rates = [self.param_groups[position]["lr"] for position in set(unit.positions)]
+        if any(isinstance(rate, Tensor) and rate.device != unit.device for rate in rates):
+            raise RuntimeError(
+                f"{name}: lr is a tensor on another device than the weights, which a graph cannot read; make it one on "
+                f"{unit.device}, and change it in place"
+            )
+
+    def _counts_on_device(self, unit: StepUnit) -> bool:
+        """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
+        return self.capturable and getattr(unit.kernels, "STEPS_ON_DEVICE", False)
+
     def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
         """Flat working views of weights and gradients; None for tensors without a gradient.
 
@@ -271,6 +308,7 @@ class ShardedOptimizer(Checkpoints, Reports):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense embeddings.")
         weights: list[Tensor | None] = []
         grads: list[Tensor | None] = []
+        stepped: list[Tensor] = []
         for tensor in unit.tensors:
             grad = tensor.grad
             if grad is None and not zeros:
@@ -282,7 +320,8 @@ class ShardedOptimizer(Checkpoints, Reports):
                 grads.append(torch.zeros(tensor.numel(), dtype=unit.dtype, device=tensor.device))
             else:
                 grads.append(grad.detach().to(unit.dtype).reshape(-1))
-            self._count_step(tensor)
+            stepped.append(tensor)
+        self._count_steps(unit, stepped)
         return weights, grads
 
     def _update_if_finite(
@@ -309,35 +348,47 @@ class ShardedOptimizer(Checkpoints, Reports):
         """What must be finite for a step to count."""
         return [grad for grad in grads if grad is not None]
 
-    def _count_step(self, tensor: Tensor) -> None:
-        state = self.state[tensor]
-        if "step" not in state:
-            # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        state["step"] += 1
+    def _count_steps(self, unit: StepUnit, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if "step" not in self.state[tensor]:
+                graphs.refuse_capture(tensor.device, "the first step of a parameter")
+                # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.
+                self.state[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=self._count_device(tensor))
+        counts = [self.state[tensor]["step"] for tensor in tensors]
+        if counts and self._counts_on_device(unit):
+            torch._foreach_add_(counts, 1.0)
+            return
+        for count in counts:
+            count += 1
 
     def _buckets(
         self, unit: StepUnit, weights: Sequence[Tensor | None], grads: Sequence[Tensor | None]
     ) -> list[Bucket]:
-        found: dict[tuple[int, Rule, int], Bucket] = {}
+        found: dict[tuple[int, Rule, int | None], Bucket] = {}
         views = partial(unit.states.views, self.state)
+        counts = partial(self._counts_of, unit)
+        # What only the device knows cannot be grouped by.
+        known = not self._counts_on_device(unit)
         for entry in unit.entries:
             tensor = entry.fragment.tensor
             weight, grad = weights[tensor], grads[tensor]
             if weight is None or grad is None:
                 continue
-            step = int(self.state[unit.tensors[tensor]]["step"])
+            count = int(self.state[unit.tensors[tensor]]["step"]) if known else None
             position = unit.positions[tensor]
-            key = (position, entry.route.rule, step)
+            key = (position, entry.route.rule, count)
             bucket = found.get(key)
             if bucket is None:
                 group = self.param_groups[position]
-                bucket = found[key] = Bucket(group, entry.route.rule, step, [], [], [], views)
+                bucket = found[key] = Bucket(group, entry.route.rule, count, [], [], [], views, counts)
             offset, numel = entry.fragment.offset, entry.fragment.numel
             bucket.entries.append(entry)
             bucket.weights.append(weight[offset : offset + numel])
             bucket.grads.append(grad[offset : offset + numel])
         return list(found.values())
+
+    def _counts_of(self, unit: StepUnit, entries: Sequence[Entry]) -> Tensor:
+        return torch.stack([self.state[unit.tensors[entry.fragment.tensor]]["step"] for entry in entries])
 
     def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         for tensor, weight in zip(unit.tensors, weights, strict=True):

@@ -31,7 +31,7 @@ class Checkpoints(RoutedOptimizer):
     matrix_state_names: ClassVar[tuple[str, ...]] = ()
     """Names of the states that an owner keeps of a matrix."""
     counted_states: ClassVar[tuple[str, ...]] = ()
-    """Those among them that the host works with; they lie in its memory."""
+    """Those among them that the host works with; they lie in its memory, unless the optimizer is capturable."""
 
     copied_attributes: ClassVar[tuple[str, ...]] = (
         "options",
@@ -41,6 +41,14 @@ class Checkpoints(RoutedOptimizer):
         "parameters_by_name",
     )
     """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights."""
+        return bool(getattr(self.options, "capturable", False))
+
+    def _count_device(self, tensor: Tensor) -> torch.device:
+        return tensor.device if self.capturable else torch.device("cpu")
 
     def _detach(self) -> None:
         super()._detach()
@@ -164,7 +172,7 @@ class Checkpoints(RoutedOptimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
                     # Copies, the count included: it is advanced in place.
-                    device = torch.device("cpu") if name == "step" else tensor.device
+                    device = self._count_device(tensor) if name == "step" else tensor.device
                     self.state[tensor][name] = value.to(device=device, copy=True)
 
     def _structure(self) -> list[list[Any]]:
@@ -226,7 +234,7 @@ class Checkpoints(RoutedOptimizer):
             for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
                 step = steps.get(group_index)
                 if step is not None:
-                    self.state[tensor]["step"] = step.clone()
+                    self.state[tensor]["step"] = step.to(device=self._count_device(tensor), copy=True)
 
     # --- copies -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.kernels.graphs import refuse_capture
 from rankwise.optimizers.entries import Entry
 
 __all__ = ["ElementStates", "StateTypes", "States", "StoredRun"]
@@ -88,6 +89,7 @@ class ElementStates:
         owner = self._tensors[index]
         state = states[owner]
         if name not in state:
+            refuse_capture(owner.device, "the first step of a parameter")
             shape = owner.shape if slot.compact_numel is None else (slot.compact_numel,)
             state[name] = torch.zeros(shape, dtype=slot.dtype, device=owner.device)
         stored: Tensor = state[name]

@@ -76,7 +76,7 @@ class FirstOrder:
         for weight, grad, buffer in zip(bucket.weights, bucket.grads, bucket.state("momentum_buffer"), strict=True):
             new, direction = sgd_direction(
                 grad,
-                None if bucket.step == 1 else buffer,
+                None if bucket.count == 1 else buffer,
                 weight,
                 momentum=group["momentum"],
                 nesterov=self.nesterov,

@@ -9,17 +9,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rankwise.kernels import ldadam_step_for, native
+from rankwise.kernels import graphs, ldadam_step_for, native
 from rankwise.kernels.foreach import copy_, decay_
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.first_order import adamw_step
 from rankwise.optimizers.joint_subspaces import holders_of, step_slices
 from rankwise.optimizers.matrix_states import MatrixState
-from rankwise.optimizers.options import LDAdamOptions, Options, patterns
+from rankwise.optimizers.options import LDAdamOptions, OptionError, Options, patterns
 from rankwise.optimizers.routing import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.optimizers.subspace_fragments import Fragments, Signature, split_factors
 from rankwise.optimizers.subspaces_in_place import SubspacesInPlace
+from rankwise.optimizers.subspaces_on_device import Triple, step_on_device
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.optimizers.work import StepWork
 from rankwise.sharding import Batch, MatrixTask, Reply, find_slices
@@ -27,6 +28,10 @@ from rankwise.updates import ldadam as updates
 from rankwise.updates.ldadam_slices import Cut, exchanged
 
 __all__ = ["LDAdam"]
+
+_TENSORS = ("basis", "exp_avg", "exp_avg_sq")
+_Past = tuple[int, float] | None
+"""Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
 
 
 class LDAdam(ShardedOptimizer):
@@ -54,6 +59,8 @@ class LDAdam(ShardedOptimizer):
         exclude: Name patterns sent to the fallback.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
+        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
+            device, and whatever depends on them is computed there. The first step must be taken before the capture.
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the low-rank rule.
@@ -62,6 +69,7 @@ class LDAdam(ShardedOptimizer):
     options_type: ClassVar[type[Options]] = LDAdamOptions
     options: LDAdamOptions
     health_means = ("subspace_rotation",)
+    health_totals = ("kept_bases",)
     group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     counted_states = ("step", "beta1")
@@ -82,6 +90,7 @@ class LDAdam(ShardedOptimizer):
         comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
         skip_nonfinite: bool = False,
+        capturable: bool = False,
     ) -> None:
         options = LDAdamOptions(
             lr=lr,
@@ -95,8 +104,21 @@ class LDAdam(ShardedOptimizer):
             comm_dtype=comm_dtype,
             exclude=patterns(exclude),
             skip_nonfinite=skip_nonfinite,
+            capturable=capturable,
         )
         super().__init__(params, options)
+
+    def _detach(self) -> None:
+        super()._detach()
+        # Matrices that are to take their first step, which is another one; the counts may lie on the device.
+        self._unstepped: set[str] = set()
+
+    def read_health(self) -> dict[str, float]:
+        """See the base class; ``kept_bases``, of a capturable optimizer: where no new basis could be factored."""
+        found = super().read_health()
+        if not self.capturable:
+            found.pop("kept_bases")
+        return found
 
     @property
     def policy(self) -> RoutingPolicy:
@@ -125,6 +147,11 @@ class LDAdam(ShardedOptimizer):
         keys = unit.keys("matrix")
         tensor_parallel = self._source.tensor_parallel
         slices = find_slices(unit.layout, keys, tensor_parallel.sets) if tensor_parallel else {}
+        if slices and self.capturable:
+            raise OptionError(
+                "LDAdam: capturable=True is invalid under tensor parallelism: it must be false where ranks compute the "
+                "slices of a matrix together, which the host directs; set capturable to false"
+            )
         tasks = []
         for key in keys:
             rows, columns = unit.infos[key].matrix_shape
@@ -145,7 +172,7 @@ class LDAdam(ShardedOptimizer):
         """See the base class: the returned factors, and what owners of slices tell each other."""
 
         def matrix_state(task: MatrixTask, device: torch.device) -> MatrixState:
-            return _fresh(torch.empty(0, dtype=unit.dtype, device=device), task.signature)
+            return self._fresh(torch.empty(0, dtype=unit.dtype, device=device), task.signature)
 
         def together(batch: Batch) -> tuple[int, ...]:
             signature: Signature = batch.signature
@@ -187,23 +214,24 @@ class LDAdam(ShardedOptimizer):
             self.health.add("matrices_updated", len(tasks))
             matrices = stack.view(-1, signature.rows, signature.columns)
             matrices = matrices.mT if signature.right else matrices
-            pasts = [(int(state["step"]), float(state["beta1"])) for state in states]
+            pasts = [self._past(unit, task.key, state) for task, state in zip(tasks, states, strict=True)]
+            self._unstepped.difference_update(task.key for task in tasks)
             if one_by_one:
                 # Also where they came as a stack: then a matrix is rounded alike wherever it lies.
                 spans = [slice(index, index + 1) for index in range(len(tasks))]
                 parts = [
-                    self._step_subspaces(matrices[span], states[span], *past, group)
+                    self._step_subspaces(matrices[span], states[span], past, group)
                     for span, past in zip(spans, pasts, strict=True)
                 ]
                 return returned(torch.cat(parts))
             if len(set(pasts)) == 1:
-                return returned(self._step_subspaces(matrices, states, *pasts[0], group))
+                return returned(self._step_subspaces(matrices, states, pasts[0], group))
             result = stack.new_empty(len(tasks), self._factors_length(batch.signature))
             # Matrices whose gradients were missing at different steps are at different counts.
-            for past in sorted(set(pasts)):
+            for past in dict.fromkeys(pasts):
                 chosen = [i for i, other in enumerate(pasts) if other == past]
                 part = [states[i] for i in chosen]
-                result[chosen] = self._step_subspaces(matrices[chosen], part, *past, group)
+                result[chosen] = self._step_subspaces(matrices[chosen], part, past, group)
             return returned(result)
 
         def delivered(batch: Batch) -> None:
@@ -214,14 +242,16 @@ class LDAdam(ShardedOptimizer):
             signature: Signature = task.signature
             state = self._subspace(task.key, source, signature)
             matrix = updates.side_normalized(source.view(1, signature.rows, signature.columns))
-            past = (int(state["step"]), float(state["beta1"]))
-            factors = self._step_subspaces(matrix, [state], *past, self.param_groups[signature.group])
+            past = self._past(unit, task.key, state)
+            factors = self._step_subspaces(matrix, [state], past, self.param_groups[signature.group])
             fragments.receive(task, index, factors[0])
             fragments.step(signature, True, self.param_groups[signature.group]["lr"])
 
         def obtained(task: MatrixTask, source: Tensor) -> MatrixState:
             self.health.add("matrices_updated", 1)
-            return self._subspace(task.key, source, task.signature)
+            state = self._subspace(task.key, source, task.signature)
+            self._unstepped.discard(task.key)
+            return state
 
         in_place = SubspacesInPlace(fragments, self.param_groups, obtained, plainly)
         replies, at_once = partial(self._reply, unit), in_place.take if unit.kernels is native else None
@@ -256,7 +286,18 @@ class LDAdam(ShardedOptimizer):
         return signature.rank * (signature.short + self._products(signature) * signature.long)
 
     def _subspace(self, key: str, like: Tensor, signature: Signature) -> MatrixState:
-        return self.matrix_states.obtain(key, lambda: _fresh(like, signature))
+        known = key in self.matrix_states
+        if not known:
+            graphs.refuse_capture(like.device, "the first step of a matrix")
+        state = self.matrix_states.obtain(key, lambda: self._fresh(like, signature))
+        if self.capturable and not known and int(state["step"]) == 0:
+            self._unstepped.add(key)
+        return state
+
+    def _past(self, unit: StepUnit, key: str, state: MatrixState) -> _Past:
+        if self._counts_on_device(unit):
+            return (0, 0.0) if key in self._unstepped else None
+        return int(state["step"]), float(state["beta1"])
 
     def _step_slices(
         self, unit: StepUnit, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, states: list[MatrixState]
@@ -283,22 +324,50 @@ class LDAdam(ShardedOptimizer):
         self.health.add("subspace_rotation", (1 - kept).sum(), kept.numel())
 
     def _step_subspaces(
-        self, matrices: Tensor, states: list[MatrixState], count: int, written_beta1: float, group: Mapping[str, Any]
+        self, matrices: Tensor, states: list[MatrixState], past: _Past, group: Mapping[str, Any]
     ) -> Tensor:
-        """Advance matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
-        step, beta1 = count + 1, group["betas"][0]
+        """Advance matrices that have one past."""
         # A single matrix as such: products of stacks are slower on CPUs.
         alone = len(states) == 1
         matrices = matrices[0] if alone else matrices
-        previous, old_avg, old_avg_sq = (
-            states[0][name] if alone else torch.stack([state[name] for state in states])
-            for name in ("basis", "exp_avg", "exp_avg_sq")
+        basis, exp_avg, exp_avg_sq = (
+            states[0][name] if alone else torch.stack([state[name] for state in states]) for name in _TENSORS
         )
+        old = (basis, exp_avg, exp_avg_sq)
+        new, factors = (
+            self._step_on_device(matrices, old, states, group)
+            if past is None
+            else self._step_on_host(matrices, old, *past, group)
+        )
+        for name, value in zip(_TENSORS, new, strict=True):
+            copy_([state[name] for state in states], [value] if alone else list(value.unbind()))
+        for state in states if past is not None else ():
+            state["step"] += 1
+            state["beta1"].fill_(group["betas"][0])
+        return torch.cat([part.reshape(len(states), -1) for part in (new[0], *factors)], dim=1)
+
+    def _step_on_device(
+        self, matrices: Tensor, old: Triple, states: list[MatrixState], group: Mapping[str, Any]
+    ) -> tuple[Triple, list[Tensor]]:
+        """New states and the factors beside the basis, of matrices whose counts the host does not know."""
+        found = step_on_device(matrices, old, states, group)
+        self.health.add("kept_bases", found.kept)
+        self._report_rotation(found.rotation)
+        return found.states, found.factors
+
+    def _step_on_host(
+        self,
+        matrices: Tensor,
+        old: Triple,
+        count: int,
+        written_beta1: float,
+        group: Mapping[str, Any],
+    ) -> tuple[Triple, list[Tensor]]:
+        """The same of matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
+        step, beta1 = count + 1, group["betas"][0]
         basis, exp_avg, exp_avg_sq, direction = ldadam_step_for(matrices.device, matrices.dtype)(
             matrices,
-            previous,
-            old_avg,
-            old_avg_sq,
+            *old,
             step,
             betas=group["betas"],
             rho=group["rho"],
@@ -307,17 +376,24 @@ class LDAdam(ShardedOptimizer):
             written_beta1=written_beta1,
         )
         if step > 1:
-            self._report_rotation(basis.mT @ previous)
-        for name, new in (("basis", basis), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-            copy_([state[name] for state in states], [new] if alone else list(new.unbind()))
-        for state in states:
-            state["step"] += 1
-            state["beta1"].fill_(beta1)
+            self._report_rotation(basis.mT @ old[0])
         factors = [direction]
         if group["error_feedback"]:
             unchanged = step == 1 or beta1 == written_beta1
             factors.append(exp_avg if unchanged else updates.kept_factor(matrices, basis, exp_avg, beta1))
-        return torch.cat([part.reshape(len(states), -1) for part in (basis, *factors)], dim=1)
+        return (basis, exp_avg, exp_avg_sq), factors
+
+    def _fresh(self, like: Tensor, signature: Signature) -> MatrixState:
+        """A subspace and its moments before the first step."""
+        counts = self._count_device(like)
+        return {
+            "basis": like.new_zeros(signature.short, signature.rank),
+            "exp_avg": like.new_zeros(signature.rank, signature.long),
+            "exp_avg_sq": like.new_zeros(signature.rank, signature.long),
+            "step": torch.zeros((), dtype=torch.int64, device=counts),
+            # Of the last step, with which the momentum in the error buffer is weighted. Where the count is.
+            "beta1": torch.zeros((), dtype=torch.float64, device=counts),
+        }
 
 
 def _returned(reply: Reply, signature: Signature, factors: Tensor) -> Tensor:
@@ -332,15 +408,3 @@ def _returned(reply: Reply, signature: Signature, factors: Tensor) -> Tensor:
 def _cut_states(task: MatrixTask) -> dict[str, int]:
     signature: Signature = task.signature
     return {"long": {"exp_avg": 1, "exp_avg_sq": 1}, "short": {"basis": 0}}.get(signature.cut or "", {})
-
-
-def _fresh(like: Tensor, signature: Signature) -> MatrixState:
-    """A subspace and its moments before the first step."""
-    return {
-        "basis": like.new_zeros(signature.short, signature.rank),
-        "exp_avg": like.new_zeros(signature.rank, signature.long),
-        "exp_avg_sq": like.new_zeros(signature.rank, signature.long),
-        "step": torch.tensor(0, dtype=torch.int64),
-        # Of the last step, with which the momentum in the error buffer is weighted. On the CPU, like the count.
-        "beta1": torch.tensor(0.0, dtype=torch.float64),
-    }

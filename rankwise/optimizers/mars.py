@@ -74,6 +74,8 @@ class MARS(ShardedOptimizer):
         exclude: Name patterns sent to the fallback.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
+        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
+            device, and whatever depends on them is computed there. The first step must be taken before the capture.
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the MARS rule.
@@ -115,6 +117,7 @@ class MARS(ShardedOptimizer):
         comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
         skip_nonfinite: bool = False,
+        capturable: bool = False,
     ) -> None:
         options = MARSOptions(
             lr=lr,
@@ -134,6 +137,7 @@ class MARS(ShardedOptimizer):
             comm_dtype=comm_dtype,
             exclude=patterns(exclude),
             skip_nonfinite=skip_nonfinite,
+            capturable=capturable,
         )
         self._recorded = False
         super().__init__(params, options, {"lr_1d_ratio": _fallback_lr_ratio(options)})
@@ -295,7 +299,7 @@ class MARS(ShardedOptimizer):
         if self.options.variant == "lion":
             unit.kernels.mars_lion_(*lists, beta1=group["betas"][0], **hyper)
         else:
-            hyper |= {"betas": group["betas"], "eps": group["eps"], "step": part.bucket.step}
+            hyper |= {"betas": group["betas"], "eps": group["eps"], "step": part.bucket.step_of(part.entries)}
             unit.kernels.mars_adamw_(*lists, state("exp_avg_sq", part.entries), **hyper)
 
     def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
@@ -361,7 +365,10 @@ class MARS(ShardedOptimizer):
         if self.options.exact and self._recorded:
             for tensor in unit.tensors:
                 state = self.state[tensor]
-                if "next_reference" in state:
+                if "next_reference" in state and self.capturable and "reference" in state:
+                    # Where a graph reads it.
+                    state["reference"].copy_(state["next_reference"])
+                elif "next_reference" in state:
                     upcoming = state["next_reference"]
                     spent = state.get("reference")
                     state["next_reference"] = torch.zeros_like(upcoming) if spent is None else spent

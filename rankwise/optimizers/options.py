@@ -141,6 +141,15 @@ class Options:
         self._patterns("exclude")
         self._flag("skip_nonfinite")
 
+    def _graphs(self, capturable: bool) -> None:
+        self._flag("capturable")
+        if capturable and self.skip_nonfinite:
+            self._fail(
+                "capturable",
+                "it must be false with skip_nonfinite=True, of which the host has to learn after each step",
+                "set one of the two to false",
+            )
+
 
 @dataclass(frozen=True)
 class MARSOptions(Options):
@@ -163,9 +172,11 @@ class MARSOptions(Options):
     ns_dtype: str = "bfloat16"
     comm_dtype: str | None = None
     exclude: tuple[str, ...] = ()
+    capturable: bool = False
 
     def __post_init__(self) -> None:
         self._common()
+        self._graphs(self.capturable)
         self._choice("variant", ("adamw", "lion", "shampoo", "muon"))
         self._betas("betas")
         self._betas("betas_1d")
@@ -197,9 +208,11 @@ class SONewOptions(Options):
     gamma: float = 1e-2
     chain: str = "row"
     exclude: tuple[str, ...] = ()
+    capturable: bool = False
 
     def __post_init__(self) -> None:
         self._common()
+        self._graphs(self.capturable)
         self._integer("band", 0)
         self._betas("betas")
         self._choice("graft", ("adam", "adam_official", "rmsprop", "sgd", "momentum", "none"))
@@ -223,9 +236,11 @@ class LDAdamOptions(Options):
     error_dtype: str | None = None
     comm_dtype: str | None = None
     exclude: tuple[str, ...] = ()
+    capturable: bool = False
 
     def __post_init__(self) -> None:
         self._common()
+        self._graphs(self.capturable)
         self._integer("rank", 1)
         self._fraction("rho", include_one=True)
         self._betas("betas")

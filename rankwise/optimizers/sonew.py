@@ -69,6 +69,8 @@ class SONew(ShardedOptimizer):
         exclude: Name patterns sent to the fallback.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
+        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
+            device, and whatever depends on them is computed there. The first step must be taken before the capture.
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the SONew rule.
@@ -93,6 +95,7 @@ class SONew(ShardedOptimizer):
         chain: str = "row",
         exclude: Sequence[str] = (),
         skip_nonfinite: bool = False,
+        capturable: bool = False,
     ) -> None:
         options = SONewOptions(
             lr=lr,
@@ -106,6 +109,7 @@ class SONew(ShardedOptimizer):
             chain=chain,
             exclude=patterns(exclude),
             skip_nonfinite=skip_nonfinite,
+            capturable=capturable,
         )
         super().__init__(params, options)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels import kernels_for
+from rankwise.kernels.graphs import refuse_capture
 from rankwise.optimizers.element_states import ElementStates, States
 from rankwise.optimizers.entries import Entry
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
@@ -27,21 +28,36 @@ from rankwise.sharding import (
     in_slices,
     plan_matrices,
 )
+from rankwise.updates.adamw import Step
 
 __all__ = ["Bucket", "StepUnit", "spans"]
 
 
 @dataclass
 class Bucket:
-    """Active entries that share a param group, a rule and a step count; all tensors are 1-D, in entry order."""
+    """Active entries that share a param group and a rule; all tensors are 1-D, in entry order.
+
+    Attributes:
+        count: The step count that they share, too; None where only the device knows the counts.
+    """
 
     group: dict[str, Any]
     rule: Rule
-    step: int
+    count: int | None
     entries: list[Entry]
     weights: list[Tensor]
     grads: list[Tensor]
     _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
+    _counts: Callable[[Sequence[Entry]], Tensor] = field(repr=False)
+
+    @property
+    def step(self) -> Step:
+        """See :meth:`step_of`, of all entries."""
+        return self.step_of(self.entries)
+
+    def step_of(self, entries: Sequence[Entry]) -> Step:
+        """The number of this step, or (entries,) numbers on the device."""
+        return self._counts(entries) if self.count is None else self.count
 
     def state(self, name: str, entries: Sequence[Entry] | None = None) -> list[Tensor]:
         """Views of an element state on the bucket's fragments, or on some of them."""
@@ -121,6 +137,7 @@ class StepUnit:
         # Kept: copying it to the device anew would stall the host at every step.
         cache: dict[tuple[int, ...], Tensor] = self.scratch.setdefault("indices", {})
         if positions not in cache:
+            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
             cache[positions] = torch.tensor(positions, dtype=torch.long, device=self.device)
         return cache[positions]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankwise.sharding import Fragment, Halo
 from rankwise.updates import sonew as updates
-from rankwise.updates.adamw import bias_corrections
+from rankwise.updates.adamw import Step, bias_corrections
 
 __all__ = ["windowed_directions"]
 
@@ -25,7 +25,7 @@ def windowed_directions(
     betas: tuple[float, float],
     eps: float,
     gamma: float,
-    step: int,
+    step: Step,
     graft: str,
     graft_eps: float,
 ) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -41,17 +41,18 @@ def windowed_directions(
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
         gamma: Relative edge tolerance.
-        step: Number of this step, from 1.
+        step: Number of this step, from 1; or (fragments,), a number for each.
         graft: One of :data:`rankwise.updates.sonew.GRAFTS`.
         graft_eps: Added to the roots of the graft.
 
     Returns:
         Directions, and graft directions unless ``graft`` is "none".
     """
-    correction1, correction2 = bias_corrections(betas, step)
+    corrections = bias_corrections(betas, step)
     directions: list[Tensor] = []
     grafts: list[Tensor] = []
     for index, fragment in enumerate(fragments):
+        correction1, correction2 = (of[index] if isinstance(of, Tensor) else of for of in corrections)
         grad, *states = (field[index] for field in fields)
         window = _Window(fragment, chain, len(states) - 2)
         embedded = window.embed((grad, *states), halos[index])

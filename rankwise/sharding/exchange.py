@@ -122,6 +122,7 @@ class MatrixExchange:
         self.traffic = Traffic()
         self._device, self._dtype, self._wire = device, dtype, wire_dtype or dtype
         self.one_by_one = one_by_one
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._batches = [
             plan_batch(layout, plan.owners, number, batch, index_of, device)
@@ -288,11 +289,17 @@ class MatrixExchange:
         if not live:
             # Nobody reads it, but the message has the size that was planned.
             return stack.new_zeros(len(plan.owned), reply.whole or reply.values * plan.length)
-        rows = sorted(live)
-        part = compute(plan.batch, [plan.owned[row] for row in rows], stack[rows]).to(self._dtype)
-        result = part.new_zeros(len(plan.owned), part.shape[1])
-        result[rows] = part
-        return result
+        rows = tuple(sorted(live))
+        index = self._index_of(rows)
+        chosen = stack.index_select(0, index)
+        part = compute(plan.batch, [plan.owned[row] for row in rows], chosen).to(self._dtype)
+        return part.new_zeros(len(plan.owned), part.shape[1]).index_copy_(0, index, part)
+
+    def _index_of(self, rows: tuple[int, ...]) -> Tensor:
+        # Kept: copying it to the device anew would stall the host at every step.
+        if rows not in self._indices:
+            self._indices[rows] = torch.tensor(rows, dtype=torch.long, device=self._device)
+        return self._indices[rows]
 
     def _start_return(self, plan: BatchPlan, result: Tensor, reply: Reply) -> _Return:
         with _phase(plan, "return"):

@@ -6,25 +6,45 @@ Source: "Decoupled Weight Decay Regularization", arXiv 1711.05101, Algorithm 2, 
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "adamw_update", "bias_corrections", "decoupled_step"]
+__all__ = ["Scalar", "Step", "adamw_update", "bias_corrections", "decoupled_step"]
 
 Scalar = float | Tensor
 """A Python float, or a 0-d tensor of the dtype and device of the data (no recompilation when its value changes)."""
 
+Step = int | Tensor
+"""The number of a step, from 1; or tensors of them on the device of the data, whose values the host does not know."""
 
-def bias_corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
+
+@overload
+def bias_corrections(betas: tuple[float, float], step: int) -> tuple[float, float]: ...
+
+
+@overload
+def bias_corrections(betas: tuple[float, float], step: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def bias_corrections(betas: tuple[float, float], step: Step) -> tuple[Scalar, Scalar]: ...
+
+
+def bias_corrections(betas: tuple[float, float], step: Step) -> tuple[Scalar, Scalar]:
     r"""``(1 - beta1^t, 1 - beta2^t)``, the factors that undo the zero start of the moments.
 
     Args:
         betas: Decay rates of the two moments, each in [0, 1).
-        step: ``t``, counted from 1.
+        step: ``t``, counted from 1; a tensor gives tensors of its shape in fp64, computed where it lies.
 
     Raises:
-        ValueError: If ``step`` is below 1: the corrections would be zero and divided by.
+        ValueError: If ``step`` is a number below 1: the corrections would be zero and divided by.
     """
+    if isinstance(step, Tensor):
+        count = step.double()
+        return 1.0 - torch.pow(betas[0], count), 1.0 - torch.pow(betas[1], count)
     if step < 1:
         raise ValueError(f"step must be at least 1, got {step}; count the step before asking for its corrections")
     return 1.0 - betas[0] ** step, 1.0 - betas[1] ** step

@@ -25,14 +25,16 @@ Matrix products must run in the full precision of their dtype (no TF32): the err
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rankwise.updates.adamw import Scalar, Step, bias_corrections
 from rankwise.updates.orthonormal import cholesky_qr, cholesky_qr2, householder_qr, initial_basis
 
 __all__ = [
+    "MomentScales",
     "basis_coordinates",
     "basis_image",
     "basis_weights",
@@ -43,14 +45,17 @@ __all__ = [
     "ldadam_step",
     "low_rank_moments",
     "low_rank_rows",
+    "moment_scales",
     "momentum_share",
     "next_basis",
+    "per_matrix",
     "project",
     "projects_right",
     "side_normalized",
     "subspace_step",
     "subtract_low_rank_",
     "subtract_product_",
+    "try_next_basis",
     "worth_projecting",
 ]
 
@@ -109,33 +114,34 @@ def worth_projecting(rank: int, rows: int, cols: int, error_feedback: bool, erro
 
 
 def basis_weights(
-    step: int, beta1: float, rho: float, error_feedback: bool, written_beta1: float | None = None
-) -> tuple[float, float]:
+    step: Step, beta1: float, rho: float, error_feedback: bool, written_beta1: Scalar | None = None
+) -> tuple[float, Scalar]:
     r"""Weights of the matrix and of the momentum in the matrix that the basis follows.
 
     .. math:: B_t = \rho\, U_{t-1} M_{t-1} / (1 - \beta_1^{t-1}) + (1 - \rho) (G_t + E_t)
                   = w_C\, C_t + w_M\, U_{t-1} M_{t-1}
 
     Args:
-        step: Steps applied including this one, t >= 2.
+        step: Steps applied including this one, t >= 2; or tensors of such numbers, any shape.
         beta1: Decay of the first moment.
         rho: Share of the momentum in ``B``.
         error_feedback: Whether the matrix is ``C = G + F``, which contains ``k U M`` already, or plain ``G``.
-        written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
+        written_beta1: The ``beta1`` that ``F`` was written with, a number or as ``step``; None: the present one.
 
     Returns:
-        ``(w_C, w_M)``. With error feedback and ``rho = beta1`` the second tends to zero.
+        ``(w_C, w_M)``. With error feedback and ``rho = beta1`` the second tends to zero; in fp64 where ``step`` is a
+        tensor.
 
     Raises:
-        ValueError: If ``step`` < 2; the first basis comes from :func:`initial_basis`.
+        ValueError: If ``step`` is a number below 2; the first basis comes from :func:`initial_basis`.
     """
-    if step < 2:
+    if not isinstance(step, Tensor) and step < 2:
         raise ValueError(f"step must be at least 2 to follow a basis, got {step}; use initial_basis() at step 1")
     contained = (1 - rho) * momentum_share(beta1, written_beta1) if error_feedback else 0.0
-    return 1 - rho, rho / (1 - beta1 ** (step - 1)) - contained
+    return 1 - rho, rho / bias_corrections((beta1, beta1), step - 1)[0] - contained
 
 
-def momentum_share(beta1: float, written_beta1: float | None) -> float:
+def momentum_share(beta1: float, written_beta1: Scalar | None) -> Scalar:
     """The ``k`` of the momentum in ``F``."""
     written = beta1 if written_beta1 is None else written_beta1
     return written / (1 - written)
@@ -169,7 +175,7 @@ def _coordinates(matrix: Tensor, U: Tensor) -> Tensor:
     return U.mT @ matrix if _is_row_major(matrix) else (matrix.mT @ U).mT
 
 
-def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: float) -> Tensor:
+def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: Scalar) -> Tensor:
     """First half of the power iteration, ``X = B^T U`` (..., n, r), without forming B.
 
     Long-side blocks of ``matrix`` and ``M`` give the same blocks of X. Short-side blocks of ``matrix`` and ``U`` give
@@ -179,7 +185,7 @@ def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float
 
 
 def basis_image(
-    matrix: Tensor, X: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: float
+    matrix: Tensor, X: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: Scalar
 ) -> Tensor:
     """Second half of the power iteration, ``Y = B X`` (..., m, r), without forming B.
 
@@ -203,7 +209,7 @@ def check_shapes(matrix: Tensor, U: Tensor, M: Tensor) -> None:
         )
 
 
-def _householder_basis(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: float) -> Tensor:
+def _householder_basis(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: Scalar) -> Tensor:
     X = householder_qr(basis_coordinates(matrix, U, M, weight_matrix, weight_momentum))
     return householder_qr(basis_image(matrix, X, U, M, weight_matrix, weight_momentum))
 
@@ -213,7 +219,7 @@ def next_basis(
     U: Tensor,
     M: Tensor,
     weight_matrix: float,
-    weight_momentum: float,
+    weight_momentum: Scalar,
     basis_method: BasisMethod = "power",
     fallback: Fallback = "branch",
 ) -> Tensor:
@@ -252,9 +258,7 @@ def next_basis(
         raise ValueError(f"basis_method must be 'power' or 'svd', got {basis_method!r}")
     if fallback not in ("branch", "always", "never"):
         raise ValueError(f"fallback must be 'branch', 'always' or 'never', got {fallback!r}")
-    X, x_failed = cholesky_qr(basis_coordinates(matrix, U, M, *weights))
-    basis, y_failed = cholesky_qr2(basis_image(matrix, X, U, M, *weights))
-    failed = x_failed | y_failed
+    basis, failed = try_next_basis(matrix, U, M, *weights)
     if fallback == "never":
         return basis
     if fallback == "always":
@@ -262,6 +266,26 @@ def next_basis(
     if bool(failed.any()):
         basis[failed] = _householder_basis(matrix[failed], U[failed], M[failed], *weights)
     return basis
+
+
+def try_next_basis(
+    matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float, weight_momentum: Scalar
+) -> tuple[Tensor, Tensor]:
+    """:func:`next_basis` by power iteration, without its fallback; no host synchronisation.
+
+    Args:
+        matrix: ``C`` (..., m, n).
+        U: Previous basis (..., m, r).
+        M: Previous first moment (..., r, n).
+        weight_matrix: ``w_C`` of :func:`basis_weights`.
+        weight_momentum: ``w_M`` of it; a tensor must broadcast against ``M``, in its type.
+
+    Returns:
+        The next basis (..., m, r), and a boolean (...) that is true where it must not be used.
+    """
+    X, x_failed = cholesky_qr(basis_coordinates(matrix, U, M, weight_matrix, weight_momentum))
+    basis, y_failed = cholesky_qr2(basis_image(matrix, X, U, M, weight_matrix, weight_momentum))
+    return basis, x_failed | y_failed
 
 
 def project(matrix: Tensor, U_prev: Tensor, U: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,16 +296,53 @@ def project(matrix: Tensor, U_prev: Tensor, U: Tensor) -> tuple[Tensor, Tensor]:
     return _coordinates(matrix, U), U.mT @ U_prev
 
 
+class MomentScales(NamedTuple):
+    """What :func:`low_rank_moments` takes from the step's number.
+
+    Attributes:
+        bias1: ``1 - beta1^(t - 1)``; 1 at t = 1, where nothing is carried over.
+        bias2: ``1 - beta2^(t - 1)``; the same.
+        share: ``k`` of the momentum in ``F``; 0 without error feedback.
+        correction1: ``1 - beta1^t``.
+        correction2: ``1 - beta2^t``.
+    """
+
+    bias1: Scalar
+    bias2: Scalar
+    share: Scalar
+    correction1: Scalar
+    correction2: Scalar
+
+
+def moment_scales(
+    step: Step, betas: tuple[float, float], error_feedback: bool, written_beta1: Scalar | None
+) -> MomentScales:
+    """Bias corrections and the momentum's share; arguments as in :func:`low_rank_moments`.
+
+    Returns:
+        Numbers; in fp64 and of the shape of ``step`` where it is a tensor.
+
+    Raises:
+        ValueError: If ``step`` is a number below 1.
+    """
+    if not isinstance(step, Tensor) and step < 1:
+        raise ValueError(f"step must be at least 1, got {step}; count the step being applied")
+    first = not isinstance(step, Tensor) and step == 1
+    biases: tuple[Scalar, Scalar] = (1.0, 1.0) if first else bias_corrections(betas, step - 1)
+    share = momentum_share(betas[0], written_beta1) if error_feedback else 0.0
+    return MomentScales(*biases, share, *bias_corrections(betas, step))
+
+
 def low_rank_moments(
     projected: Tensor,
     rotation: Tensor,
     M_prev: Tensor,
     V_prev: Tensor,
-    step: int,
+    step: Step,
     betas: tuple[float, float],
     eps: float,
     error_feedback: bool,
-    written_beta1: float | None = None,
+    written_beta1: Scalar | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Adam inside the subspace, its moments carried over from the previous basis.
 
@@ -301,34 +362,38 @@ def low_rank_moments(
         rotation: ``R = U^T U_prev`` (..., r, r).
         M_prev: First moment in the previous basis (..., r, n), not bias-corrected.
         V_prev: Second moment in the previous basis (..., r, n), not bias-corrected.
-        step: Steps applied including this one, t >= 1. At t = 1 the previous moments and the rotation are ignored.
+        step: Steps applied including this one, t >= 1. At t = 1 the previous moments and the rotation are ignored. Or
+            tensors of such numbers, all above 1: (...), one for each matrix.
         betas: Decays of the two moments.
         eps: Added to the root after the bias correction.
         error_feedback: Whether ``projected`` comes from ``C = G + F`` rather than from ``G``.
-        written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
+        written_beta1: The ``beta1`` that ``F`` was written with, a number or as ``step``; None: the present one.
 
     Returns:
         ``M``, ``V`` and the direction ``D``, each (..., r, n).
 
     Raises:
-        ValueError: If ``step`` < 1.
+        ValueError: If ``step`` is a number below 1.
     """
-    if step < 1:
-        raise ValueError(f"step must be at least 1, got {step}; count the step being applied")
+    scales = moment_scales(step, betas, error_feedback, written_beta1)
+    bias1, bias2, share, correction1, correction2 = (per_matrix(scale, projected) for scale in scales)
     beta1, beta2 = betas
-    if step == 1:
+    if not isinstance(step, Tensor) and step == 1:
         M, V = (1 - beta1) * projected, (1 - beta2) * projected.square()
     else:
-        bias1, bias2 = 1 - beta1 ** (step - 1), 1 - beta2 ** (step - 1)
         rotated = rotation @ M_prev
         variance = V_prev / bias2 - (M_prev / bias1).square()
         carried = bias2 * (rotation.square() @ variance + (rotated / bias1).square()).abs()
-        share = momentum_share(beta1, written_beta1)
         gradient = projected - share * rotated if error_feedback else projected
         M = beta1 * rotated + (1 - beta1) * gradient
         V = beta2 * carried + (1 - beta2) * gradient.square()
-    D = M / (1 - beta1**step) / ((V / (1 - beta2**step)).sqrt() + eps)
+    D = M / correction1 / ((V / correction2).sqrt() + eps)
     return M, V, D
+
+
+def per_matrix(value: Scalar, like: Tensor) -> Scalar:
+    """A number, or (...) numbers in the type of the matrices ``like`` (..., m, n) and broadcast against them."""
+    return value.to(like.dtype)[..., None, None] if isinstance(value, Tensor) else value
 
 
 def subspace_step(

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, cat
 
+from rankwise.updates.adamw import Scalar
 from rankwise.updates.ldadam import basis_coordinates, basis_image, project
 from rankwise.updates.orthonormal import (
     Gather,
@@ -64,7 +65,7 @@ def next_basis_of_slices(
     U: Tensor,
     M: Tensor,
     weight_matrix: float,
-    weight_momentum: float,
+    weight_momentum: Scalar,
     cut: Cut,
     holders: Holders,
 ) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         deepspeed_plugin.validate_config(tmp_path / "absent.json")
 
 
+def test_only_what_can_be_captured_has_the_option() -> None:
+    for name in ("MARS-AdamW", "MARS-M", "SONew", "LDAdam"):
+        deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": {"capturable": True}}})
+        with pytest.raises(OptionError, match="capturable=True is invalid: it must be false with skip_nonfinite=True"):
+            both = {"capturable": True, "skip_nonfinite": True}
+            deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": both}})
+    for name in ("MKOR", "MKOR-H"):
+        with pytest.raises(OptionError, match=f"optimizer type '{name}' has no option 'capturable'"):
+            deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": {"capturable": True}}})
+
+
 def test_initialize_finds_the_config_wherever_it_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(
         args: Any = None, model: Any = None, mpu: Any = None, config: Any = None, config_params: Any = None

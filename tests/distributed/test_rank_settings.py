@@ -11,6 +11,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from simulated import CASES, Framework, world_group
 
+from rankwise.kernels import blocked, native, using
+
 # What rank 1 has in its second param group.
 DIFFERENT: dict[str, tuple[str, Any]] = {
     "rank": ("ldadam-ef", 2),
@@ -57,3 +59,16 @@ def _tensor_lr(rank: int, world: int) -> int:
 
 def test_comparing_takes_one_collective_for_each_plan() -> None:
     assert run_ranks(2, _tensor_lr, timeout=60) == [4, 4]  # fragments and settings, for both groups
+
+
+def _with_other_kernels(rank: int, world: int) -> str:
+    framework = Framework("cut", CASES["mars-adamw"], torch.float32, rank, world, world_group())
+    with using(blocked if rank == 1 else native), pytest.raises(RuntimeError) as error:
+        framework.step()
+    return str(error.value)
+
+
+def test_a_rank_without_a_compiler_does_not_go_unnoticed() -> None:
+    """It would round otherwise than the others, and copies of a weight would drift apart."""
+    (message,) = set(run_ranks(2, _with_other_kernels, timeout=60))
+    assert "RANKWISE_NATIVE=0 makes them alike" in message and "rankwise.kernels.blocked on ranks [1]" in message

@@ -35,7 +35,11 @@ def run(length: int = 4096) -> list[torch.Tensor]:
     return [torch.zeros(5), torch.zeros(length)]
 
 
-def mars_adamw() -> None:
+def counts(of_device: bool) -> Any:
+    return torch.ones(2) + 1 if of_device else 2
+
+
+def mars_adamw(of_device: bool) -> None:
     from rankwise.kernels.triton import mars_adamw_
 
     mars_adamw_(
@@ -46,7 +50,7 @@ def mars_adamw() -> None:
         betas=(0.9, 0.99),
         eps=1e-8,
         weight_decay=0.1,
-        step=1,
+        step=counts(of_device),
         advance=True,
     )
 
@@ -80,7 +84,7 @@ class Place(NamedTuple):
     chain: int | None
 
 
-def sonew(band: int) -> None:
+def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
     from rankwise.kernels.triton import sonew_directions
 
     sonew_directions(
@@ -91,8 +95,8 @@ def sonew(band: int) -> None:
         betas=(0.9, 0.99),
         eps=1e-8,
         gamma=1e-2,
-        step=1,
-        graft="adam",
+        step=counts(of_device),
+        graft=graft,
         graft_eps=1e-8,
         out=run(),
     )
@@ -122,7 +126,7 @@ def rescale() -> None:
 def moments() -> None:
     from rankwise.kernels.triton import low_rank_moments
 
-    for step in (1, 2):
+    for step in (1, 2, torch.tensor([2, 3])):
         low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
 
 
@@ -135,13 +139,16 @@ def low_rank_step(right: bool) -> None:
 
 
 CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-    (mars_adamw, ()),
+    (mars_adamw, (False,)),
+    (mars_adamw, (True,)),
     (mars_lion, ()),
     (mars_momentum, ()),
     (mars_norms, ()),
     (scaled_step, ()),
     (sonew, (0,)),
     (sonew, (1,)),
+    (sonew, (1, True)),
+    (sonew, (1, True, "adam_official")),
     (newton_schulz, (torch.bfloat16,)),
     (newton_schulz, (torch.float32,)),
     (factors, ("official", torch.bfloat16)),
@@ -175,7 +182,8 @@ def test_machine_code(call: Callable[..., None], arguments: tuple[Any, ...]) -> 
 @pytest.mark.parametrize(("call", "reads", "writes"), [(mars_adamw, 5, 4), (scaled_step, 2, 1)])
 def test_full_tiles_move_16_bytes_at_a_time(call: Callable[..., None], reads: int, writes: int) -> None:
     """As many fields, each in the path of the full and aligned tiles."""
-    code = compiled(launches_of(call, ())[-1]).asm["ptx"]
+    arguments = (True,) if call is mars_adamw else ()
+    code = compiled(launches_of(call, arguments)[-1]).asm["ptx"]
     found = [len(set(re.findall(rf"{kind}\.global\S*\.v4\.b32[^;]*\[ *%rd(\d+)", code))) for kind in ("ld", "st")]
     assert found[0] >= reads and found[1] >= writes
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
 from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 
-from rankwise.kernels import foreach, triton  # noqa: E402
+from rankwise import MARS, LDAdam, SONew  # noqa: E402
+from rankwise.kernels import foreach, triton, using  # noqa: E402
 from rankwise.updates import banded, ldadam, linalg, mars, mkor, sonew  # noqa: E402
 
 DEVICE = torch.device("cuda:0")
@@ -194,6 +197,85 @@ def test_low_rank() -> None:
 
     products = [basis.cpu().double() @ found[index][0].double() for index in (2, 0)]
     assert_runs_close(twice(step), [-product.reshape(-1) for product in products], 1e-5)
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (MARS, {"variant": "adamw", "optimize_1d": True}),
+    (MARS, {"variant": "lion"}),
+    (MARS, {"variant": "shampoo", "ns_dtype": "float32"}),
+    (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    (SONew, {"band": 0}),
+    (SONew, {"band": 1}),
+    (SONew, {"band": 4, "graft": "momentum"}),
+    (SONew, {"band": 1, "graft": "rmsprop"}),
+    (LDAdam, {"rank": 8}),
+    (LDAdam, {"rank": 8, "error_feedback": False}),
+]
+
+
+class Training:
+    """A network on the device whose gradients are given."""
+
+    def __init__(self, kind: Any, options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 96), nn.Linear(96, 200)).to(DEVICE)
+        self.lr = torch.tensor(0.01, device=DEVICE)
+        self.optimizer = kind(self.model.named_parameters(), lr=self.lr, weight_decay=0.1, **options)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def prepare(self, index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+        self.lr.fill_(0.01 / (1 + index))
+
+    def step(self, index: int) -> None:
+        self.prepare(index)
+        self.optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        states = [*self.optimizer.state.values(), *self.optimizer.matrix_states.values()]
+        found = [*self.model.parameters(), *(value for state in states for value in state.values())]
+        return [value.detach().cpu().reshape(-1) for value in found]
+
+
+@pytest.mark.parametrize("module", [triton, foreach], ids=["triton", "foreach"])
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_replays_of_a_captured_step_are_steps(kind: Any, options: dict[str, Any], module: ModuleType) -> None:
+    run, twin = Training(kind, {**options, "capturable": True}), Training(kind, options)
+    with using(module):
+        # As PyTorch asks: what runs before a capture runs on another stream than the default one.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for index in range(3):
+                run.step(index)
+        torch.cuda.current_stream().wait_stream(side)
+        for index in range(3):
+            twin.step(index)
+        run.prepare(3)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run.optimizer.step()
+        for index in range(3, 8):
+            run.prepare(index)
+            with no_waiting():
+                graph.replay()
+            twin.step(index)
+        run.step(8)
+        twin.step(8)
+    assert_runs_close(run.values(), twin.values(), 1e-4)
+    assert {float(state["step"]) for state in run.optimizer.state.values()} == {9.0}
+
+
+def test_a_step_that_would_be_repeated_is_refused() -> None:
+    run = Training(MARS, {})
+    run.step(0)
+    run.prepare(1)
+    with pytest.raises(RuntimeError, match="build it with capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run.optimizer.step()
 
 
 def test_a_step_can_be_captured() -> None:

@@ -76,6 +76,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (MKOR, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.999\]"),
     (MKOR, "momentum", [-0.1, 1.0], r"it must lie in \[0, 1\)", "the default is 0.9"),
     (MKOR, "nesterov", FLAGS, "it must be true or false", "the default is False"),
+    *[(cls, "capturable", FLAGS, "it must be true or false", "the default is False") for cls in (MARS, SONew, LDAdam)],
     *[
         check
         for cls in CLASSES
@@ -194,7 +195,7 @@ def test_options_common_to_all_groups(cls: type, key: str, value: Any) -> None:
         ("weight_decy", "did you mean 'weight_decay'?"),
         ("beta", "did you mean 'betas'?"),
         ("optimise_1d", "did you mean 'optimize_1d'?"),
-        ("zzz", "valid keys are betas, betas_1d, clip, "),
+        ("zzz", "valid keys are betas, betas_1d, capturable, clip, "),
     ],
 )
 def test_unknown_keys_name_the_nearest(key: str, hint: str) -> None:

@@ -97,3 +97,13 @@ def test_zero_gradient_moves_by_the_decay_alone():
 def test_corrections_of_no_step(step):
     with pytest.raises(ValueError, match=f"step must be at least 1, got {step}"):
         bias_corrections((0.9, 0.99), step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_corrections_of_a_tensor_of_steps(dtype):
+    """As accurate as those of numbers, whatever the type of the counts."""
+    steps = [1, 2, 37, 10_000]
+    found = bias_corrections((0.9, 0.9999), torch.tensor(steps, dtype=dtype))
+    wanted = zip(*(bias_corrections((0.9, 0.9999), step) for step in steps), strict=True)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, torch.tensor(theirs, dtype=torch.float64), rtol=1e-12, atol=0)

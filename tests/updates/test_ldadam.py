@@ -637,3 +637,15 @@ def test_bad_arguments_say_what_to_do() -> None:
         low_rank_rows(U, M, 3, 25, 4, 6, False)
     with pytest.raises(ValueError, match="factors must be .* 6 x 4 parameter with right=False"):
         low_rank_rows(U, M, 0, 24, 6, 4, False)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_weights_of_tensors_of_steps(feedback: bool) -> None:
+    """Also where the momentum's weight is a small difference."""
+    steps, written = [2, 3, 500], [0.9, 0.8, 0.908]
+    tensors = torch.tensor(steps), torch.tensor(written, dtype=torch.float64)
+    of_matrix, of_momentum = ldadam.basis_weights(tensors[0], 0.908, 0.908, feedback, tensors[1])
+    for index, (step, beta1) in enumerate(zip(steps, written, strict=True)):
+        wanted = ldadam.basis_weights(step, 0.908, 0.908, feedback, beta1)
+        assert of_matrix == wanted[0]
+        assert float(of_momentum[index]) == pytest.approx(wanted[1], rel=0, abs=1e-14)

@@ -32,7 +32,8 @@ function                     does                                               
 
 ``newton_schulz`` lies in the module of that name and has one library product per step besides. ``mars_*`` write 4 bytes
 less without ``advance``. All of it compiles with Triton 3.2 and later. Where tensors lie is uploaded once per set of
-addresses (:mod:`.tables`); steps on the same memory upload nothing, and can be captured in a graph.
+addresses (:mod:`.tables`); steps on the same memory upload nothing. All but ``update_factors_`` can be captured in a
+graph; there a step's number is a tensor on the device, with an entry per run or matrix.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ __all__ = [
     "symmetric_product",
     "update_factors_",
 ]
+
+STEPS_ON_DEVICE = True
+"""As :data:`rankwise.kernels.foreach.STEPS_ON_DEVICE`."""
 
 _MODULES = {
     "ldadam": ("low_rank_moments",),

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.segments import addresses
+from rankwise.kernels.triton.steps import number_of
+from rankwise.updates.adamw import Scalar, Step
+from rankwise.updates.ldadam import MomentScales, moment_scales
 
 __all__ = ["low_rank_moments"]
 
@@ -28,11 +31,11 @@ def low_rank_moments(
     rotation: Tensor,
     M_prev: Tensor,
     V_prev: Tensor,
-    step: int,
+    step: Step,
     betas: tuple[float, float],
     eps: float,
     error_feedback: bool,
-    written_beta1: float | None = None,
+    written_beta1: Scalar | None = None,
     *,
     precision: str = "ieee",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +46,7 @@ def low_rank_moments(
         rotation: ``R`` (b, r, r); ignored at step 1.
         M_prev: First moment (b, r, n); ignored at step 1.
         V_prev: Second moment (b, r, n); ignored at step 1.
-        step: Steps applied including this one.
+        step: Steps applied including this one; or (b,), a number for each matrix (0-d for a single one), all above 1.
         betas: Decays of the two moments.
         eps: Added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
@@ -58,21 +61,20 @@ def low_rank_moments(
     """
     if projected.dim() == 2:
         one = (projected[None], rotation[None], M_prev[None], V_prev[None])
+        step = step[None] if isinstance(step, Tensor) else step
+        written_beta1 = written_beta1[None] if isinstance(written_beta1, Tensor) else written_beta1
         found = low_rank_moments(*one, step, betas, eps, error_feedback, written_beta1, precision=precision)
         return found[0][0], found[1][0], found[2][0]
     # Coordinates of tall matrices come as the transposed result of a product.
     projected, rotation = projected.contiguous(), rotation.contiguous()
     batch, rank, length = projected.shape
-    if step < 1:
-        raise ValueError(f"step must be at least 1, got {step}; count the step being applied")
+    scales = moment_scales(step, betas, error_feedback, written_beta1)
     if rotation.shape != (batch, rank, rank) or M_prev.shape != projected.shape or V_prev.shape != projected.shape:
         raise ValueError(f"rotation and moments do not fit projected {tuple(projected.shape)}; check the states")
     addresses([projected, rotation, M_prev, V_prev])
     moments = torch.empty(3, batch, rank, length, dtype=torch.float32, device=projected.device)
     beta1, beta2 = betas
-    written = beta1 if written_beta1 is None else written_beta1
-    # At step 1 nothing is carried over, and nothing is divided by these.
-    bias1, bias2 = (1 - beta1 ** (step - 1), 1 - beta2 ** (step - 1)) if step > 1 else (1.0, 1.0)
+    counted = isinstance(step, Tensor)
     launch(
         _moments_kernel,
         (ceil_div(length, BLOCK_COLUMNS), ceil_div(rank, BLOCK_ROWS), batch),
@@ -88,14 +90,10 @@ def low_rank_moments(
         1.0 - beta1,
         float(beta2),
         1.0 - beta2,
-        1.0 / bias1,
-        1.0 / bias2,
-        float(bias2),
-        written / (1.0 - written) if error_feedback else 0.0,
-        1.0 / (1 - beta1**step),
-        1.0 / (1 - beta2**step),
+        *_kernel_scales(scales, batch),
         float(eps),
-        FIRST=step == 1,
+        FIRST=not counted and step == 1,
+        STEPS_ON_DEVICE=counted,
         PRECISION=precision,
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
@@ -103,6 +101,16 @@ def low_rank_moments(
         num_warps=WARPS,
     )
     return moments[0], moments[1], moments[2]
+
+
+def _kernel_scales(scales: MomentScales, batch: int) -> list[Scalar]:
+    """As the kernel takes them: floats, or (b,) each."""
+    bias1, bias2, share, correction1, correction2 = scales
+    factors = (1.0 / bias1, 1.0 / bias2, bias2, share, 1.0 / correction1, 1.0 / correction2)
+    if not isinstance(bias1, Tensor):
+        return [float(factor) for factor in factors]
+    wide = [factor if isinstance(factor, Tensor) else torch.full_like(bias1, factor) for factor in factors]
+    return list(torch.stack([factor.expand(batch) for factor in wide]).to(torch.float32).unbind())
 
 
 @jit
@@ -128,6 +136,7 @@ def _moments_kernel(
     root_scale: tl.tensor,
     eps: tl.tensor,
     FIRST: tl.constexpr,
+    STEPS_ON_DEVICE: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -142,6 +151,8 @@ def _moments_kernel(
     first = share1 * gradient
     second = share2 * gradient * gradient
     if not FIRST:
+        scale1 = number_of(unbias1, batch, STEPS_ON_DEVICE)
+        scale2 = number_of(unbias2, batch, STEPS_ON_DEVICE)
         rotated = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
         spread = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
         for start in range(0, rank, DEPTH):
@@ -155,15 +166,16 @@ def _moments_kernel(
             present = (along[:, None] < rank) & (columns[None, :] < length)
             moment = tl.load(old_first + old, mask=present, other=0.0)
             square = tl.load(old_second + old, mask=present, other=0.0)
-            mean = moment * unbias1
+            mean = moment * scale1
             rotated = tl.dot(turn, moment, rotated, input_precision=PRECISION)
-            spread = tl.dot(turn * turn, square * unbias2 - mean * mean, spread, input_precision=PRECISION)
-        mean = rotated * unbias1
-        carried = bias2 * tl.abs(spread + mean * mean)
-        gradient -= momentum_share * rotated
+            spread = tl.dot(turn * turn, square * scale2 - mean * mean, spread, input_precision=PRECISION)
+        mean = rotated * scale1
+        carried = number_of(bias2, batch, STEPS_ON_DEVICE) * tl.abs(spread + mean * mean)
+        gradient -= number_of(momentum_share, batch, STEPS_ON_DEVICE) * rotated
         first = beta1 * rotated + share1 * gradient
         second = beta2 * carried + share2 * gradient * gradient
     tl.store(new_first + place, first, mask=inside)
     tl.store(new_second + place, second, mask=inside)
-    step = tl.div_rn(first * step_scale, tl.sqrt_rn(second * root_scale) + eps)
+    ahead = first * number_of(step_scale, batch, STEPS_ON_DEVICE)
+    step = tl.div_rn(ahead, tl.sqrt_rn(second * number_of(root_scale, batch, STEPS_ON_DEVICE)) + eps)
     tl.store(direction + place, step, mask=inside)

@@ -20,7 +20,7 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ceil_div, device_scalar, jit, launch
 from rankwise.kernels.triton.segments import addresses, tiles_of
 from rankwise.kernels.triton.steps import number
-from rankwise.kernels.triton.tables import table_of
+from rankwise.kernels.triton.tables import table_here
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["Factors", "low_rank_step_"]
@@ -84,7 +84,7 @@ def low_rank_step_(
     rank, long = factors[0].direction.shape
     error_dtype = errors[0].dtype if errors else torch.float32
     rows = _fragment_rows(params, factors, sources, errors, error_dtype)
-    table = table_of(tuple(chain.from_iterable(rows)), device).here()
+    table = table_here(tuple(chain.from_iterable(rows)), device)
     ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
     touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
     tiles = tiles_of(touched, BLOCK_ROWS, device)

@@ -15,8 +15,8 @@ from torch import Tensor
 from rankwise.kernels.triton.language import device_scalar, launch
 from rankwise.kernels.triton.mars_kernels import norm_kernel, update_kernel
 from rankwise.kernels.triton.segments import Runs, run_sums
-from rankwise.kernels.triton.steps import one_per_run
-from rankwise.updates.adamw import Scalar, bias_corrections
+from rankwise.kernels.triton.steps import one_per_run, step_scale
+from rankwise.updates.adamw import Scalar, Step, bias_corrections
 
 __all__ = ["adamw_", "mars_adamw_", "mars_lion_", "mars_momentum_", "mars_squared_norms"]
 
@@ -71,7 +71,7 @@ def mars_adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Step,
     advance: bool,
 ) -> None:
     """MARS-AdamW: AdamW with ``c = coefficient (g + k (g - h))`` in the gradient's place.
@@ -96,7 +96,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
+    step: Step,
     correct_eps: bool = True,
 ) -> None:
     """AdamW.
@@ -154,10 +154,13 @@ def mars_momentum_(
     _update(_MOMENTUM, [grads, exp_avgs, references], (beta1, 0.0), k, coefficients, 0.0, 0.0, advance)
 
 
-def _adamw_scales(betas: tuple[float, float], step: int, eps: float, correct_eps: bool) -> tuple[float, float, float]:
+_Scales = tuple[Scalar, float, Scalar]
+
+
+def _adamw_scales(betas: tuple[float, float], step: Step, eps: float, correct_eps: bool) -> _Scales:
     """What the root is multiplied by, what is added to it, and what the step is multiplied by."""
     correction1, correction2 = bias_corrections(betas, step)
-    root = math.sqrt(correction2)
+    root = correction2.sqrt() if isinstance(correction2, Tensor) else math.sqrt(correction2)
     return (1.0 / root, eps, 1.0 / correction1) if correct_eps else (1.0, eps, root / correction1)
 
 
@@ -170,11 +173,12 @@ def _update(
     lr: Scalar,
     weight_decay: float,
     advance: bool,
-    scales: tuple[float, float, float] = (1.0, 0.0, 1.0),
+    scales: _Scales = (1.0, 0.0, 1.0),
 ) -> None:
     if not fields[0]:
         return
     runs = Runs(fields, TILE)
+    root_scale, eps, own_scale = scales
     launch(
         update_kernel,
         (runs.count,),
@@ -189,12 +193,16 @@ def _update(
         1.0 - betas[0],
         float(betas[1]),
         1.0 - betas[1],
-        *(float(scale) for scale in scales),
+        step_scale(root_scale, runs),
+        float(eps),
+        step_scale(own_scale, runs),
         RULE=rule,
         CORRECT=k is not None,
         SCALED=coefficients is not None,
         ADVANCE=advance,
         LR_ON_DEVICE=isinstance(lr, Tensor),
+        ROOTS_ON_DEVICE=isinstance(root_scale, Tensor),
+        STEPS_ON_DEVICE=isinstance(own_scale, Tensor),
         FIELDS=len(fields),
         BLOCK=TILE,
         num_warps=WARPS,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from rankwise.kernels.triton.language import jit
 from rankwise.kernels.triton.segments import read, wide, write
-from rankwise.kernels.triton.steps import number
+from rankwise.kernels.triton.steps import number, number_of
 
 __all__ = ["norm_kernel", "update_kernel"]
 
@@ -75,6 +75,8 @@ def update_kernel(
     SCALED: tl.constexpr,
     ADVANCE: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
+    ROOTS_ON_DEVICE: tl.constexpr,
+    STEPS_ON_DEVICE: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -86,16 +88,17 @@ def update_kernel(
     length = tl.load(row + FIELDS)
     rate = number(lr, LR_ON_DEVICE)
     keep = 1.0 - rate * weight_decay
-    rate = rate * step_scale
+    rate = rate * number_of(step_scale, run, STEPS_ON_DEVICE)
+    root = number_of(root_scale, run, ROOTS_ON_DEVICE)
     coefficient = 1.0
     if SCALED:
         coefficient = tl.load(coefficients + run)
     # fmt: off
     if (start + BLOCK <= length) & wide(row, FIELDS):
-        _update_tile(row, start, length, coefficient, rate, keep, k, beta1, share1, beta2, share2, root_scale, eps,
+        _update_tile(row, start, length, coefficient, rate, keep, k, beta1, share1, beta2, share2, root, eps,
                      RULE, CORRECT, SCALED, ADVANCE, FIELDS, BLOCK, True)
     else:
-        _update_tile(row, start, length, coefficient, rate, keep, k, beta1, share1, beta2, share2, root_scale, eps,
+        _update_tile(row, start, length, coefficient, rate, keep, k, beta1, share1, beta2, share2, root, eps,
                      RULE, CORRECT, SCALED, ADVANCE, FIELDS, BLOCK, False)
     # fmt: on
 

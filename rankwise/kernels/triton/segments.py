@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import jit, launch
-from rankwise.kernels.triton.tables import Row, Table, table_of
+from rankwise.kernels.triton.tables import Row, Table, table_here
 
 __all__ = ["Runs", "Tiles", "addresses", "read", "run_sums", "tiles_of", "wide", "write"]
 
@@ -112,7 +112,7 @@ class Runs:
         self.runs = len(lengths)
         self.device = fields[0][0].device if lengths else torch.device("cpu")
         rows = zip(*(addresses(field) for field in fields), lengths, *extras, strict=True)
-        self.table = table_of(tuple(chain.from_iterable(rows)), self.device).here()
+        self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
         tiles = tiles_of(lengths, tile, self.device)
         self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.segments import Runs, addresses, run_sums, wide  # noqa: F401  the kernels' source calls wide
 from rankwise.kernels.triton.sonew_source import kernel_source, padding
-from rankwise.updates.adamw import bias_corrections
+from rankwise.kernels.triton.steps import number_of, step_scale  # noqa: F401  as above
+from rankwise.updates.adamw import Step, bias_corrections
 
 __all__ = ["ChainRun", "GRAFTS", "MAX_BAND", "sonew_directions"]
 
@@ -70,7 +71,7 @@ def sonew_directions(
     betas: tuple[float, float],
     eps: float,
     gamma: float,
-    step: int,
+    step: Step,
     graft: str,
     graft_eps: float,
     out: Sequence[Tensor],
@@ -88,7 +89,7 @@ def sonew_directions(
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
         gamma: Relative conditional variance at or below which an edge is dropped.
-        step: Number of this step, from 1.
+        step: Number of this step, from 1; or (n,), a number for each run.
         graft: One of :data:`GRAFTS`.
         graft_eps: Added to the root of the "adam" graft.
         out: Where the directions go; may be the gradients.
@@ -123,12 +124,14 @@ def sonew_directions(
         float(betas[1]),
         1.0 - betas[1],
         # The direction of the averages themselves, damped by eps c2 and scaled by c2 / c1, is that of the corrected.
-        eps * correction2,
+        step_scale(eps * correction2, tables),
         float(gamma),
-        correction2 / correction1,
-        1.0 / correction1,
-        1.0 if official else 1.0 / correction2,
+        step_scale(correction2 / correction1, tables),
+        step_scale(1.0 / correction1, tables),
+        1.0 if official else step_scale(1.0 / correction2, tables),
         _OFFICIAL_GRAFT_EPS if official else float(graft_eps),
+        STEPS_ON_DEVICE=isinstance(step, Tensor),
+        SQUARES_ON_DEVICE=isinstance(step, Tensor) and not official,
         GRAFT={"adam": 1, "adam_official": 1, "sgd": 2, "momentum": 3, "none": 0}[graft],
         BLOCK=block,
         num_warps=warps,

@@ -20,10 +20,11 @@ def {name}_kernel(
     table: tl.tensor, tiles: tl.tensor, borders: tl.tensor, partials: tl.tensor,
     beta1: tl.tensor, share1: tl.tensor, beta2: tl.tensor, share2: tl.tensor, eps: tl.tensor, tolerance: tl.tensor,
     scale: tl.tensor, graft_scale1: tl.tensor, graft_scale2: tl.tensor, graft_eps: tl.tensor,
-    GRAFT: tl.constexpr, BLOCK: tl.constexpr,
+    STEPS_ON_DEVICE: tl.constexpr, SQUARES_ON_DEVICE: tl.constexpr, GRAFT: tl.constexpr, BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * program) * {width}
+    run = tl.load(tiles + 2 * program)
+    row = table + run * {width}
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + {length})
     borders += program * {border}
@@ -33,10 +34,11 @@ def {name}_kernel(
     own = (lanes >= {pad}) & (lanes < {pad} + size)
     whole = (lanes >= {pad}) & (lanes < BLOCK - {pad})
     fast = (size == BLOCK - {padded}) & wide(row, {length})
+    damping = number_of(eps, run, STEPS_ON_DEVICE)
 """
 
 _TAIL = """
-update = update * scale
+update = update * number_of(scale, run, STEPS_ON_DEVICE)
 if fast:
     put(row, {out}, start, update, lanes, whole, {pad}, True)
 else:
@@ -44,11 +46,12 @@ else:
 total = tl.where(own, update, 0.0).to(tl.float64)
 tl.store(partials, tl.sum(total * total, axis=0))
 if GRAFT == 1:
-    graft = momentum * graft_scale1 / (tl.sqrt_rn(diagonal * graft_scale2) + graft_eps)
+    corrected = diagonal * number_of(graft_scale2, run, SQUARES_ON_DEVICE)
+    graft = momentum * number_of(graft_scale1, run, STEPS_ON_DEVICE) / (tl.sqrt_rn(corrected) + graft_eps)
 elif GRAFT == 2:
     graft = grad
 elif GRAFT == 3:
-    graft = momentum * graft_scale1
+    graft = momentum * number_of(graft_scale1, run, STEPS_ON_DEVICE)
 else:
     graft = tl.full((BLOCK,), 0.0, tl.float32)
 total = tl.where(own, graft, 0.0).to(tl.float64)
@@ -114,7 +117,7 @@ def _factors(band: int) -> Iterator[str]:
     the last element of the window of k + 1 elements that begins s lanes after this one; ``vf``, ``vl`` their
     conditional variances, ``rf``, ``rl`` the reciprocals.
     """
-    yield "h0 = diagonal + eps"
+    yield "h0 = diagonal + damping"
     for shift in range(1, band + 1):
         yield f"h{shift} = shifted(h0, {shift}, BLOCK)"
     for distance in range(1, band + 1):

@@ -12,7 +12,7 @@ from rankwise.kernels.triton.language import device_scalar, jit, launch
 from rankwise.kernels.triton.segments import Runs, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
-__all__ = ["number", "one_per_run", "scaled_step_", "squared_norms"]
+__all__ = ["number", "number_of", "one_per_run", "scaled_step_", "squared_norms", "step_scale"]
 
 TILE = 2048
 WARPS = 4
@@ -90,11 +90,29 @@ def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
     return values.to(device=runs.device, dtype=torch.float32).contiguous()
 
 
+def step_scale(value: Scalar, runs: Runs) -> float | Tensor:
+    """What a kernel takes for a number that follows from the step's: a float, or one for each run.
+
+    Raises:
+        ValueError: If there is not one number per run.
+    """
+    return one_per_run(value, runs) if isinstance(value, Tensor) else float(value)
+
+
 @jit
 def number(value: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
     """A float argument, or what lies at the address if it is a tensor."""
     if ON_DEVICE:
         return tl.load(value)
+    else:
+        return value
+
+
+@jit
+def number_of(value: tl.tensor, index: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
+    """A float argument, or the number of a run or matrix if it is a tensor of them."""
+    if ON_DEVICE:
+        return tl.load(value + index)
     else:
         return value
 

@@ -1,4 +1,9 @@
-"""Small tables of integers on the device: uploaded once, without waiting, and usable from any stream."""
+"""Small tables of integers on the device: uploaded once, without waiting, and usable from any stream.
+
+A graph must not read what is uploaded while it is captured: the host's copy may be gone at a replay. There tables of
+addresses are written by kernels that have the integers as arguments, and belong to the graph; the long tables of tiles
+must have been made before, and stay for good.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Row", "Table", "table_of"]
+from rankwise.kernels import graphs
+
+__all__ = ["Row", "Table", "table_here", "table_of"]
 
 _KEPT_TABLES = 256
 
 Row = tuple[int, ...]
+
+_in_graphs: set[Table] = set()
+"""Tables that a graph may read: how long it lives is not known here."""
 
 
 class Table:
@@ -26,18 +36,13 @@ class Table:
     """
 
     def __init__(self, values: Row, device: torch.device) -> None:
+        graphs.refuse_capture(device, "a step on tensors of sizes that no earlier step has seen")
         host = torch.tensor(values, dtype=torch.int64)
         self._ready: set[int] = set()
         self._uploaded: torch.cuda.Event | None = None
         if device.type != "cuda":
             self._table = host.to(device)
             return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a step on tensors that no earlier step has seen cannot be captured: take one step on the same "
-                "weights, gradients and states before the capture, and keep the gradients' memory "
-                "(zero_grad(set_to_none=False))"
-            )
         stream = torch.cuda.current_stream(device)
         # The host's allocator keeps pinned memory until the copy has been made.
         self._table = host.pin_memory().to(device, non_blocking=True)
@@ -47,8 +52,10 @@ class Table:
 
     def here(self) -> Tensor:
         """The table, for work on the current stream."""
-        if self._uploaded is not None and not torch.cuda.is_current_stream_capturing():
+        if graphs.is_capturing(self._table.device):
             # Entering a capture waits for the device, so that a captured stream has nothing to wait for.
+            _in_graphs.add(self)
+        elif self._uploaded is not None:
             stream = torch.cuda.current_stream(self._table.device)
             if stream.cuda_stream not in self._ready:
                 stream.wait_event(self._uploaded)
@@ -61,3 +68,13 @@ class Table:
 def table_of(values: Row, device: torch.device) -> Table:
     """The table of these integers, from the last time if it is still kept."""
     return Table(values, device)
+
+
+def table_here(values: Row, device: torch.device) -> Tensor:
+    """A table of addresses, for work on the current stream; in a capture one that the graph itself writes."""
+    if not graphs.is_capturing(device):
+        return table_of(values, device).here()
+    table = torch.zeros(len(values), dtype=torch.int64, device=device)
+    if values:
+        torch._foreach_add_(list(table.unbind()), list(values))
+    return table

@@ -1,0 +1,29 @@
+"""CUDA graphs: whether work is being recorded rather than done, and what cannot be recorded."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["is_capturing", "refuse_capture"]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Refuse what a replay would do wrong: memory made in a capture is made again by each replay.
+
+    Args:
+        device: Where the work is done.
+        what: What is met for the first time, for the message.
+
+    Raises:
+        RuntimeError: The device's stream is being captured.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{what} cannot be captured in a graph: take a step on the same weights, with gradients for the same "
+            "parameters, before the capture (again after a checkpoint is loaded)"
+        )

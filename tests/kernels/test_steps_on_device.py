@@ -1,0 +1,203 @@
+"""Kernels whose steps' numbers lie on the device: as with numbers of the host, and in what a graph repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from graph_recorder import Recorder, capturing, launches_recorded
+from torch import Tensor, nn
+from triton_runs import assert_runs_close, runs
+
+from rankwise import MARS, LDAdam, SONew
+from rankwise.kernels import foreach, triton, using
+from rankwise.updates import ldadam as updates
+
+pytest.importorskip("triton")
+
+from triton_interpreter import kernel_modules  # noqa: E402
+
+from rankwise.kernels.triton import tables  # noqa: E402
+
+LENGTHS = (130, 0, 1, 64, 2100)
+STEPS = (1, 7, 2, 1000, 3)
+BETAS = (0.9, 0.99)
+COUNTS = torch.tensor(STEPS, dtype=torch.float32)
+
+
+def fields(count: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(count)
+    found = [[value.clone() for value in runs(LENGTHS, generator)] for _ in range(count)]
+    found[-1] = [value.square() + 0.1 for value in found[-1]]
+    return found
+
+
+def _as_one_by_one(step: Callable[..., Any], start: list[list[Tensor]], count: int) -> None:
+    """A call with tensors of numbers, and one with a number for each run."""
+    together = [[value.clone() for value in field] for field in start]
+    step(together, COUNTS[:count])
+    for index, number in enumerate(STEPS[:count]):
+        alone = [[field[index].clone()] for field in start]
+        step(alone, number)
+        assert_runs_close([field[index] for field in together], [field[0] for field in alone], 1e-6)
+
+
+@pytest.mark.parametrize("correct_eps", [True, False])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("module", [foreach, triton], ids=["foreach", "triton"])
+def test_adamw(module: ModuleType, lr: Any, correct_eps: bool, interpreter: None) -> None:
+    options = {"lr": lr, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1, "correct_eps": correct_eps}
+    _as_one_by_one(lambda lists, step: module.adamw_(*lists, step=step, **options), fields(4), len(STEPS))
+
+
+@pytest.mark.parametrize("module", [foreach, triton], ids=["foreach", "triton"])
+def test_mars_adamw(module: ModuleType, interpreter: None) -> None:
+    options: dict[str, Any] = {"k": 0.4, "lr": 0.1, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1, "advance": True}
+
+    def step(lists: list[list[Tensor]], number: Any) -> None:
+        coefficients = torch.full((len(lists[0]),), 0.5)
+        module.mars_adamw_(*lists, step=number, coefficients=coefficients, **options)
+
+    _as_one_by_one(step, fields(5), len(STEPS))
+
+
+class Place(NamedTuple):
+    start: int
+    chain: int | None
+
+
+@pytest.mark.parametrize("graft", ["adam", "adam_official", "momentum"])
+@pytest.mark.parametrize("band", [0, 1, 4])
+def test_sonew(band: int, graft: str, interpreter: None) -> None:
+    start = fields(3 + band)
+    start[2], start[-1] = [value.square() + 1.0 for value in start[2]], start[-1]
+    for field in start[3:]:
+        for value in field:
+            value.mul_(0.1)
+    squares: list[Tensor] = []
+
+    def step(lists: list[list[Tensor]], number: Any) -> None:
+        count = len(lists[0])
+        found = triton.sonew_directions(
+            [Place(0, 64)] * count,
+            *lists[:3],
+            lists[3:],
+            [None] * count,
+            betas=BETAS,
+            eps=1e-2,
+            gamma=1e-2,
+            step=number,
+            graft=graft,
+            graft_eps=1e-3,
+            out=lists[0],
+        )
+        squares.append(torch.stack(found))
+
+    _as_one_by_one(step, start, len(STEPS))
+    torch.testing.assert_close(squares[0], torch.cat(squares[1:], dim=1), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("moments", ["plain", "triton"])
+def test_low_rank_moments(moments: str, feedback: bool, interpreter: None) -> None:
+    form = triton.low_rank_moments if moments == "triton" else updates.low_rank_moments
+    projected, first = torch.randn(2, 3, 4, 70, generator=torch.Generator().manual_seed(0))
+    second = first.square() * 3 + 0.1
+    rotation = torch.linalg.qr(torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1)))[0].contiguous()
+    counts, written = torch.tensor([2, 1000, 5]), torch.tensor([0.9, 0.8, 0.9], dtype=torch.float64)
+    found = form(projected, rotation, first, second, counts, BETAS, 1e-3, feedback, written)
+    for index in range(3):
+        one = (projected[index], rotation[index], first[index], second[index])
+        for numbers in ((int(counts[index]), float(written[index])), (counts[index], written[index])):
+            alone = form(*one, numbers[0], BETAS, 1e-3, feedback, numbers[1])
+            assert_runs_close([value[index] for value in found], alone, 1e-6)
+
+
+def test_there_is_a_number_for_every_run(interpreter: None) -> None:
+    lists = fields(4)
+    with pytest.raises(ValueError, match="pass one for each"):
+        triton.adamw_(*lists, step=COUNTS[:2], lr=0.1, betas=BETAS, eps=1e-3, weight_decay=0.0)
+    with pytest.raises(ValueError, match="one for each"):
+        foreach.adamw_(*lists, step=COUNTS[:2], lr=0.1, betas=BETAS, eps=1e-3, weight_decay=0.0)
+
+
+# --- whole steps, repeated ------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mars-adamw": (MARS, {"variant": "adamw"}),
+    "mars-lion": (MARS, {"variant": "lion"}),
+    "mars-muon": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    "sonew-0": (SONew, {"band": 0}),
+    "sonew-1": (SONew, {"band": 1}),
+    "sonew-4": (SONew, {"band": 4, "graft": "momentum"}),
+    "ldadam": (LDAdam, {"rank": 3}),
+    "ldadam-bf16-error": (LDAdam, {"rank": 3, "error_dtype": "bfloat16"}),
+    "ldadam-no-error": (LDAdam, {"rank": 3, "error_feedback": False}),
+}
+
+
+class Training:
+    """A small network whose gradients are given."""
+
+    def __init__(self, name: str, **overrides: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(9, 12), nn.Linear(12, 9), nn.Linear(9, 12))
+        kind, options = KINDS[name]
+        self.lr = torch.tensor(0.01)
+        self.optimizer = kind(
+            self.model.named_parameters(), **{"lr": self.lr, "weight_decay": 0.1, **options, **overrides}
+        )
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def prepare(self, index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+        self.lr.fill_(0.01 / (1 + index))
+
+    def step(self, index: int) -> None:
+        self.prepare(index)
+        self.optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        states = [*self.optimizer.state.values(), *self.optimizer.matrix_states.values()]
+        found = [*self.model.parameters(), *(value for state in states for value in state.values())]
+        return [value.detach().reshape(-1) for value in found]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LDAdam, "one_by_one", False)
+    run, twin = Training(name, capturable=True), Training(name)
+    with using(triton):
+        for each in (run, twin):
+            each.step(0)
+            each.step(1)
+        run.prepare(2)
+        graph = Recorder()
+        known = tables.table_of.cache_info()
+        with launches_recorded(graph, kernel_modules()), capturing(), graph:
+            run.optimizer.step()
+        assert tables.table_of.cache_info() == known, "a graph's tables are its own"
+        for index in (3, 4):
+            run.prepare(index)
+            graph.replay()
+        for index in (2, 3, 4):
+            twin.step(index)
+    assert_runs_close(run.values(), twin.values(), 4e-3 if "bf16" in name else 2e-5)
+
+
+def test_tables_of_tiles_must_be_there_before_a_graph(interpreter: None) -> None:
+    run = Training("mars-adamw", capturable=True)
+    with using(foreach):
+        run.step(0)
+    from rankwise.kernels.triton import segments
+
+    segments.tiles_of.cache_clear()
+    with using(triton), capturing(), pytest.raises(RuntimeError, match="sizes that no earlier step has seen cannot be"):
+        run.optimizer.step()
