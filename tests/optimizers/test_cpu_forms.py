@@ -1,0 +1,163 @@
+"""The compiled and the blocked forms of whole steps against the general ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankwise import MARS, LDAdam, SONew
+from rankwise.kernels import blocked, foreach, native, using
+from rankwise.kernels.native import ldadam as native_ldadam
+from rankwise.kernels.native import sonew as native_sonew
+from rankwise.optimizers import subspaces_in_place
+
+CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "mars-adamw": (MARS, {"weight_decay": 0.1}),
+    "mars-lion": (MARS, {"variant": "lion", "weight_decay": 0.1}),
+    "mars-m": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    "sonew-diagonal": (SONew, {"band": 0, "eps": 1e-4}),
+    "sonew-tridiagonal": (SONew, {"weight_decay": 0.1, "eps": 1e-4}),
+    "sonew-band4": (SONew, {"band": 4, "chain": "tensor", "eps": 1e-4}),
+    "ldadam": (LDAdam, {"rank": 16, "weight_decay": 0.1}),
+    "ldadam-rank-32": (LDAdam, {"rank": 32}),
+    "ldadam-rank-5": (LDAdam, {"rank": 5}),
+    "ldadam-no-feedback": (LDAdam, {"rank": 16, "error_feedback": False}),
+    "ldadam-bf16-error": (LDAdam, {"rank": 16, "error_dtype": "bfloat16"}),
+    "ldadam-skip": (LDAdam, {"rank": 16, "skip_nonfinite": True}),
+}
+LDADAMS = [name for name in CONFIGURATIONS if name.startswith("ldadam")]
+Change = Callable[[int, Any, list[nn.Parameter]], None]
+
+
+def _network(layers: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    widths = [(64, 160), (160, 100), (100, 100)]
+    return nn.Sequential(*(nn.Linear(*width) for width in widths for _ in range(layers)))
+
+
+def _steps(
+    name: str, kernels: ModuleType, change: Change | None = None, layers: int = 1, steps: int = 5
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Weights after steps on the same gradients, and the health counters."""
+    kind, options = CONFIGURATIONS[name]
+    model = _network(layers)
+    parameters = list(model.parameters())
+    optimizer = kind(list(model.named_parameters()), lr=1e-3, **options)
+    generator = torch.Generator().manual_seed(1)
+    with using(kernels):
+        for step in range(steps):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if change is not None:
+                change(step, optimizer, parameters)
+            given = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+            optimizer.step()
+            for parameter, gradient in zip(parameters, given, strict=True):
+                assert gradient is None or torch.equal(parameter.grad, gradient), "gradients are the framework's"
+    return [parameter.detach() for parameter in parameters], optimizer.health.read()
+
+
+def _assert_alike(found: list[Tensor], expected: list[Tensor], signs: bool = False) -> None:
+    """Within a few thousandths of the largest change; of signs of rounded numbers, one in a thousand may differ."""
+    start = [parameter.detach() for parameter in _network(len(found) // 6).parameters()]
+    for own, other, before in zip(found, expected, start, strict=True):
+        moved = (other - before).abs().max()
+        assert float(moved) > 0.0
+        differing = ((own - other).abs() > 2e-3 * moved).sum()
+        assert float(differing) <= (1e-3 if signs else 0.0) * own.numel()
+
+
+@pytest.mark.parametrize("form", [blocked, native], ids=["blocked", "native"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> None:
+    expected, known = _steps(name, foreach)
+    found, counted = _steps(name, form)
+    _assert_alike(found, expected, signs=name == "mars-lion")
+    assert counted == pytest.approx(known, rel=1e-3)
+
+
+def _zero(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    if step == 2:
+        parameters[0].grad.zero_()
+
+
+def _rank_one(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    """With nothing in the error buffer, Cholesky fails on it."""
+    for state in optimizer.matrix_states.values():
+        state["exp_avg"].zero_()
+    for state in optimizer.state.values():
+        if "error" in state:
+            state["error"].zero_()
+    gradient = parameters[0].grad
+    gradient.copy_(gradient[:, :1] @ gradient[:1])
+
+
+def _scheduled(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["betas"] = (0.9 + 0.01 * step, 0.99)
+
+
+def _missing(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    if step in (0, 3):
+        parameters[2].grad = None
+
+
+@pytest.mark.parametrize("change", [_zero, _scheduled, _missing], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", LDADAMS)
+def test_whatever_the_gradients(name: str, change: Change) -> None:
+    expected, known = _steps(name, foreach, change)
+    found, counted = _steps(name, native, change)
+    _assert_alike(found, expected)
+    assert counted["matrices_updated"] == known["matrices_updated"]
+
+
+def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[list[float | None]] = []
+    original = native_ldadam.ldadam_steps_
+
+    def noted(jobs: Any) -> Any:
+        kept.append(original(jobs))
+        return kept[-1]
+
+    monkeypatch.setattr(subspaces_in_place, "ldadam_steps_", noted)
+    expected, _ = _steps("ldadam", foreach, _rank_one)
+    kept.clear()
+    found, _ = _steps("ldadam", native, _rank_one)
+    assert [len(shares) for shares in kept] == [0, 3, 3, 3, 3], "the first step is not among them"
+    assert [shares.count(None) for shares in kept] == [0, 1, 1, 1, 1]
+    # The directions beside the one that has a gradient are free: the others' weights are what must agree.
+    _assert_alike([*expected[:2], *found[2:]], expected)
+    assert bool(found[0].isfinite().all()) and not torch.equal(found[0], _network()[0].weight)
+
+
+class _Counted:
+    """A library whose calls are counted."""
+
+    def __init__(self, library: Any, calls: list[str]) -> None:
+        self._library, self._calls = library, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls.append(name)
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize("name", ["mars-adamw", "mars-lion", "sonew-tridiagonal", "sonew-band4", "ldadam"])
+def test_calls_do_not_depend_on_the_number_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for module in (native, native_sonew, native_ldadam):
+        original = module.library
+        monkeypatch.setattr(module, "library", lambda key, find=original: _Counted(find(key), calls))
+
+    def settled(step: int, *_: Any) -> None:
+        if step == 1:
+            calls.clear()  # the first step makes states and bases
+
+    counts = {}
+    for layers in (1, 4):
+        _steps(name, native, settled, layers=layers)
+        counts[layers] = list(calls)
+    assert counts[1] == counts[4] and counts[1]
