@@ -32,6 +32,7 @@ Optimizers step in turns in one process, each on a model of its own; a ratio is 
 steps. *Floor* is the memory traffic of the rule with every state in fp32 and the clip or graft norm in a pass of its
 own, over AdamW's 28 bytes per parameter: what no implementation can be below where memory is the limit. *Published* is
 the authors' own code in the same run; its ratio is of mean times, so that steps with and without a factor update count.
+On CPUs ours are the compiled forms (`rankwise/kernels/native`); `RANKWISE_NATIVE=0` measures the others.
 """
 
 _NO_GPU = """

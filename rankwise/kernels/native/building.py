@@ -1,6 +1,6 @@
 """Compiles the C++ sources beside this file, once per machine, and loads them.
 
-They need a C++ compiler with OpenMP (GCC 9, Clang 11 or later) but no headers of torch or Python. The libraries are
+They need a C++ compiler with OpenMP (GCC 12, Clang 15 or later) but no headers of torch or Python. The libraries are
 kept in ``$XDG_CACHE_HOME/rankwise`` (``~/.cache/rankwise``) under a name made from sources, compiler, flags and
 processor, so that a home directory may be shared by machines of different kinds.
 """
@@ -8,7 +8,6 @@ processor, so that a home directory may be shared by machines of different kinds
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -27,7 +26,9 @@ SWITCH = "RANKWISE_NATIVE"
 """Environment variable: "0" never uses the native forms, "1" raises where they cannot be built."""
 
 _FOLDER = Path(__file__).parent
-_COMMON = ("-O3", "-mprefer-vector-width=512", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_COMMON = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+# Compilers use half of the registers' width unless told otherwise.
+_OF_MACHINE = {"x86_64": ("-mprefer-vector-width=512",)}
 # Element-wise code must round every operation, or an element's bits would depend on where its run is cut.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = {
@@ -56,7 +57,7 @@ def library(name: str) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_built(name)))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+    except (ImportError, OSError, subprocess.SubprocessError, RuntimeError) as error:
         reason = _reason(error)
         if wish == "1":
             raise RuntimeError(f"{SWITCH}=1, but the native CPU kernels cannot be built: {reason}") from error
@@ -71,9 +72,11 @@ def _reason(error: Exception) -> str:
 
 
 def _built(name: str) -> Path:
+    import fcntl  # not on every system
+
     compiler = _compiler()
     source = _FOLDER / f"{name}.cpp"
-    command = [compiler, *_COMMON, *_FLAGS[name]]
+    command = [compiler, *_COMMON, *_OF_MACHINE.get(platform.machine(), ()), *_FLAGS[name]]
     target = _cache_folder() / f"{name}-{_fingerprint(source, command)}.so"
     if not target.exists():
         with open(target.with_suffix(".lock"), "w") as lock:

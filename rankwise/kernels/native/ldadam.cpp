@@ -57,11 +57,11 @@ class Step {
     add_momentum();
     transpose(coordinates_.data(), rank_, long_, turned.data());
     multiply_short(coordinates_.data(), turned.data());
-    for (int64_t i = 0; i < rank_ * short_; ++i) image_[i] = image_[i] * wc() + momentum_[i];
+    for (int64_t i = 0; i < rank_ * short_; ++i) image_[i] = image_[i] * matrix_weight() + momentum_[i];
     return orthonormalize(image_.data(), rank_, short_, 2, limits_, threads_);
   }
 
-  float wc() const { return own_.weight_matrix; }
+  float matrix_weight() const { return own_.weight_matrix; }
 
   // coordinates = U^T C, from the basis and its transpose.
   void multiply_long(const float* basis, const float* transposed, const float* added) {
@@ -81,7 +81,7 @@ class Step {
 
   void mix(std::vector<float>& values, const float* momentum) {
     const float wm = own_.weight_momentum;
-    for (size_t i = 0; i < values.size(); ++i) values[i] = values[i] * wc() + wm * momentum[i];
+    for (size_t i = 0; i < values.size(); ++i) values[i] = values[i] * matrix_weight() + wm * momentum[i];
   }
 
   // momentum = w_M (X M^T) U^T, (rank, short).
