@@ -58,6 +58,8 @@ class SubspacesInPlace:
         Returns:
             For each matrix stepped here, the share of its old subspace that lies in the new one.
         """
+        if not self._queued:
+            return []
         kept = ldadam_steps_([job for _, _, job in self._queued])
         for (task, index, job), share in zip(self._queued, kept, strict=True):
             if share is None:

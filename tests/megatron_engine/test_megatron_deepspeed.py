@@ -167,25 +167,34 @@ def _all_under_megatron(rank: int, world: int, names: list[str], steps: int) -> 
 
 
 class Figures(NamedTuple):
-    """Differences of the final weights: the largest over the largest change, the mean over the mean change."""
+    """Differences of the final weights.
+
+    Attributes:
+        largest: Over the largest change.
+        mean: Over the mean change.
+        most: What 99 % of the elements do not exceed, over the largest change.
+    """
 
     largest: float
     mean: float
+    most: float
 
 
 def _figures(got: Weights, expected: Weights, start: Weights) -> Figures:
     def mean(weights: Weights, others: Weights) -> float:
         return float(sum((weights[key] - others[key]).abs().sum(dtype=torch.float64) for key in others))
 
-    largest = largest_gap(got, expected) / largest_gap(expected, start)
-    return Figures(largest, mean(got, expected) / mean(expected, start))
+    change = largest_gap(expected, start)
+    gaps = torch.cat([(got[key] - expected[key]).abs().view(-1) for key in expected])
+    most = float(gaps.kthvalue(int(0.99 * gaps.numel())).values)
+    return Figures(largest_gap(got, expected) / change, mean(got, expected) / mean(expected, start), most / change)
 
 
 @functools.cache
 def _compared(names: tuple[str, ...]) -> dict[tuple[str, int, bool], Figures]:
     prepare_ranks()
     every = ["adam", *names]
-    jobs = [(name, stage, False) for name in every for stage in STAGES] + [("ldadam", 1, True)]
+    jobs = [(name, stage, False) for name in every for stage in STAGES] + [("ldadam", 1, True), ("mars-lion", 1, True)]
     start = {name: parameter.detach() for name, parameter in Model(True).named_parameters()}
     theirs = dict(zip(every, run_ranks(2, _all_under_megatron, every, STEPS)[0], strict=True))
     ours = run_ranks(2, _all_under_deepspeed, jobs)
@@ -205,7 +214,10 @@ def _check(name: str, stage: int, names: tuple[str, ...]) -> None:
     ours, stock = found[name, stage, False], found["adam", stage, False]
     # The stock optimizers' own figure must be one of rounding, or ten times of it would be no bound.
     assert 0.0 < stock.largest < 1e-4
-    if name in ("mars-lion", "sonew"):  # A flipped sign is a whole step, and so is an edge beside its threshold.
+    if name == "mars-lion":
+        # A rounded zero has a sign: a whole step of that element, from which others follow. One in a thousand does.
+        assert ours.most <= ALLOWED * stock.largest
+    elif name == "sonew":  # An edge beside its threshold is much of a step.
         assert ours.mean <= ALLOWED * stock.mean
     else:
         assert ours.largest <= ALLOWED * stock.largest
@@ -220,6 +232,7 @@ def test_both_end_at_the_same_weights(name: str, stage: int) -> None:
 def test_another_learning_rate_is_seen() -> None:
     found = _compared(USUAL)
     perturbed, stock = found["ldadam", 1, True], found["adam", 1, False]
+    assert found["mars-lion", 1, True].most > ALLOWED * stock.largest
     assert perturbed.largest > 10 * ALLOWED * stock.largest and perturbed.mean > 10 * ALLOWED * stock.mean
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.updates import ldadam
+from rankwise.updates import ldadam, low_rank_basis
 from rankwise.updates.ldadam import (
     basis_coordinates,
     basis_image,
@@ -553,7 +553,7 @@ def test_householder_runs_only_when_it_is_needed(
     fallback: ldadam.Fallback, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(ldadam, "householder_qr", lambda y: calls.append(1) or householder_qr(y))
+    monkeypatch.setattr(low_rank_basis, "householder_qr", lambda y: calls.append(1) or householder_qr(y))
     next_basis(randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), 0.3, 0.4, fallback=fallback)
     assert len(calls) == expected
 
