@@ -187,3 +187,28 @@ def test_bits_of_a_product_do_not_depend_on_the_rows_at_hand() -> None:
         part = matrix[start:end].clone()
         native.subtract_product_(part, left[start:end], right)
         assert torch.equal(part, whole[start:end])
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e15])
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
+def test_units_of_the_gradient_do_not_matter(shape: tuple[int, int], size: float) -> None:
+    """Squares of such entries have no place in float32."""
+    problem = Problem(*shape, 16, seed=8)
+    gradient = problem.random()
+    expected = problem.job(gradient, True)
+    scaled = problem.job(gradient * size, True)
+    scaled.source.mul_(size)
+    scaled.state = {**scaled.state, "exp_avg": scaled.state["exp_avg"] * size}
+    expected_share, share = (native.ldadam_steps_([job])[0] for job in (expected, scaled))
+    assert share == pytest.approx(expected_share, rel=1e-4)
+    torch.testing.assert_close(scaled.state["basis"], expected.state["basis"], rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
+def test_a_basis_of_rounding_is_refused(shape: tuple[int, int]) -> None:
+    """Of rank eight but for rounding: the other columns would be factored, and mean nothing."""
+    problem = Problem(*shape, 16, seed=9)
+    problem.error.zero_()
+    problem.state["exp_avg"].zero_()
+    rows, columns = (torch.randn(length, 8, generator=problem.generator) for length in shape)
+    assert native.ldadam_steps_([problem.job(rows @ columns.mT, True)]) == [None]

@@ -146,6 +146,18 @@ def test_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
 
+def test_directions_lie_where_they_lay() -> None:
+    """Pages that are new at every step cost more than what is written to them."""
+    places: list[list[int]] = []
+
+    def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
+        for unit in optimizer._units.values():
+            places.append([buffer.data_ptr() for buffer in unit.scratch["directions"].values()])
+
+    _steps("sonew-tridiagonal", native, noted)
+    assert len(places) == 4 and places[0] and all(place == places[0] for place in places)
+
+
 class _Counted:
     """A library whose calls are counted."""
 
