@@ -44,13 +44,10 @@ class SubspacesInPlace:
         steady = not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]
         job = self._fragments.job(index, task.signature, state, count + 1, group) if count and steady else None
         if job is None:
-            self._step_plainly(task, index, source)
+            self._fragments.complete(index)
+            self._plainly(task, index, source)
         else:
             self._queued.append((task, index, job))
-
-    def _step_plainly(self, task: MatrixTask, index: int, source: Tensor) -> None:
-        self._fragments.complete(index)
-        self._plainly(task, index, source)
 
     def step(self) -> list[float]:
         """Step what has been taken.

@@ -118,8 +118,7 @@ def ldadam_step(
     right = matrix.stride(-1) != 1
     rows = matrix.mT if right else matrix
     hyper = {"betas": betas, "rho": rho, "eps": eps, "error_feedback": error_feedback}
-    single = matrix.dim() == 2 and rows.dim() == 2
-    if single and step > 1 and not options and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
+    if matrix.dim() == 2 and step > 1 and not options and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
         updates.check_shapes(matrix, U_prev, M_prev)
         names = ("basis", "exp_avg", "exp_avg_sq")
         state = {name: old.clone() for name, old in zip(names, (U_prev, M_prev, V_prev), strict=True)}

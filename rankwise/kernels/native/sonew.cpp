@@ -275,36 +275,32 @@ class Pass {
 
   // From the right; the squared norm. Bias corrections are folded into the damping and one factor.
   double direct() {
+    T* out = runs_.outs[tile_.run] + tile_.start;
+    const T* whitened = whitened_ + band_;
+    if (band_ == 0) return scaled(out, [=](int64_t j) { return whitened[j]; });
+    if (band_ == 1) {
+      const T* own = coefficient(1);
+      return scaled(out, [=](int64_t j) { return whitened[j] - own[j] * whitened[j - 1]; });
+    }
+    std::memcpy(out, whitened, count_ * sizeof(T));
+    for (int64_t k = 1; k <= band_; ++k) subtract(out, coefficient(k) + band_ - k, whitened - k);
+    return scaled(out, [=](int64_t j) { return out[j]; });
+  }
+
+  void subtract(T* __restrict__ out, const T* __restrict__ factor, const T* __restrict__ value) const {
+    for (int64_t j = 0; j < count_; ++j) out[j] -= factor[j] * value[j];
+  }
+
+  // Writes the values, corrected; their squared norm.
+  template <typename Value>
+  double scaled(T* out, Value value) const {
     const T scale = rates_.correction2 / rates_.correction1;
-    T* __restrict__ out = runs_.outs[tile_.run] + tile_.start;
-    const T* __restrict__ whitened = whitened_ + band_;
-    if (band_ > 1) {
-      std::memcpy(out, whitened, count_ * sizeof(T));
-      for (int64_t k = 1; k <= band_; ++k) {
-        const T* __restrict__ own = coefficient(k) + band_ - k;
-        const T* __restrict__ before = whitened - k;
-        for (int64_t j = 0; j < count_; ++j) out[j] -= own[j] * before[j];
-      }
-    }
-    const T* __restrict__ own = band_ == 1 ? coefficient(1) : whitened;
-    const T coupled = band_ == 1;
-    const T* __restrict__ values = band_ > 1 ? out : whitened;
-    const T* __restrict__ before = whitened - (band_ == 1);
     double sum = 0.0;
-    if (coupled != T(0)) {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t j = 0; j < count_; ++j) {
-        const T value = (whitened[j] - own[j] * before[j]) * scale;
-        out[j] = value;
-        sum += static_cast<double>(value) * static_cast<double>(value);
-      }
-      return sum;
-    }
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < count_; ++j) {
-      const T value = values[j] * scale;
-      out[j] = value;
-      sum += static_cast<double>(value) * static_cast<double>(value);
+      const T result = value(j) * scale;
+      out[j] = result;
+      sum += static_cast<double>(result) * static_cast<double>(result);
     }
     return sum;
   }
