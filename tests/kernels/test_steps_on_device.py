@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from given_gradients import Training
 from graph_recorder import Recorder, capturing, launches_recorded
-from torch import Tensor, nn
+from torch import Tensor
 from triton_runs import assert_runs_close, runs
 
 from rankwise import MARS, LDAdam, SONew
@@ -139,41 +140,15 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Training:
-    """A small network whose gradients are given."""
-
-    def __init__(self, name: str, **overrides: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(9, 12), nn.Linear(12, 9), nn.Linear(9, 12))
-        kind, options = KINDS[name]
-        self.lr = torch.tensor(0.01)
-        self.optimizer = kind(
-            self.model.named_parameters(), **{"lr": self.lr, "weight_decay": 0.1, **options, **overrides}
-        )
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-
-    def prepare(self, index: int) -> None:
-        generator = torch.Generator().manual_seed(index)
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
-        self.lr.fill_(0.01 / (1 + index))
-
-    def step(self, index: int) -> None:
-        self.prepare(index)
-        self.optimizer.step()
-
-    def values(self) -> list[Tensor]:
-        states = [*self.optimizer.state.values(), *self.optimizer.matrix_states.values()]
-        found = [*self.model.parameters(), *(value for state in states for value in state.values())]
-        return [value.detach().reshape(-1) for value in found]
+def training(name: str, **overrides: Any) -> Training:
+    kind, options = KINDS[name]
+    return Training(kind, {**options, **overrides}, (9, 12, 9, 12))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LDAdam, "one_by_one", False)
-    run, twin = Training(name, capturable=True), Training(name)
+    run, twin = training(name, capturable=True), training(name)
     with using(triton):
         for each in (run, twin):
             each.step(0)
@@ -193,7 +168,7 @@ def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.Mon
 
 
 def test_tables_of_tiles_must_be_there_before_a_graph(interpreter: None) -> None:
-    run = Training("mars-adamw", capturable=True)
+    run = training("mars-adamw", capturable=True)
     with using(foreach):
         run.step(0)
     from rankwise.kernels.triton import segments

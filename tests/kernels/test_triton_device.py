@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("triton")
 
+from given_gradients import Training  # noqa: E402
 from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 
 from rankwise import MARS, LDAdam, SONew  # noqa: E402
@@ -213,38 +214,14 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-class Training:
-    """A network on the device whose gradients are given."""
-
-    def __init__(self, kind: Any, options: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 96), nn.Linear(96, 200)).to(DEVICE)
-        self.lr = torch.tensor(0.01, device=DEVICE)
-        self.optimizer = kind(self.model.named_parameters(), lr=self.lr, weight_decay=0.1, **options)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-
-    def prepare(self, index: int) -> None:
-        generator = torch.Generator().manual_seed(index)
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
-        self.lr.fill_(0.01 / (1 + index))
-
-    def step(self, index: int) -> None:
-        self.prepare(index)
-        self.optimizer.step()
-
-    def values(self) -> list[Tensor]:
-        states = [*self.optimizer.state.values(), *self.optimizer.matrix_states.values()]
-        found = [*self.model.parameters(), *(value for state in states for value in state.values())]
-        return [value.detach().cpu().reshape(-1) for value in found]
+def training(kind: Any, options: dict[str, Any]) -> Training:
+    return Training(kind, options, (96, 200, 96, 200), DEVICE)
 
 
 @pytest.mark.parametrize("module", [triton, foreach], ids=["triton", "foreach"])
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
 def test_replays_of_a_captured_step_are_steps(kind: Any, options: dict[str, Any], module: ModuleType) -> None:
-    run, twin = Training(kind, {**options, "capturable": True}), Training(kind, options)
+    run, twin = training(kind, {**options, "capturable": True}), training(kind, options)
     with using(module):
         # As PyTorch asks: what runs before a capture runs on another stream than the default one.
         side = torch.cuda.Stream()
@@ -271,7 +248,7 @@ def test_replays_of_a_captured_step_are_steps(kind: Any, options: dict[str, Any]
 
 
 def test_a_step_that_would_be_repeated_is_refused() -> None:
-    run = Training(MARS, {})
+    run = training(MARS, {})
     run.step(0)
     run.prepare(1)
     with pytest.raises(RuntimeError, match="build it with capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
