@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def test_communication_of_real_ranks(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fake_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fake_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_apex: None) -> Path:
     """NVIDIA's apex as far as it is called; its compiled module is yet to be made."""
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
@@ -138,9 +137,7 @@ def fake_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     source += "        assert adam_w_mode\n        super().__init__(params, **options)\n"
     (tmp_path / "apex" / "optimizers.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in ("apex", "apex.optimizers"):
-        sys.modules.pop(name, None)
+    return tmp_path
 
 
 def test_apex_is_timed_where_it_can_run(fake_apex: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,12 @@ import pytest
 from megatron_patches.apex import detect_apex
 from megatron_patches.patches import apply, revert
 
+pytestmark = pytest.mark.usefixtures("forget_apex")
+
 PYPI = {"apex/__init__.py": "", "apex/models.py": ""}
 BROKEN = {"apex/__init__.py": "raise SyntaxError('written for Python 2')"}
 NAMESAKE = {"apex/__init__.py": "", "apex/optimizers.py": ""}
 NVIDIA = {"apex/__init__.py": "", "apex/optimizers/__init__.py": "class FusedAdam: pass"}
-
-
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("apex", "apex.optimizers", "amp_C"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def install(folder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
