@@ -4,7 +4,7 @@
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
-# PYTHON, VENV, TORCH, PIP_ARGS.
+# PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -14,6 +14,9 @@ OPTIMIZER ?= mars-m
 FRAMEWORK ?= deepspeed
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
+# By file, in the order of the files: results that tests share stay in one worker, and what takes long comes first.
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.setup-done
@@ -36,7 +39,7 @@ train: setup
 	$(BIN)/rankwise train --framework $(FRAMEWORK) --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check

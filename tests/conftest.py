@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,20 @@ import torch
 _TESTS_DIR = str(Path(__file__).resolve().parent)
 if _TESTS_DIR not in sys.path:
     sys.path.insert(0, _TESTS_DIR)
+
+
+def _keep_to_one_core() -> None:
+    """Workers of pytest-xdist have a core each, for themselves and their ranks: waking up another core costs more than
+    most of the ranks' messages, so that two ranks on one core are nearly as fast as on two."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker.startswith("gw") and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+_keep_to_one_core()
+# Of a worker's make-believe terminal; consoles that are made on import would keep it.
+os.environ.pop("COLUMNS", None)
 
 # The tests' tensors are tiny and their machines shared: threads would only add noise, in time and in rounding.
 torch.set_num_threads(1)

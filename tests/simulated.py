@@ -373,11 +373,11 @@ def _runs(names: tuple[str, ...], sizes: dict[str, int], first: int, last: int) 
 
 
 @functools.cache
-def reference(case: str, dtype: torch.dtype) -> tuple[Named, float, frozenset[str]]:
-    """Weights after `STEPS` steps in one process, their largest change, and the names of its matrix states."""
+def reference(case: str, dtype: torch.dtype, steps: int = STEPS) -> tuple[Named, float, frozenset[str]]:
+    """Weights after some steps in one process, their largest change, and the names of its matrix states."""
     model = Model(dtype)
     optimizer = CASES[case].optimizer(model)
-    for step in range(STEPS):
+    for step in range(steps):
         if isinstance(optimizer, MKOR):
             backward(model, step, 0, 1)
         for name, parameter in model.named_parameters():

@@ -15,6 +15,8 @@ import pytest
 from rankwise.launch.environment import rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+# Our own command starts it too.
+TORCHRUN = pytest.param("torchrun", marks=pytest.mark.exhaustive)
 
 
 def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +76,7 @@ def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path
     assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_do_not_depend_on_the_number_of_ranks(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     losses = []
@@ -158,7 +160,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["rankwise", "torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["rankwise", TORCHRUN, "deepspeed"])
 def test_unedited_script_trains_with_our_type(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "train.py").write_text(USER_SCRIPT)
@@ -231,7 +233,7 @@ def get_megatron_optimizer_config(args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["rankwise", "torchrun"])
+@pytest.mark.parametrize("launcher", ["rankwise", TORCHRUN])
 def test_unedited_megatron_script_takes_our_name_and_flags(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     folder = tmp_path / "checkout" / "megatron" / "training"

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_patches.cpu import cpu_megatron
 
-STEPS = 10
+STEPS, STEPS_OF_THE_GRID = 5, 10
 DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 OVERLAPPED: dict[str, Any] = {
     **DISTRIBUTED,
@@ -96,35 +96,35 @@ def _replay(gradients: list[dict[str, Tensor]], trainer: Trainer) -> None:
             parameter.main_grad.copy_(cut.of(gradients[trainer.step][cut.name]))
 
 
-def _run(cell: Cell, name: str, before: Any = None, steps: int = STEPS) -> Result | None:
+def _run(cell: Cell, name: str, steps: int, before: Any = None) -> Result | None:
     with opened(cell, maker(name)) as trainer:
         for _ in range(steps):
             trainer.train_step(before)
         return trained(trainer, 0)
 
 
-def _references(rank: int, world: int, cell: Cell, names: list[str]) -> dict[str, Any]:
+def _references(rank: int, world: int, cell: Cell, names: list[str], steps: int) -> dict[str, Any]:
     found = {}
     with cpu_megatron():
         for name in names:
             gradients: list[dict[str, Tensor]] = []
-            start = _run(cell, name, steps=0)
-            end = _run(cell, name, functools.partial(_record, gradients))
+            start = _run(cell, name, 0)
+            end = _run(cell, name, steps, functools.partial(_record, gradients))
             found[name] = (start, end, gradients)
     return found
 
 
-_known: dict[Cell, dict[str, Any]] = {}
+_known: dict[tuple[Cell, int], dict[str, Any]] = {}
 
 
-def _recorded(cell: Cell, names: list[str]) -> dict[str, Any]:
+def _recorded(cell: Cell, names: list[str], steps: int) -> dict[str, Any]:
     """What one process does, by optimizer: weights before and after, and its gradients. Each cell is run once."""
-    if cell not in _known:
-        _known[cell] = run_ranks(1, _references, cell, names)[0]
-    return _known[cell]
+    if (cell, steps) not in _known:
+        _known[cell, steps] = run_ranks(1, _references, cell, names, steps)[0]
+    return _known[cell, steps]
 
 
-def _cells(rank: int, world: int, cells: list[tuple[str, Cell]], recorded: dict[str, Any]) -> list[Any]:
+def _cells(rank: int, world: int, cells: list[tuple[str, Cell]], recorded: dict[str, Any], steps: int) -> list[Any]:
     found = []
     with cpu_megatron():
         for name, cell in cells:
@@ -132,8 +132,8 @@ def _cells(rank: int, world: int, cells: list[tuple[str, Cell]], recorded: dict[
                 gradients = recorded[name][2]
                 same = None
                 if cell.precision == "fp32" and name not in ("adam", *CAPTURING):
-                    same = _run(cell, name, functools.partial(_replay, gradients))
-                own = None if world == 3 else _run(cell, name)
+                    same = _run(cell, name, steps, functools.partial(_replay, gradients))
+                own = None if world == 3 else _run(cell, name, steps)
             except Exception as error:
                 error.add_note(f"{name} in {cell}")
                 raise
@@ -147,12 +147,12 @@ def _mean_gap(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float
 
 
 @functools.cache
-def _figures(precision: str, label: str) -> dict[str, Figures]:
+def _figures(precision: str, label: str, steps: int) -> dict[str, Figures]:
     names = ["adam", *TYPES]
     world, cell = LAYOUTS[label]
     cell = replace(cell, precision=precision)
-    recorded = _recorded(_alone(cell), names)
-    results = run_ranks(world, _cells, [(name, cell) for name in names], recorded)[0]
+    recorded = _recorded(_alone(cell), names, steps)
+    results = run_ranks(world, _cells, [(name, cell) for name in names], recorded, steps)[0]
     found = {}
     for name, (same, own) in zip(names, results, strict=True):
         start, end, _ = recorded[name]
@@ -169,8 +169,8 @@ def _figures(precision: str, label: str) -> dict[str, Figures]:
     return found
 
 
-def _check(name: str, label: str, precision: str) -> None:
-    ours, stock = (_figures(precision, label)[key] for key in (name, "adam"))
+def _check(name: str, label: str, precision: str, steps: int = STEPS) -> None:
+    ours, stock = (_figures(precision, label, steps)[key] for key in (name, "adam"))
     assert ours.replicas == 0.0
     assert ours.same <= (1e-6 if name in ELEMENT_WISE else 1e-5)
     if precision == "bf16" or name in DISCONTINUOUS:
@@ -199,7 +199,7 @@ def test_bf16(name: str, label: str) -> None:
 )
 def test_whole_grid(precision: str, label: str) -> None:
     for name in TYPES:
-        _check(name, label, precision)
+        _check(name, label, precision, STEPS_OF_THE_GRID)
 
 
 def test_the_default_grid_has_every_place_and_wrapper() -> None:
