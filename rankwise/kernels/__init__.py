@@ -8,15 +8,17 @@ which are their oracle in tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
 import torch
 
-from rankwise.kernels import blocked, blocked_sonew, foreach, native, triton
+from rankwise.kernels import blocked, blocked_mkor, blocked_sonew, foreach, native, triton
 from rankwise.kernels.native import ldadam as native_ldadam
+from rankwise.kernels.native import mkor as native_mkor
+from rankwise.kernels.native import newton_schulz as native_newton_schulz
 from rankwise.kernels.native import sonew as native_sonew
 from rankwise.updates import ldadam as updates
 from rankwise.updates.linalg import newton_schulz
@@ -29,6 +31,8 @@ __all__ = [
     "low_rank_for",
     "moments_for",
     "newton_schulz_for",
+    "orthogonal_steps_for",
+    "precondition_into_for",
     "sonew_for",
     "subtract_for",
     "using",
@@ -89,11 +93,38 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
     Args:
         device: Where the tensors lie.
     """
-    if kernels_for(device, torch.float32) is not triton:
+    chosen = kernels_for(device, torch.float32)
+    if chosen is native:
+        return native_newton_schulz.newton_schulz
+    if chosen is not triton:
         return newton_schulz
     from rankwise.kernels.triton.newton_schulz import newton_schulz as fused
 
     return fused
+
+
+def orthogonal_steps_for(
+    device: torch.device, dtype: torch.dtype, product: torch.dtype
+) -> Callable[[Sequence[native_newton_schulz.Job]], None] | None:
+    """:func:`rankwise.kernels.native.newton_schulz.orthogonal_steps_`, or None where there is no such form.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+        product: The type of the products.
+    """
+    chosen = kernels_for(device, dtype) is native and native_newton_schulz.takes(dtype, product)
+    return native_newton_schulz.orthogonal_steps_ if chosen else None
+
+
+def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    """:func:`rankwise.kernels.blocked_mkor.precondition_into`, or a form of it for what it runs on.
+
+    Args:
+        device: A CPU.
+        dtype: The type of the gradients.
+    """
+    return (native_mkor if kernels_for(device, dtype) is native else blocked_mkor).precondition_into
 
 
 def low_rank_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked_mkor, is_for_cpus, kernels_for, triton
+from rankwise.kernels import blocked_mkor, is_for_cpus, kernels_for, precondition_into_for, triton
 from rankwise.optimizers.layer_statistics import LayerVectors
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions
@@ -193,7 +193,8 @@ class KroneckerFactors:
         if turned:
             left, right, shape = right, left, shape[::-1]
         rescale = self._options.rescale is not None
-        blocked_mkor.precondition_into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
+        into = precondition_into_for(parts[0].device, parts[0].dtype)
+        into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
 
 
 def _products(

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rankwise.kernels import newton_schulz_for
+from rankwise.kernels import newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.foreach import decay_, subtract_scaled_
+from rankwise.kernels.native.newton_schulz import Job
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.element_states import StateTypes
 from rankwise.optimizers.entries import Entry
@@ -85,6 +86,7 @@ class MARS(ShardedOptimizer):
     options: MARSOptions
     health_means = ("clip_rate",)
     copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
+    one_by_one = True
     group_options = (
         "lr",
         "betas",
@@ -339,7 +341,7 @@ class MARS(ShardedOptimizer):
                 self.options.variant,  # type: ignore[arg-type]
                 *logical,
                 beta1=group["betas"][0],
-                eps=group["eps"] if self.options.variant == "shampoo" else None,
+                eps=self._eps(group),
                 ns_steps=group["ns_steps"],
                 ns_dtype=getattr(torch, self.options.ns_dtype),
                 orthogonalise=newton_schulz_for(unit.device),
@@ -358,7 +360,32 @@ class MARS(ShardedOptimizer):
             weights.clear()
             directions.clear()
 
-        unit.exchange.run(sources, compute, deliver, delivered=delivered)
+        jobs: list[Job] = []
+
+        def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
+            self.health.add("matrices_updated", 1)
+            jobs.append(self._job(task, parts[0], targets[indices[0]]))
+
+        steps = orthogonal_steps_for(unit.device, unit.dtype, getattr(torch, self.options.ns_dtype))
+        unit.exchange.run(sources, compute, deliver, delivered=delivered, at_once=at_once if steps else None)
+        if steps is not None:
+            steps(jobs)
+
+    def _job(self, task: MatrixTask, exp_avg: Tensor, weight: Tensor) -> Job:
+        rows, columns, logical, position = task.signature
+        group, variant = self.param_groups[position], self.options.variant
+        return Job(
+            (rows, columns),
+            exp_avg,
+            weight,
+            eps=updates.norm_offset(variant, group["betas"][0], self._eps(group)),  # type: ignore[arg-type]
+            factor=updates.shape_factor(variant, *logical),  # type: ignore[arg-type]
+            lr=float(group["lr"]),
+            steps=group["ns_steps"],
+        )
+
+    def _eps(self, group: Mapping[str, Any]) -> float | None:
+        return group["eps"] if self.options.variant == "shampoo" else None
 
     def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         super()._close(unit, weights)

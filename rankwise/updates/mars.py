@@ -229,6 +229,20 @@ def shape_factor(variant: MatrixVariant, rows: int, cols: int) -> float:
     raise ValueError(f"variant must be 'shampoo' or 'muon', got {variant!r}; 'adamw' and 'lion' are not matrix rules")
 
 
+def norm_offset(variant: MatrixVariant, beta1: float, eps: float | None = None) -> float:
+    """What is added to the Frobenius norm of the momentum before its orthogonalisation.
+
+    Args:
+        variant: Which of the two rules.
+        beta1: Decay rate of the momentum. ``"shampoo"`` orthogonalises ``m / (1 - beta1)``, which is the same as ``m``
+            with an ``eps`` smaller by that factor.
+        eps: The rule's own; ``None``: as published, 1e-8 for ``"shampoo"`` and 1e-7 for ``"muon"``.
+    """
+    if variant == "shampoo":
+        return (_SHAMPOO_EPS if eps is None else eps) * (1.0 - beta1)
+    return _MUON_EPS if eps is None else eps
+
+
 def orthogonal_direction(
     exp_avg: Tensor,
     variant: MatrixVariant,
@@ -251,9 +265,8 @@ def orthogonal_direction(
         variant: Which of the two rules.
         rows: Rows of the logical matrix, for :func:`shape_factor`.
         cols: Columns of the logical matrix.
-        beta1: Decay rate of the momentum. ``"shampoo"`` orthogonalises ``m / (1 - beta1)``, which matters only in
-            comparison with ``eps``.
-        eps: Added to the Frobenius norm. ``None``: as published, 1e-8 for ``"shampoo"`` and 1e-7 for ``"muon"``.
+        beta1: Decay rate of the momentum, for :func:`norm_offset`.
+        eps: As there.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: Dtype of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.
         orthogonalise: What runs them: :func:`rankwise.updates.linalg.newton_schulz` or a faster form of it.
@@ -264,12 +277,7 @@ def orthogonal_direction(
     Raises:
         ValueError: As :func:`shape_factor` and :func:`rankwise.updates.linalg.newton_schulz`.
     """
-    factor = shape_factor(variant, rows, cols)
-    if variant == "shampoo":
-        # NS(m / (1 - beta1), eps) without a pass over the matrix.
-        norm_eps = (_SHAMPOO_EPS if eps is None else eps) * (1.0 - beta1)
-    else:
-        norm_eps = _MUON_EPS if eps is None else eps
+    factor, norm_eps = shape_factor(variant, rows, cols), norm_offset(variant, beta1, eps)
     return orthogonalise(exp_avg, ns_steps, ns_dtype, norm_eps) * factor
 
 

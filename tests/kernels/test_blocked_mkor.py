@@ -6,29 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+from preconditioning import (
+    BF16,
+    UNIT,
+    assert_rounded_as_promised,
+    dense,
+    frobenius_error,
+    generator,
+    inverses,
+    preconditioned,
+    problem,
+)
 from torch import Tensor, nn
 
 from rankwise import MKOR
-from rankwise.kernels import blocked, blocked_mkor, foreach, triton, using
+from rankwise.kernels import blocked, blocked_mkor, foreach, native, triton, using
 from rankwise.updates import mkor
-
-BF16 = torch.bfloat16
-UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, BF16, torch.float16)}
-"""Relative error of one rounding."""
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "_BLOCK", 50)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def inverses(count: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    roots = torch.randn(count, length, length, generator=generator(seed), dtype=torch.float64) / length**0.5
-    return list((roots @ roots.mT / 4 + 0.5 * torch.eye(length)).to(dtype))
 
 
 # --- factors ---------------------------------------------------------------------------------------------------------
@@ -104,44 +102,6 @@ def test_an_update_that_would_overflow_is_refused() -> None:
 # --- preconditioning -------------------------------------------------------------------------------------------------
 
 
-def problem(bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Gradients as matrices in fp64, the same as a batch in fp32, and factors that the type can hold."""
-    rows, columns = 12, 9
-    matrices = torch.randn(3, rows, columns + bias, generator=generator(6)).double() * 1e-6
-    flat = torch.cat([matrices[..., :columns].flatten(1), matrices[..., columns:].flatten(1)], dim=1).float()
-    return matrices, flat, inverses(3, rows, 7, dtype), inverses(3, columns + bias, 8, dtype)
-
-
-def preconditioned(
-    grads: Tensor,
-    shape: tuple[int, int],
-    left: list[Tensor] | None,
-    right: list[Tensor] | None,
-    rescale: bool = True,
-    turned: bool = False,
-) -> Tensor:
-    """Flattened gradients one after the other in one workspace, each from and to tensors of its own."""
-    space, results = blocked_mkor.Workspace(), torch.full_like(grads, torch.nan)
-    for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
-        sizes = [n for n in (shape[0] * shape[1], grad.numel() - shape[0] * shape[1]) if n]
-        parts, out = ([part.clone() for part in whole.split(sizes)] for whole in (grad, result))
-        own = (None if side is None else side[index] for side in (left, right))
-        blocked_mkor.precondition_into(out, parts, shape, *own, space, turned=turned, rescale=rescale)
-        assert torch.equal(torch.cat(parts), grad), "gradients are only read"
-        torch.cat(out, out=result)
-    return results
-
-
-def dense(matrix: Tensor, left: Tensor | None, right: Tensor | None, rescale: bool) -> Tensor:
-    product = matrix if left is None else left.double() @ matrix
-    product = product if right is None else product @ right.double()
-    return product * (matrix.norm() / product.norm()) if rescale else product
-
-
-def frobenius_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
-
-
 @pytest.mark.parametrize("sides", ["both", "left", "right"])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -150,34 +110,7 @@ def frobenius_error(found: Tensor, wanted: Tensor) -> float:
 def test_products_are_rounded_as_often_as_promised(
     dtype: torch.dtype, rescale: bool, bias: bool, turned: bool, sides: str
 ) -> None:
-    """In bfloat16 the gradient and each product are rounded once; elsewhere nothing is, beyond float32.
-
-    A rounding before a product grows by no more than the condition of the factors that follow, in the Frobenius norm.
-    """
-    matrices, flat, left, right = problem(bias, dtype)
-    lefts, rights = (None if sides == "right" else left), (None if sides == "left" else right)
-    if turned:
-        weights = matrices[..., :9].mT.flatten(1).float()
-        grads = torch.cat([weights, flat[:, 12 * 9 :]], dim=1)
-        found_turned = preconditioned(grads, (9, 12), rights, lefts, rescale, turned=True)
-        untwisted = found_turned[:, : 12 * 9].view(-1, 9, 12).mT.flatten(1)
-        results = torch.cat([untwisted, found_turned[:, 12 * 9 :]], dim=1)
-    else:
-        results = preconditioned(flat, (12, 9), lefts, rights, rescale)
-    for index, (matrix, found) in enumerate(zip(matrices, results, strict=True)):
-        own = [None if side is None else side[index] for side in (lefts, rights)]
-        wanted = dense(matrix, own[0], own[1], rescale)
-        conditions = [1.0 if side is None else float(torch.linalg.cond(side.double())) for side in own]
-        used = [side for side in own if side is not None]
-        # The second factor lets the rounding of the first product grow; of a turned matrix it is the left one.
-        second = conditions[0 if turned else 1] if len(used) == 2 else 0.0
-        growth = conditions[0] * conditions[1] + second + 1.0
-        unit = UNIT[BF16] if dtype == BF16 else 20 * UNIT[torch.float32]
-        wanted = torch.cat([wanted[:, :9].flatten(), wanted[:, 9:].flatten()])
-        error = frobenius_error(found, wanted)
-        # The rescaling moves a result by no more than its error once more.
-        assert error <= 1.01 * unit * growth * (2 if rescale else 1)
-        assert (error > 1e-4) == (dtype == BF16), "roundings to bfloat16 are there to be seen"
+    assert_rounded_as_promised(dtype, (12, 9), rescale=rescale, bias=bias, turned=turned, sides=sides)
 
 
 def test_degenerate_products_fall_back_to_the_gradient() -> None:
@@ -250,7 +183,7 @@ def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 @pytest.mark.parametrize("rescale", ["joint", None])
 @pytest.mark.parametrize("factor_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", [blocked, triton], ids=["blocked", "triton"])
+@pytest.mark.parametrize("kernels", [blocked, native, triton], ids=["blocked", "native", "triton"])
 def test_every_form_makes_the_same_step(
     kernels: Any, factor_dtype: str, rescale: str | None, request: pytest.FixtureRequest
 ) -> None:
@@ -290,7 +223,8 @@ def test_cpus_take_their_own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in called:
         monkeypatch.setattr(blocked_mkor, name, counted(name, getattr(blocked_mkor, name)))
-    trained()
+    with using(blocked):
+        trained()
     # Five matrices, four steps, two of which move both factors; a matrix that lies whole comes alone.
     assert called == {"precondition_into": 4 * 5, "update_factors_": 2 * 2 * 5}
 

@@ -15,6 +15,8 @@ from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import blocked, foreach, kernels_for, native, using
 from rankwise.kernels.native import ldadam as native_ldadam
 from rankwise.kernels.native import sonew as native_sonew
+from rankwise.kernels.native.newton_schulz import orthogonal_steps_
+from rankwise.kernels.native.products import products
 from rankwise.optimizers import subspaces_in_place
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -80,6 +82,31 @@ def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> No
     found, counted = _steps(name, form)
     _assert_alike(found, expected, signs=name == "mars-lion")
     assert counted == pytest.approx(known, rel=1e-3)
+
+
+@pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")
+@pytest.mark.parametrize("variant", ["muon", "shampoo"])
+def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As through the exchange, and as the library does but for roundings to bfloat16."""
+    options = {"variant": variant, "weight_decay": 0.1, "lr_1d": 1e-3}
+    monkeypatch.setitem(CONFIGURATIONS, "orthogonal", (MARS, options))
+    taken: list[int] = []
+
+    def counted_steps(jobs: list[Any]) -> None:
+        taken.append(len(jobs))
+        orthogonal_steps_(jobs)
+
+    monkeypatch.setattr("rankwise.optimizers.mars.orthogonal_steps_for", lambda *_: counted_steps)
+    found, counted = _steps("orthogonal", native, _missing)
+    assert taken == [2, 3, 3, 2, 3], "the matrices with a gradient"
+    monkeypatch.setattr("rankwise.optimizers.mars.orthogonal_steps_for", lambda *_: None)
+    other, known = _steps("orthogonal", foreach, _missing)
+    assert counted == pytest.approx(known, rel=1e-3)
+    exchanged, _ = _steps("orthogonal", native, _missing)
+    _assert_alike(found, exchanged)
+    start = [parameter.detach() for parameter in _network().parameters()]
+    for own, wanted, before in zip(found, other, start, strict=True):
+        assert float((own - wanted).norm()) < 0.02 * float((wanted - before).norm())
 
 
 def _zero(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:

@@ -35,6 +35,7 @@ _FLAGS = {
     "elementwise": _EXACT,
     "sonew": _EXACT,
     "ldadam": ("-fno-math-errno", "-fno-trapping-math"),
+    "products": (),
 }
 _TIMEOUT = 300
 

@@ -1,0 +1,135 @@
+"""Newton-Schulz iterations in C++, with the matrix tiles of recent x86 processors (Intel AMX).
+
+Libraries compute the symmetric products twice over, and reach a fraction of the speed. The roundings to bfloat16 are
+those of :func:`rankwise.updates.linalg.newton_schulz`; the order of the sums between them is not. A matrix has the same
+bits in whichever stack it lies, and however many threads there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.native import squared_norms
+from rankwise.kernels.native.products import products
+from rankwise.updates import linalg
+
+__all__ = ["Job", "newton_schulz", "orthogonal_steps_", "takes"]
+
+
+class _Orthogonal(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        ("from", ctypes.c_void_p),
+        ("divisor", ctypes.c_double),
+        ("to", ctypes.c_void_p),
+        ("moves", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("factor", "lr")),
+    ]
+
+
+@dataclass
+class Job:
+    """Matrices of one shape, one after another in memory, whose weights are to be stepped where they lie.
+
+    Attributes:
+        shape: Of each.
+        momentum: What is orthogonalised, 1-D, left as it is.
+        weight: 1-D, loses ``lr * factor`` times the result.
+        eps: Added to the norm.
+        factor: Of the orthogonal factor.
+        lr: Learning rate.
+        steps: Iterations.
+    """
+
+    shape: tuple[int, int]
+    momentum: Tensor
+    weight: Tensor
+    eps: float
+    factor: float
+    lr: float
+    steps: int
+
+
+def takes(matrix: torch.dtype, product: torch.dtype) -> bool:
+    """Whether there is a form for matrices of this type with products in this type, on this machine."""
+    return matrix == torch.float32 and product == torch.bfloat16 and products() is not None
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
+    """As :func:`rankwise.updates.linalg.newton_schulz`, which takes what there is no form for here.
+
+    That is: everything but float32 matrices with products in bfloat16, and machines without such tiles.
+
+    Args:
+        matrix: (..., m, n).
+        steps: Iterations, at least 1.
+        dtype: Of the products.
+        eps: Added to the norm.
+
+    Returns:
+        (..., m, n) in the dtype of ``matrix``.
+
+    Raises:
+        ValueError: As there.
+    """
+    known = matrix.ndim >= 2 and matrix.numel() > 0 and steps >= 1
+    if not known or not takes(matrix.dtype, dtype or matrix.dtype):
+        return linalg.newton_schulz(matrix, steps, dtype, eps)
+    rows, columns = matrix.shape[-2:]
+    stack = matrix.reshape(-1, rows * columns).contiguous()
+    result = torch.empty_like(stack)
+    norms = _norms(list(stack))
+    pairs = zip(stack, result, norms, strict=True)
+    _run([_Orthogonal(rows, columns, a.data_ptr(), norm + eps, b.data_ptr()) for a, b, norm in pairs], steps)
+    return result.view(matrix.shape)
+
+
+def orthogonal_steps_(jobs: Sequence[Job]) -> None:
+    """Step weights along the orthogonal factors of their momenta, the same as :func:`newton_schulz` gives.
+
+    Args:
+        jobs: :func:`takes` must say yes to their tensors, which are contiguous.
+    """
+    for steps in dict.fromkeys(job.steps for job in jobs):
+        matrices = [
+            (job, momentum, weight)
+            for job in jobs
+            if job.steps == steps
+            for momentum, weight in zip(
+                *(_single(tensor, job.shape) for tensor in (job.momentum, job.weight)), strict=True
+            )
+        ]
+        norms = _norms([momentum for _, momentum, _ in matrices])
+        described = [
+            _Orthogonal(*job.shape, momentum.data_ptr(), norm + job.eps, weight.data_ptr(), 1, job.factor, job.lr)
+            for (job, momentum, weight), norm in zip(matrices, norms, strict=True)
+        ]
+        _run(described, steps)
+
+
+def _single(tensor: Tensor, shape: tuple[int, int]) -> Sequence[Tensor]:
+    return tensor.view(-1, shape[0] * shape[1]).unbind()
+
+
+def _norms(matrices: list[Tensor]) -> list[float]:
+    norms: list[float] = squared_norms(matrices).sqrt_().tolist()
+    return norms
+
+
+def _run(matrices: Sequence[_Orthogonal], steps: int) -> None:
+    own = products()
+    assert own is not None
+    own.newton_schulz(
+        ctypes.c_int64(len(matrices)),
+        (_Orthogonal * len(matrices))(*matrices),
+        ctypes.c_int64(steps),
+        *(ctypes.c_float(coefficient) for coefficient in linalg.NEWTON_SCHULZ_COEFFICIENTS),
+        torch.get_num_threads(),
+    )

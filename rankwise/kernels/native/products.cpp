@@ -1,0 +1,52 @@
+// Matrix products in bfloat16 on processors with tile products (Intel AMX), of which libraries reach a fraction, and what
+// goes on between them. Elsewhere there is nothing in this library but the answer that it is so.
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
+
+#include "newton_schulz.h"
+#include "precondition.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <numeric>
+#include <vector>
+
+extern "C" {
+
+// Asks the system for the tiles, once per process and before its threads need them.
+int has_tiles() {
+  constexpr long kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+
+// Every matrix by one thread where there are enough of them, the largest first; else by all.
+void newton_schulz(int64_t count, const Orthogonal* matrices, int64_t steps, float linear, float cubic, float quintic,
+                   int threads) {
+  const Rates rates{linear, cubic, quintic};
+  std::vector<int64_t> order(count), needs(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::transform(matrices, matrices + count, needs.begin(), NewtonSchulz::needs);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return needs[a] > needs[b]; });
+  const int outer = count < 2 * threads ? 1 : threads;
+#pragma omp parallel num_threads(outer)
+  {
+    const Halves memory = halves(needs[order[0]]);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t index = 0; index < count; ++index)
+      NewtonSchulz(matrices[order[index]], memory.get(), threads / outer).run(steps, rates);
+  }
+}
+
+void precondition(const Gradient* gradient, const Half* left, const Half* right, int rescale, float* weight, float* bias,
+                  Half* memory, int threads) {
+  Preconditioning(*gradient, memory, threads).run(left, right, rescale, weight, bias);
+}
+
+}  // extern "C"
+
+#else
+
+extern "C" int has_tiles() { return 0; }
+
+#endif
