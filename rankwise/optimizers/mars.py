@@ -28,6 +28,9 @@ __all__ = ["MARS"]
 
 _ORTHOGONAL = ("shampoo", "muon")
 
+_Signature = tuple[int, int, tuple[int, int], int]
+"""Of a matrix task: rows and columns of what is orthogonalised, logical shape of the weight, its param group."""
+
 
 @dataclass
 class _Part:
@@ -333,20 +336,8 @@ class MARS(ShardedOptimizer):
                 targets[entry.index] = weight
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-            rows, columns, logical, position = batch.signature
             self.health.add("matrices_updated", len(tasks))
-            group = self.param_groups[position]
-            direction = updates.orthogonal_direction(
-                stack.view(-1, rows, columns),
-                self.options.variant,  # type: ignore[arg-type]
-                *logical,
-                beta1=group["betas"][0],
-                eps=self._eps(group),
-                ns_steps=group["ns_steps"],
-                ns_dtype=getattr(torch, self.options.ns_dtype),
-                orthogonalise=newton_schulz_for(unit.device),
-            )
-            return direction.reshape(len(tasks), -1)
+            return self._directions(unit, batch.signature, stack)
 
         weights: list[Tensor] = []
         directions: list[Tensor] = []
@@ -360,19 +351,40 @@ class MARS(ShardedOptimizer):
             weights.clear()
             directions.clear()
 
+        steps = orthogonal_steps_for(unit.device, unit.dtype, getattr(torch, self.options.ns_dtype))
         jobs: list[Job] = []
 
         def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
             self.health.add("matrices_updated", 1)
-            jobs.append(self._job(task, parts[0], targets[indices[0]]))
+            (index,), (exp_avg,) = indices, parts
+            if steps is not None:
+                jobs.append(self._job(task.signature, exp_avg, targets[index]))
+                return
+            direction = self._directions(unit, task.signature, exp_avg.view(1, -1))
+            subtract_scaled_([targets[index]], [direction[0]], self.param_groups[task.signature[-1]]["lr"])
 
-        steps = orthogonal_steps_for(unit.device, unit.dtype, getattr(torch, self.options.ns_dtype))
-        unit.exchange.run(sources, compute, deliver, delivered=delivered, at_once=at_once if steps else None)
+        unit.exchange.run(sources, compute, deliver, delivered=delivered, at_once=at_once)
         if steps is not None:
             steps(jobs)
 
-    def _job(self, task: MatrixTask, exp_avg: Tensor, weight: Tensor) -> Job:
-        rows, columns, logical, position = task.signature
+    def _directions(self, unit: StepUnit, signature: _Signature, exp_avgs: Tensor) -> Tensor:
+        """Of a stack of momenta (tasks, elements)."""
+        rows, columns, logical, position = signature
+        group = self.param_groups[position]
+        directions = updates.orthogonal_direction(
+            exp_avgs.view(-1, rows, columns),
+            self.options.variant,  # type: ignore[arg-type]
+            *logical,
+            beta1=group["betas"][0],
+            eps=self._eps(group),
+            ns_steps=group["ns_steps"],
+            ns_dtype=getattr(torch, self.options.ns_dtype),
+            orthogonalise=newton_schulz_for(unit.device),
+        )
+        return directions.reshape(len(exp_avgs), -1)
+
+    def _job(self, signature: _Signature, exp_avg: Tensor, weight: Tensor) -> Job:
+        rows, columns, logical, position = signature
         group, variant = self.param_groups[position], self.options.variant
         return Job(
             (rows, columns),

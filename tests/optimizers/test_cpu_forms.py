@@ -87,7 +87,7 @@ def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> No
 @pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")
 @pytest.mark.parametrize("variant", ["muon", "shampoo"])
 def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As through the exchange, and as the library does but for roundings to bfloat16."""
+    """As one by one, through the exchange, and as the library does but for roundings to bfloat16."""
     options = {"variant": variant, "weight_decay": 0.1, "lr_1d": 1e-3}
     monkeypatch.setitem(CONFIGURATIONS, "orthogonal", (MARS, options))
     taken: list[int] = []
@@ -102,6 +102,9 @@ def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: py
     monkeypatch.setattr("rankwise.optimizers.mars.orthogonal_steps_for", lambda *_: None)
     other, known = _steps("orthogonal", foreach, _missing)
     assert counted == pytest.approx(known, rel=1e-3)
+    one_by_one, _ = _steps("orthogonal", native, _missing)
+    _assert_alike(found, one_by_one)
+    monkeypatch.setattr(MARS, "one_by_one", False)
     exchanged, _ = _steps("orthogonal", native, _missing)
     _assert_alike(found, exchanged)
     start = [parameter.detach() for parameter in _network().parameters()]
