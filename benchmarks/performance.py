@@ -66,7 +66,9 @@ until the host is free again.
 
 _NOTES = """
 - A step with a long matrix product (MARS-Shampoo, MARS-M, MKOR, LDAdam of high rank) is bound by it and not by memory:
-  the published code has the same products, so that no such ratio can be as large as those of element-wise rules.
+  the published code has the same products, so that no such ratio can be as large as those of element-wise rules. On
+  processors with matrix tiles (Intel AMX) ours in bfloat16, all but LDAdam's, are C++ that uses them, and does the
+  symmetric ones by half; elsewhere they are the library's, as in the published code.
 - The published MARS-Shampoo would orthogonalise embeddings; it gets the linear weights only here, torch's fused AdamW
   the rest. The published LDAdam and MKOR run their own AdamW on the rest, as they come.
 - State bytes of the published code are what its optimizer holds; previous gradients it keeps by reference count.
