@@ -142,6 +142,12 @@ inline void round_to(Half* to, __m512 first, __m512 second) {
   _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
 }
 
+// 32 x 32 floats rounded to a block.
+inline void round_block(const float* values, Half* to) {
+  for (int64_t line = 0; line < kBlock; line += kSide)
+    round_to(to + line, _mm512_load_ps(values + line), _mm512_load_ps(values + line + 16));
+}
+
 // Blocks of left times right, where right is packed by `pack(block row, block column, to)` into operands of tile
 // products, a group of columns at a time that fits the cache. `finish(row, column, sums)` takes each block of the
 // result. With `lower` only the blocks on and below the diagonal are made.

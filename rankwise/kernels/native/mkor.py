@@ -41,8 +41,9 @@ def precondition_into(
     must be symmetric, as :func:`rankwise.kernels.blocked_mkor.update_factors_` leaves them. The roundings to bfloat16
     are the same; the order of the sums between them is not. The bits do not depend on the number of threads.
     """
-    own = products()
-    if own is None or not _is_known(out, parts, left, right):
+    # Nothing is compiled for what there is no form for.
+    own = products() if _is_known(out, parts, left, right) else None
+    if own is None:
         return blocked_mkor.precondition_into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
     rows, columns = shape
     rides = len(parts) > 1

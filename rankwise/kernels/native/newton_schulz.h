@@ -48,10 +48,8 @@ class NewtonSchulz {
         x_, short_, true, threads_,
         [&](int64_t row, int64_t column, Half* to) { turn(x_.at(column, row), to); },
         [&](int64_t row, int64_t column, const float* sums) {
-          Half* block = gram_.at(row, column);
-          for (int64_t line = 0; line < kBlock; line += kSide)
-            round_to(block + line, _mm512_load_ps(sums + line), _mm512_load_ps(sums + line + 16));
-          if (row != column) transpose_block(block, gram_.at(column, row));
+          round_block(sums, gram_.at(row, column));
+          if (row != column) transpose_block(gram_.at(row, column), gram_.at(column, row));
         });
   }
 

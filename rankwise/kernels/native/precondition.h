@@ -58,8 +58,7 @@ class Preconditioning {
         },
         [&](int64_t row, int64_t column, const float* sums) {
           alignas(64) Half block[kBlock];
-          for (int64_t line = 0; line < kBlock; line += kSide)
-            round_to(block + line, _mm512_load_ps(sums + line), _mm512_load_ps(sums + line + 16));
+          round_block(sums, block);
           take(row, column, block);
         });
   }
@@ -72,8 +71,7 @@ class Preconditioning {
         alignas(64) float found[kBlock];
         alignas(64) Half block[kBlock];
         for (int64_t line = 0; line < kSide; ++line) read_line(row * kSide + line, column, found + line * kSide);
-        for (int64_t line = 0; line < kBlock; line += kSide)
-          round_to(block + line, _mm512_load_ps(found + line), _mm512_load_ps(found + line + 16));
+        round_block(found, block);
         before_[row * wide_ + column] = squares(found);
         take(row, column, block);
       }
