@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from megatron_patches.registry import NAMES, option_names, resolve
+from megatron_patches.resuming import flag_of
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
 
@@ -154,15 +155,11 @@ def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, n
     unread = [key for key in _UNREAD if getattr(args, key, None) != parser.get_default(key)]
     if unread and os.environ.get("RANK", "0") == "0":
         typed = ", ".join("--" + key.replace("_", "-") for key in unread)
-        prefix = _prefix(NAMES[name][0])
+        prefix = flag_of(NAMES[name][0])
         print(f"{typed}: not read by --optimizer {name}, whose own flags begin with {prefix}", file=sys.stderr)
 
 
 # --- from the option classes -----------------------------------------------------------------------------------------
-
-
-def _prefix(cls: type[ShardedOptimizer]) -> str:
-    return f"--{cls.__name__.lower()}-"
 
 
 def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[Flag]:
@@ -172,8 +169,7 @@ def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[Flag]:
     texts = _argument_texts(cls)
     for key in dict.fromkeys(key for name in names for key in option_names(name)):
         owners = tuple(name for name in names if key in option_names(name))
-        option = _prefix(cls) + key.replace("_", "-")
-        yield Flag(option, key, owners, hints[key], getattr(defaults, key), texts[key])
+        yield Flag(flag_of(cls, key), key, owners, hints[key], getattr(defaults, key), texts[key])
 
 
 def _argument_texts(cls: type) -> dict[str, str]:

@@ -7,6 +7,7 @@ is read back depends on names and positions alone, so that data-, tensor- and pi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from torch import Tensor
 
+from megatron_patches.resuming import misfit, options_record, settle_options
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.named_states import (
     SlicePlace,
@@ -28,9 +30,10 @@ from rankwise.optimizers.named_states import (
 )
 from rankwise.sharding import Fragment
 
-__all__ = ["load_sharded", "refuse_another", "sharded_state"]
+__all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
 
 _RECORD = "rankwise"
+Records = Sequence[Mapping[str, Any]]
 
 
 class _Piece(NamedTuple):
@@ -62,6 +65,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
             "identity": inner.identity,
             "step": step,
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+            "options": options_record(inner),
             "extra": inner.extra_state(),
         },
         "elements": {str(index): _sharded(piece) for index, piece in enumerate(_pieces(wrapper))},
@@ -88,10 +92,14 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
         ValueError: Another optimizer has written the checkpoint.
     """
     inner: ShardedOptimizer = wrapper.optimizer
+    if _RECORD not in state:
+        raise ValueError(_refusal([], inner.identity))
     saved = state[_RECORD]
     if saved["identity"] != inner.identity:
-        raise ValueError(_refusal(repr(saved["identity"]), inner.identity))
+        raise ValueError(_refusal([saved["identity"]], inner.identity))
+    before = [dict(group) for group in inner.param_groups]
     _restore_groups(inner, saved["groups"])
+    settle_options(inner, before, saved.get("options", {}), overrides(wrapper), keep_structure=True)
     for index, piece in enumerate(_pieces(wrapper)):
         loaded = state["elements"][str(index)]
         if loaded.data_ptr() != piece.values.data_ptr():
@@ -104,47 +112,64 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
     resume(inner, matrices, saved["step"], saved["extra"])
 
 
-def refuse_another(requested: Mapping[str, Any], folder: str) -> None:
-    """Check a checkpoint before anything of it is read.
+def overrides(wrapper: MegatronOptimizer) -> bool:
+    """Whether this run's options count where a checkpoint's differ."""
+    return bool(getattr(wrapper.config, "rankwise_override_checkpoint", False))
+
+
+@contextmanager
+def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
+    """Check a checkpoint before anything of it is read, and say what did not fit if reading it fails.
 
     Args:
         requested: What is to be loaded: the model's and optimizers' sharded state.
         folder: The checkpoint.
 
     Raises:
-        ValueError: An optimizer of ours would get the states of another one.
+        ValueError: An optimizer would get the states of another one, or of other shapes.
     """
-    wanted = set(_identities(requested))
-    if not wanted:
-        return
-    stored = load_common_state_dict(folder)
-    saved = set(_identities(stored))
-    if saved and wanted <= saved:
-        return
-    if saved or "optimizer" in stored:
-        names = ", ".join(map(repr, sorted(saved))) or "one of Megatron's own"
-        raise ValueError(_refusal(names, ", ".join(sorted(wanted))))
+    stored = load_common_state_dict(folder) if requested.get("optimizer") or any(_records(requested)) else {}
+    wanted, saved = list(_records(requested)), list(_records(stored))
+    _refuse_another(wanted, saved, "optimizer" in stored)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception.
+        reason = misfit(requested, folder, wanted, saved) if wanted and saved else None
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
 
 
-def _refusal(saved: str, wanted: str) -> str:
+def _refuse_another(wanted: Records, saved: Records, has_optimizer: bool) -> None:
+    mine, theirs = ({record["identity"] for record in records} for records in (wanted, saved))
+    if mine and not (theirs and mine <= theirs) and (theirs or has_optimizer):
+        raise ValueError(_refusal(sorted(theirs), ", ".join(sorted(mine))))
+    if theirs and not mine:
+        raise ValueError(_refusal(sorted(theirs), "Megatron's own optimizer"))
+
+
+def _refusal(saved: Sequence[str], wanted: str) -> str:
+    author = ", ".join(map(repr, saved)) or "one of Megatron's own"
     return (
-        f"{wanted}: the checkpoint's optimizer {saved} is invalid: it must be {wanted!r}; continue with the one that "
-        "wrote it, or pass --no-load-optim to start the states afresh"
+        f"{wanted} cannot continue with the checkpoint's optimizer states, which were written by {author}; continue "
+        "with the --optimizer that wrote them, or pass --no-load-optim to start the states afresh"
     )
 
 
-def _identities(state: Any) -> Iterator[str]:
-    """Of the optimizers of ours whose records lie anywhere in nested dictionaries and lists."""
+def _records(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Of the optimizers of ours, wherever they lie in nested dictionaries and lists."""
     if isinstance(state, Mapping):
         record = state.get(_RECORD)
         if isinstance(record, Mapping) and "identity" in record:
-            yield record["identity"]
+            yield record
         else:
             for value in state.values():
-                yield from _identities(value)
+                yield from _records(value)
     elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
         for value in state:
-            yield from _identities(value)
+            yield from _records(value)
 
 
 def _step(inner: ShardedOptimizer | None) -> int:

@@ -105,6 +105,7 @@ def _optimizer_config(stock: Function) -> Function:
             config.optimizer = name
             config.rankwise = given_options(args, name)
             config.rankwise_layer_wise = args.rankwise_layer_wise
+            config.rankwise_override_checkpoint = getattr(args, "override_opt_param_scheduler", False)
         return config, overrides
 
     return get_megatron_optimizer_config
@@ -113,10 +114,10 @@ def _optimizer_config(stock: Function) -> Function:
 def _load(stock: Function) -> Function:
     @functools.wraps(stock)
     def load(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
-        from megatron_patches.checkpoint import refuse_another
+        from megatron_patches.checkpoint import explained_load
 
-        refuse_another(sharded_state_dict, str(checkpoint_dir))
-        return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        with explained_load(sharded_state_dict, str(checkpoint_dir)):
+            return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load
 

@@ -60,11 +60,15 @@ class RankwiseConfig(OptimizerConfig):
         rankwise_tp_mode: ``"exact"``: tensor parallelism changes nothing but the order of sums. ``"block"``: every
             tensor-parallel shard is a matrix of its own, which needs no exchange between tensor-parallel ranks, but
             the trajectory and the checkpointed states depend on their number.
+        rankwise_override_checkpoint: On resuming, let the options in ``rankwise`` count where a checkpoint's differ, as
+            ``--override-opt_param-scheduler`` does. By default the checkpoint's count, as Megatron has it for the
+            hyper-parameters of its own optimizers, and one line says so.
     """
 
     rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
     rankwise_layer_wise: bool = False
     rankwise_tp_mode: str = "exact"
+    rankwise_override_checkpoint: bool = False
 
     def provide(
         self,

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_patches.capture import linear_views
-from megatron_patches.checkpoint import load_sharded, sharded_state
+from megatron_patches.checkpoint import load_sharded, overrides, sharded_state
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
+from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
 from rankwise import MKOR
@@ -53,6 +54,7 @@ class Adoption:
         self.parameters, self.groups, self.chunks = parameters, groups, chunks
         self.scale = GradientScale(chunks, groups.data(False)[1])
         self._adopted: dict[ShardedOptimizer, Any] = {}
+        self._announced: set[str] = set()
 
     def adopt(self, wrapper: MegatronOptimizer, layer_wise: bool = False) -> None:
         """Tell a wrapper's inner optimizer where its parameters lie.
@@ -66,7 +68,7 @@ class Adoption:
             return
         expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
         inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, self.scale, expert, layer_wise))
-        inner.announce = _announce
+        inner.announce = self._announce_once
         self._adopted[inner] = wrapper
 
     def finish(self, built: MegatronOptimizer) -> None:
@@ -86,6 +88,12 @@ class Adoption:
             for inner in self._adopted:
                 inner.refuse_if_idle()
             raise OptionError("the optimizer would update none of the model's parameters with its own rule.")
+
+    def _announce_once(self, text: str) -> None:
+        # Dense and expert parameters have an optimizer each, with much the same to say.
+        if text not in self._announced:
+            self._announced.add(text)
+            _announce(text)
 
     def _capture(self, built: MegatronOptimizer) -> None:
         model = nn.ModuleList([bare_model(chunk) for chunk in self.chunks])
@@ -149,7 +157,8 @@ class _Adopted:
         """This rank's states alone, to be loaded into the same layout."""
         if self.optimizer is None:  # type: ignore[attr-defined]
             return {}
-        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}  # type: ignore[attr-defined]
+        inner: ShardedOptimizer = self.optimizer  # type: ignore[attr-defined]
+        state: dict[str, Any] = {"optimizer": inner.state_dict(), "options": options_record(inner)}
         state["main_weights"] = [w.detach().clone() for g in self.param_groups for w in g["params"]]  # type: ignore[attr-defined]
         if getattr(self, "grad_scaler", None):
             state["grad_scaler"] = self.grad_scaler.state_dict()  # type: ignore[attr-defined]
@@ -166,7 +175,9 @@ class _Adopted:
         if "main_weights" not in state_dict:
             load_sharded(self, state_dict)  # type: ignore[arg-type]
             return
+        before = [dict(group) for group in inner.param_groups]
         inner.load_state_dict(state_dict["optimizer"])
+        settle_options(inner, before, state_dict.get("options", {}), overrides(self), keep_structure=False)  # type: ignore[arg-type]
         tensors = [weight for group in inner.param_groups for weight in group["params"]]
         for tensor, saved in zip(tensors, state_dict["main_weights"], strict=True):
             tensor.copy_(saved)
