@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_patches.layouts import MegatronLayout
+from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.resuming import misfit, options_record, settle_options
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.named_states import (
@@ -43,7 +45,7 @@ class _Piece(NamedTuple):
     values: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    copy: int
+    copy: int | tuple[int, int]
 
 
 def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
@@ -64,13 +66,14 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
         _RECORD: {
             "identity": inner.identity,
             "step": step,
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+            "groups": [_settings(group) for group in inner.param_groups],
+            "members": [sorted(names) for names in wrapper.members],
             "options": options_record(inner),
             "extra": inner.extra_state(),
         },
         "elements": {str(index): _sharded(piece) for index, piece in enumerate(_pieces(wrapper))},
         "matrices": {
-            f"{key}/{name}": _matrix_state(f"{_prefix(inner)}.matrix.{name}", key, name, value, places.get(key))
+            f"{key}/{name}": _matrix_state(inner, key, name, value, places.get(key))
             for key, values in owned_states(inner).items()
             for name, value in values.items()
         },
@@ -98,7 +101,7 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
     if saved["identity"] != inner.identity:
         raise ValueError(_refusal([saved["identity"]], inner.identity))
     before = [dict(group) for group in inner.param_groups]
-    _restore_groups(inner, saved["groups"])
+    _restore_groups(wrapper, saved)
     settle_options(inner, before, saved.get("options", {}), overrides(wrapper), keep_structure=True)
     for index, piece in enumerate(_pieces(wrapper)):
         loaded = state["elements"][str(index)]
@@ -126,11 +129,15 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
         folder: The checkpoint.
 
     Raises:
-        ValueError: An optimizer would get the states of another one, or of other shapes.
+        ValueError: An optimizer would get the states of another one, or of other shapes, or a param group the settings
+            of any of several.
     """
     stored = load_common_state_dict(folder) if requested.get("optimizer") or any(_records(requested)) else {}
-    wanted, saved = list(_records(requested)), list(_records(stored))
+    placed, theirs = dict(_records(requested)), dict(_records(stored))
+    wanted, saved = list(placed.values()), list(theirs.values())
     _refuse_another(wanted, saved, "optimizer" in stored)
+    for place in placed.keys() & theirs.keys():
+        match_groups(_recorded_groups(placed[place]), _recorded_groups(theirs[place]))
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -158,18 +165,18 @@ def _refusal(saved: Sequence[str], wanted: str) -> str:
     )
 
 
-def _records(state: Any) -> Iterator[Mapping[str, Any]]:
-    """Of the optimizers of ours, wherever they lie in nested dictionaries and lists."""
+def _records(state: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """The records of optimizers of ours anywhere in nested dictionaries and lists, and where they lie."""
     if isinstance(state, Mapping):
         record = state.get(_RECORD)
         if isinstance(record, Mapping) and "identity" in record:
-            yield record
+            yield place, record
         else:
-            for value in state.values():
-                yield from _records(value)
+            for key, value in state.items():
+                yield from _records(value, (*place, key))
     elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
-        for value in state:
-            yield from _records(value)
+        for index, value in enumerate(state):
+            yield from _records(value, (*place, index))
 
 
 def _step(inner: ShardedOptimizer | None) -> int:
@@ -184,27 +191,42 @@ def _prefix(inner: ShardedOptimizer) -> str:
     return f"optimizer.rankwise.{inner.identity}"
 
 
-def _restore_groups(inner: ShardedOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Hyper-parameters, matched by what Megatron identifies groups with: another layout may order them differently."""
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
-    def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(group.get(key) for key in param_group_identifier_keys)
 
-    known = {identity(group): group for group in saved}
-    for group in inner.param_groups:
-        group.update(known.get(identity(group), {}))
+def _restore_groups(wrapper: MegatronOptimizer, saved: Mapping[str, Any]) -> None:
+    """Hyper-parameters, of the group that is the same one in the checkpoint."""
+    groups = wrapper.optimizer.param_groups
+    current = [Group(_settings(group), names) for group, names in zip(groups, wrapper.members, strict=True)]
+    for group, settings in zip(groups, match_groups(current, _recorded_groups(saved)), strict=True):
+        group.update(settings)
+
+
+def _recorded_groups(record: Mapping[str, Any]) -> list[Group]:
+    # Checkpoints written before groups named their parameters have no names.
+    members = record.get("members") or [[]] * len(record["groups"])
+    return [Group(group, frozenset(names)) for group, names in zip(record["groups"], members, strict=True)]
 
 
 def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
     """All element states of this rank, and the main weights where the model's own are rounded."""
     half = wrapper.config.bf16 or wrapper.config.fp16
-    for fragment, copy, weight, states in stored_fragments(wrapper.optimizer):
+    for fragment, copy_here, weight, states in stored_fragments(wrapper.optimizer):
+        copy = _copy(wrapper.optimizer, fragment.key, copy_here)
         named = {"weight": weight, **states} if half else states
         for name, values in named.items():
             yield from _rectangles(fragment, copy, f"{_prefix(wrapper.optimizer)}.{name}.{fragment.key}", values)
 
 
-def _rectangles(fragment: Fragment, copy: int, name: str, values: Tensor) -> Iterator[_Piece]:
+def _copy(inner: ShardedOptimizer, name: str, copy: int) -> int | tuple[int, int]:
+    """Which of all the copies of a weight: the first one is written."""
+    layout = inner.layout_source
+    earlier = layout.stage_copies.get(name, 0) if isinstance(layout, MegatronLayout) else 0
+    return (earlier, copy) if earlier else copy
+
+
+def _rectangles(fragment: Fragment, copy: int | tuple[int, int], name: str, values: Tensor) -> Iterator[_Piece]:
     if len(fragment.shape) != 2:
         yield _Piece(name, values, (prod(fragment.shape),), (fragment.start,), copy)
         return
@@ -234,7 +256,9 @@ def _sharded(piece: _Piece) -> ShardedTensor:
     )
 
 
-def _matrix_state(prefix: str, key: str, name: str, value: Tensor, place: SlicePlace | None) -> ShardedTensor:
+def _matrix_state(
+    inner: ShardedOptimizer, key: str, name: str, value: Tensor, place: SlicePlace | None
+) -> ShardedTensor:
     """A state of a matrix, or this rank's slice of it."""
     # Megatron's tensors have at least one dimension.
     data = value.reshape(1) if value.dim() == 0 else value
@@ -246,12 +270,12 @@ def _matrix_state(prefix: str, key: str, name: str, value: Tensor, place: SliceP
         offset[axis], cuts[axis] = place.index * shape[axis], place.count
         shape[axis] *= place.count
     return ShardedTensor(
-        key=f"{prefix}.{place.whole}",
+        key=f"{_prefix(inner)}.matrix.{name}.{place.whole}",
         data=data,
         dtype=data.dtype,
         local_shape=tuple(data.shape),
         global_shape=tuple(shape),
         global_offset=tuple(offset),
         axis_fragmentations=tuple(cuts),
-        replica_id=place.index if axis is None else 0,
+        replica_id=_copy(inner, place.whole, place.index if axis is None else 0),
     )

@@ -66,6 +66,12 @@ class ParallelGroups:
         return dist.get_rank(group), dist.get_world_size(group)
 
     @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """One rank of every pipeline stage, this one among them."""
+        group: dist.ProcessGroup = self._find("pp", parallel_state.get_pipeline_model_parallel_group)
+        return group
+
+    @property
     def expert_rank(self) -> int:
         """Which of the expert-parallel shares of the experts this rank holds."""
         group = self._find("ep", lambda: parallel_state.get_expert_model_parallel_group(False))

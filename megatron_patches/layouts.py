@@ -51,6 +51,8 @@ class MegatronLayout:
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
+        self.stage_copies = {known.info.name: known.stage_copy for known in parameters.values() if known.stage_copy}
+        """Of weights that earlier pipeline stages have too, by name: how many of them do."""
         if isinstance(wrapper, DistributedOptimizer):
             self._register_shards(wrapper)
         elif isinstance(wrapper, Float16OptimizerWithFloat16Params):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -19,7 +18,7 @@ from rankwise.sharding import LayoutError
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 
 _LINEAR = re.compile(r"(Column|Row)ParallelLinear$|^TE\w*Linear$|^Linear$")
-_EXPERTS = ("local_experts.", "weight", "bias")
+_HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class ModelParameter:
         rank: This rank's position among the ``ways`` tensor-parallel shards.
         ways: Number of tensor-parallel ranks.
         expert: Whether it belongs to one rank's experts.
+        shared: Whether Megatron keeps copies on several pipeline stages alike, as it does tied embeddings.
+        stage_copy: Which of these copies this is.
     """
 
     info: ParameterInfo
@@ -44,6 +45,8 @@ class ModelParameter:
     rank: int
     ways: int
     expert: bool
+    shared: bool = False
+    stage_copy: int = 0
 
     def slices(self, start: int, end: int, copy: int) -> tuple[Slice, ...]:
         """The elements [start, end) of the flattened shard, in terms of the logical parameter.
@@ -98,8 +101,11 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
         biases = _biases(model)
         cuts = dict(_transformer_engine_cuts(model))
         prefixes = _global_prefixes(model, groups)
+        copies = set(_embedding_copies(model))
         for local_name, parameter in model.named_parameters():
             name = _global_name(local_name, prefixes)
+            if parameter in copies:
+                name, roles[parameter] = name.removesuffix(_HEAD) + _EMBEDDING, Role.EMBEDDING
             cut = cuts[parameter] if parameter in cuts else _marked_cut(parameter)
             described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups, cut)
             bias = biases.get(parameter)
@@ -109,6 +115,15 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
             found[parameter] = described
             attach_info(parameter, described.info)
     return found
+
+
+def _embedding_copies(model: nn.Module) -> Iterator[Parameter]:
+    """The last stage's copies of the first stage's embeddings, which Megatron saves under the embedding's name."""
+    for module in model.modules():
+        if getattr(module, "share_embeddings_and_output_weights", False) and not getattr(module, "pre_process", True):
+            weight = getattr(getattr(module, "output_layer", None), "weight", None)
+            if isinstance(weight, Parameter):
+                yield weight
 
 
 def _describe(
@@ -128,7 +143,8 @@ def _describe(
             "and columns of matrices can be followed. Exclude the layer from tensor parallelism."
         )
     logical = tuple(size * ways if index == dim else size for index, size in enumerate(shape))
-    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, strips, rank, ways, expert)
+    shared = bool(getattr(parameter, "shared_embedding", False))
+    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, strips, rank, ways, expert, shared)
 
 
 def _marked_cut(parameter: Parameter) -> tuple[int | None, int]:
@@ -167,8 +183,7 @@ def _strips(module: nn.Module, kinds: str, parameter: Parameter) -> int:
 
 def _with_bias(described: ModelParameter, bias: str) -> ModelParameter:
     info = described.info
-    linked = ParameterInfo(info.name, info.shape, info.role, info.transposed, bias)
-    return ModelParameter(linked, *(getattr(described, name) for name in list(described.__dataclass_fields__)[1:]))
+    return replace(described, info=replace(info, bias=bias))
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
@@ -205,9 +220,7 @@ def _global_prefixes(model: nn.Module, groups: ParallelGroups) -> Mapping[str, s
     """Prefixes of module names that count layers and experts from this rank's first one, and what to call them."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        parent, _, index = name.rpartition(".")
-        if isinstance(module, BaseTransformerLayer) and index.isdigit() and hasattr(module, "layer_number"):
-            found[name] = f"{parent}.{int(module.layer_number) - 1}"
+        found |= {f"{name}.{local}": f"{name}.{layer}" for local, layer in _layer_numbers(module).items()}
         experts = getattr(module, "num_local_experts", None)
         if experts and type(module).__name__ in ("SequentialMLP", "TEGroupedMLP"):
             first = groups.expert_rank * int(experts)
@@ -217,6 +230,16 @@ def _global_prefixes(model: nn.Module, groups: ParallelGroups) -> Mapping[str, s
                     for kind in ("weight", "bias"):
                         found[f"{name}.{layer}.{kind}{local}"] = f"{name}.{layer}.{kind}{first + local}"
     return found
+
+
+def _layer_numbers(module: nn.Module) -> dict[str, int]:
+    """Of a list of layers, whatever their classes: positions in the whole model, by positions on this stage."""
+    children = {name: child for name, child in module.named_children() if name.isdigit()}
+    found = {name: getattr(child, "layer_number", None) for name, child in children.items()}
+    numbers = {name: number - 1 for name, number in found.items() if isinstance(number, int)}
+    if len(set(numbers.values())) < len(found):
+        return {}  # No layers, or parts of one layer, which all have its number.
+    return numbers
 
 
 def _global_name(name: str, prefixes: Mapping[str, str]) -> str:

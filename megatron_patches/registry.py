@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_patches.groups import ParallelGroups
-from megatron_patches.parameters import describe_chunks
+from megatron_patches.names import describe_model
 from megatron_patches.support import SupportError, refuse_settings
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
@@ -160,7 +160,7 @@ def get_megatron_optimizer(
     refuse_settings(config, name, options)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
-    adoption = Adoption(describe_chunks(model_chunks, groups), groups, model_chunks)
+    adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)
     layer_wise = getattr(config, "rankwise_layer_wise", False)
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
     known = copy.copy(config)

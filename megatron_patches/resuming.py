@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
+from megatron_patches.param_groups import RATES
 from rankwise.optimizers.base import ShardedOptimizer
 
 __all__ = ["flag_of", "misfit", "options_record", "settle_options"]
@@ -54,7 +55,7 @@ def settle_options(
     found: dict[str, None] = {}
     stays = 0
     for group, mine in zip(inner.param_groups, before, strict=True):
-        for name in inner.defaults:
+        for name in (*inner.defaults, *RATES):
             if name in _SCHEDULED or name not in mine or _plain(group.get(name)) == _plain(mine[name]):
                 continue
             is_mine = keep_structure if name in inner.structural_options else override

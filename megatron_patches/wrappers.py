@@ -27,6 +27,7 @@ from megatron_patches.checkpoint import load_sharded, overrides, sharded_state
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
+from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
@@ -81,6 +82,9 @@ class Adoption:
             OptionError: There is nothing to update.
         """
         self._capture(built)
+        wrappers = getattr(built, "chained_optimizers", [built])
+        for wrapper, members in zip(wrappers, share_members(wrappers, self.groups.pipeline), strict=True):
+            wrapper.members = members
         device = next((p.device for p in self.parameters), torch.device("cpu"))
         busy = torch.tensor(float(any(not inner.is_idle for inner in self._adopted)), device=device)
         dist.all_reduce(busy, dist.ReduceOp.MAX)
@@ -131,6 +135,8 @@ class _Adopted:
     """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout."""
 
     adoption: Adoption
+    members: Sequence[frozenset[str]] = ()
+    """Names of the parameters of every param group, on all pipeline stages."""
     window = 0
     """Changes with every attempt at a step, so that statistics of one that was skipped are told apart."""
     backward_scale: Tensor | None = None

@@ -203,6 +203,9 @@ class ShardedOptimizer(Checkpoints, Reports):
     ) -> StepUnit:
         position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
         names = {key: self._base_name(key) for key in layout.shapes}
+        group_position = {key: self._group_position(self._catalog[name][1], position_of) for key, name in names.items()}
+        # Of some groups this rank may hold nothing.
+        others = {position: self.param_groups[position] for position in set(group_position.values()) - set(groups)}
         # A rank may hold nothing at all; it works on the type and device of the others all the same.
         device, dtype = _device_dtype(tensors or list(self.parameters_by_name.values()))
         declared = [
@@ -213,15 +216,13 @@ class ShardedOptimizer(Checkpoints, Reports):
             tensors=tensors,
             tensor_groups=[content.group for content in contents],
             positions=positions,
-            planned_groups={position: dict(group) for position, group in groups.items()},
+            planned_groups={position: dict(group) for position, group in (others | dict(groups)).items()},
             layout=layout,
             entries=entries,
             states=ElementStates(tensors, entries if tensors else [], declared, dtype),
             infos={key: self._catalog[name][0] for key, name in names.items()},
             routes={key: self._routes[name] for key, name in names.items()},
-            group_position={
-                key: self._group_position(self._catalog[name][1], position_of) for key, name in names.items()
-            },
+            group_position=group_position,
             device=device,
             dtype=dtype,
             sum_all=self.sums_cover_fallback,

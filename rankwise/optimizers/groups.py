@@ -105,6 +105,13 @@ class RoutedOptimizer(Optimizer, ABC):
         self._forget_plans()
         self._refuse_if_idle()
 
+    def names_by_group(self) -> list[list[str]]:
+        """Names of the parameters each group was made of, also where a framework has put parts in their place."""
+        found: list[list[str]] = [[] for _ in self.param_groups]
+        for name, (_, index) in self._catalog.items():
+            found[index].append(name)
+        return found
+
     def _route_group(self, index: int) -> None:
         group = self.param_groups[index]
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])

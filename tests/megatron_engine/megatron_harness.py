@@ -88,7 +88,17 @@ class Trainer:
     def _chunk(self, stage: int) -> nn.Module:
         cell = self.cell
         vp_stage = stage if cell.vpp > 1 else None
-        model: nn.Module = GPTModel(
+        model = self._model(stage, vp_stage)
+        set_initial(model, cell.tied)
+        if cell.precision != "fp32":
+            model = Float16Module(self.config, model)
+        wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
+        wrapped.vp_stage = vp_stage
+        return wrapped
+
+    def _model(self, stage: int, vp_stage: int | None) -> nn.Module:
+        cell = self.cell
+        return GPTModel(
             config=self.config,
             transformer_layer_spec=self._layers(vp_stage),
             vocab_size=VOCABULARY,
@@ -99,12 +109,6 @@ class Trainer:
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
-        set_initial(model, cell.tied)
-        if cell.precision != "fp32":
-            model = Float16Module(self.config, model)
-        wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
-        wrapped.vp_stage = vp_stage
-        return wrapped
 
     def _layers(self, vp_stage: int | None) -> Any:
         cell = self.cell

@@ -1,0 +1,79 @@
+"""Names of parameters, compared over the pipeline: two weights under one name would share their states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from megatron_patches.groups import ParallelGroups
+from megatron_patches.parameters import ModelParameter, describe_chunks
+from rankwise.sharding import LayoutError
+
+__all__ = ["describe_model"]
+
+_SHOWN = 3
+
+
+def describe_model(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[Parameter, ModelParameter]:
+    """As :func:`~megatron_patches.parameters.describe_chunks`, agreed upon. A collective of all ranks.
+
+    Args:
+        chunks: The chunks passed to ``get_megatron_optimizer``.
+        groups: This rank's process groups.
+
+    Raises:
+        LayoutError: On every rank, where one of them cannot describe its parameters, or two stages give different
+            weights the same name.
+    """
+    found: dict[Parameter, ModelParameter] = {}
+    failure = None
+    try:
+        found = describe_chunks(chunks, groups)
+    except LayoutError as error:
+        failure = str(error)
+    stages = _stages(found, groups.pipeline)
+    failure = failure or _equal_names(stages)
+    _refuse_together(failure, chunks)
+    stage = dist.get_rank(groups.pipeline)
+    earlier = Counter(name for names in stages[:stage] for name, _ in names)
+    return {parameter: replace(known, stage_copy=earlier[known.info.name]) for parameter, known in found.items()}
+
+
+def _stages(found: Mapping[Parameter, ModelParameter], pipeline: dist.ProcessGroup) -> list[list[tuple[str, bool]]]:
+    stages: list[list[tuple[str, bool]]] = [[] for _ in range(dist.get_world_size(pipeline))]
+    dist.all_gather_object(stages, [(known.info.name, known.shared) for known in found.values()], group=pipeline)
+    return stages
+
+
+def _equal_names(stages: Sequence[Sequence[tuple[str, bool]]]) -> str | None:
+    """What is wrong with the stages' names, if anything is."""
+    holders: dict[str, list[int]] = {}
+    own: set[str] = set()
+    for stage, names in enumerate(stages):
+        for name, shared in names:
+            holders.setdefault(name, []).append(stage)
+            if not shared:
+                own.add(name)
+    twice = {name: places for name, places in holders.items() if len(places) > 1 and name in own}
+    if not twice:
+        return None
+    shown = "; ".join(f"'{name}' on stages {places}" for name, places in list(twice.items())[:_SHOWN])
+    return (
+        f"{len(twice)} names stand for several weights each ({shown}): their states would be taken for one another. "
+        "Number the layers over the whole model by an attribute layer_number, counted from 1, of every module in the "
+        "list that holds them, as Megatron's layers do"
+    )
+
+
+def _refuse_together(failure: str | None, chunks: Sequence[nn.Module]) -> None:
+    device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu"))
+    failed = torch.tensor(float(failure is not None), device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if failed.item():
+        raise LayoutError(failure or "other ranks cannot name their parameters; their message says why")

@@ -1,0 +1,139 @@
+"""Which param group of a checkpoint belongs to which group of this run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+
+from rankwise.optimizers.base import ShardedOptimizer
+
+__all__ = ["RATES", "Group", "match_groups", "share_members"]
+
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What every version of Megatron tells groups apart by."""
+RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What users override for some parameters, of which Megatron's own keys know nothing before 0.19."""
+_IDENTITY = tuple(dict.fromkeys((*_KIND, *param_group_identifier_keys, *RATES, "default_config")))
+_NUMBERS = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+|@tp\d+$")
+
+
+class Group(NamedTuple):
+    """A param group, of this run or of a checkpoint.
+
+    Attributes:
+        settings: All but its tensors.
+        members: Names of its parameters on all pipeline stages, without the numbers of experts and shards; empty where
+            the checkpoint has none.
+    """
+
+    settings: Mapping[str, Any]
+    members: frozenset[str]
+
+
+def share_members(wrappers: Sequence[MegatronOptimizer], pipeline: dist.ProcessGroup) -> list[list[frozenset[str]]]:
+    """Names of the parameters of every group of every wrapper, other stages' too. A collective of the stages' ranks.
+
+    Args:
+        wrappers: As many on every stage.
+        pipeline: One rank of every stage.
+    """
+    mine = [_members(wrapper.optimizer) for wrapper in wrappers]
+    stages: list[list[list[set[str]]]] = [[] for _ in range(dist.get_world_size(pipeline))]
+    dist.all_gather_object(stages, mine, group=pipeline)
+    found = []
+    for stubs_and_groups in zip(*stages, strict=True):
+        known = [groups for groups in stubs_and_groups if groups]
+        found.append([frozenset().union(*same) for same in zip(*known, strict=True)])
+    return found
+
+
+def _members(inner: ShardedOptimizer | None) -> list[set[str]]:
+    if inner is None:  # A stage without such parameters.
+        return []
+    return [{_NUMBERS.sub("", name) for name in names} for names in inner.names_by_group()]
+
+
+def match_groups(current: Sequence[Group], saved: Sequence[Group]) -> list[Mapping[str, Any]]:
+    """The checkpoint's settings for every group of this run; empty where it has no such group.
+
+    Groups are paired by all that Megatron and its users tell them apart by; those whose rates were changed since, by
+    their parameters; what is left then, by kind, where that leaves no choice. Another layout may order them
+    differently.
+
+    Args:
+        current: This run's groups.
+        saved: The checkpoint's.
+
+    Raises:
+        ValueError: A group could be any of several that differ.
+    """
+    found: dict[int, int] = {}
+    _pair(found, current, saved, range(len(saved)), _IDENTITY)
+    rest = [other for other in range(len(saved)) if not any(_same(saved[other], group, _IDENTITY) for group in current)]
+    for index in _unpaired(found, current):
+        sharing = [other for other in rest if current[index].members & saved[other].members]
+        if len(sharing) == 1 and _same(current[index], saved[sharing[0]], _KIND):
+            found[index] = sharing[0]
+    rest = [other for other in rest if other not in found.values()]
+    for index in _unpaired(found, current):
+        rivals = [other for other in _unpaired(found, current) if _same(current[other], current[index], _KIND)]
+        choice = [other for other in rest if _same(saved[other], current[index], _KIND)]
+        if choice and len(rivals) > 1:
+            raise _ambiguous(current[index], [saved[other] for other in choice])
+    _pair(found, current, saved, rest, _KIND)
+    return [saved[found[index]].settings if index in found else {} for index in range(len(current))]
+
+
+def _pair(
+    found: dict[int, int], current: Sequence[Group], saved: Sequence[Group], among: Sequence[int], keys: Sequence[str]
+) -> None:
+    """Pair the groups that agree in some settings; of several that do, by their parameters."""
+    for index in _unpaired(found, current):
+        group = current[index]
+        choice = [other for other in among if _same(saved[other], group, keys)]
+        if not _interchangeable(saved, choice):
+            choice = [other for other in choice if saved[other].members & group.members] or choice
+        if not _interchangeable(saved, choice):
+            raise _ambiguous(group, [saved[other] for other in choice])
+        if choice:
+            found[index] = choice[0]
+
+
+def _unpaired(found: Mapping[int, int], current: Sequence[Group]) -> list[int]:
+    return [index for index in range(len(current)) if index not in found]
+
+
+def _same(first: Group, second: Group, keys: Sequence[str]) -> bool:
+    return all(_setting(first, key) == _setting(second, key) for key in keys)
+
+
+def _setting(group: Group, key: str) -> Any:
+    # NeMo renames the multipliers.
+    return group.settings.get(key, group.settings.get(f"pre_{key}"))
+
+
+def _interchangeable(saved: Sequence[Group], choice: Sequence[int]) -> bool:
+    return all(saved[other].settings == saved[choice[0]].settings for other in choice)
+
+
+def _ambiguous(group: Group, choice: Sequence[Group]) -> ValueError:
+    return ValueError(
+        f"the param group with {_shown(group)} could be any of {len(choice)} in the checkpoint: "
+        f"{'; '.join(map(_shown, choice))}. Start with the learning rates and overrides of the run that wrote it "
+        "(--lr, --min-lr, --decoupled-lr, config_overrides), or pass --no-load-optim to start the states afresh"
+    )
+
+
+def _shown(group: Group) -> str:
+    return ", ".join(_settings_shown(group))
+
+
+def _settings_shown(group: Group) -> Iterator[str]:
+    for key in dict.fromkeys((*_KIND, *RATES)):
+        value = _setting(group, key)
+        if value is not None:
+            yield f"{key}={value}"
