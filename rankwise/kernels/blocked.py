@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rankwise.kernels.sizes import check_lengths
 from rankwise.updates.adamw import Scalar, bias_corrections
 
 __all__ = [
@@ -38,6 +39,7 @@ def block_size() -> int:
 
 def _blocks(*lists: Tensors) -> Iterator[tuple[int, list[Tensor]]]:
     """Index of the fragment, and the block of each list."""
+    check_lengths(*lists)
     size = block_size()
     for index, tensors in enumerate(zip(*lists, strict=True)):
         numel = tensors[0].numel()
@@ -95,7 +97,12 @@ def adamw_(
     """AdamW in torch's fused kernel; arguments as for :func:`rankwise.kernels.foreach.adamw_`."""
     _, correction2 = bias_corrections(betas, step)
     own_eps = eps if correct_eps else eps / correction2**0.5
-    _fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, torch.tensor(float(step)), lr, betas, own_eps, weight_decay)
+    _fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, _count(step), lr, betas, own_eps, weight_decay)
+
+
+def _count(step: int) -> Tensor:
+    # Of a type that no default changes: bfloat16 has no 257.
+    return torch.tensor(float(step), dtype=torch.float32)
 
 
 def _fused_adamw_(
@@ -112,6 +119,7 @@ def _fused_adamw_(
     """Torch's kernel; ``count`` is the step's number, of its own type."""
     if not params:
         return
+    check_lengths(params, grads, exp_avgs, exp_avg_sqs)
     torch._fused_adamw_(
         params,
         grads,
@@ -164,7 +172,7 @@ def mars_adamw_(
 ) -> None:
     """MARS-AdamW from raw gradients; arguments as for :func:`rankwise.kernels.foreach.mars_adamw_`."""
     bias_corrections(betas, step)  # refuses a wrong step before a reference moves on
-    count = torch.tensor(float(step))
+    count = _count(step)
     lists = (params, exp_avgs, exp_avg_sqs)
     for clipped, (param, exp_avg, exp_avg_sq) in _clipped_blocks(grads, references, k, coefficients, advance, *lists):
         _fused_adamw_([param], [clipped], [exp_avg], [exp_avg_sq], count, lr, betas, eps, weight_decay)

@@ -18,6 +18,8 @@ from rankwise.kernels.native.building import SWITCH
 from rankwise.optimizers.checkpoints import Checkpoints
 from rankwise.optimizers.element_states import ElementStates
 from rankwise.optimizers.entries import Entry, cut_into_entries
+from rankwise.optimizers.fitting import MisfitError, as_shapes, check_shape
+from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.nonfinite import Unsettled, any_not_finite, undone_where, zeroed_where
 from rankwise.optimizers.options import Options
 from rankwise.optimizers.reports import Reports
@@ -110,13 +112,21 @@ class ShardedOptimizer(Checkpoints, Reports):
         unit = self._units[key] = self._build_unit(tensors, positions, groups)
         try:
             self._plan(unit)
-            unit.compare_across_ranks(self._settings(unit))
+            unit.compare_across_ranks(self._settings(unit), self._trouble(unit))
         except BaseException:
             # A half-planned unit must not be found by the next step, which would train without the matrix rule.
             del self._units[key]
             self._loads, self._owner_of = loads, owner_of
             raise
         return unit
+
+    def _trouble(self, unit: StepUnit) -> str:
+        """Why this rank cannot go on with a unit that it has planned; empty if it can."""
+        try:
+            self._refuse_strange(unit, self.matrix_states.everything())
+        except MisfitError as error:
+            return str(error)
+        return ""
 
     def _settings(self, unit: StepUnit) -> dict[str, str]:
         """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
@@ -231,6 +241,17 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _group_position(self, group: int, position_of: Mapping[int, int]) -> int:
         """Where a constructor's group is in ``param_groups`` now; this rank may hold none of its tensors."""
         return position_of.get(group, group if group < len(self.param_groups) else 0)
+
+    def _refuse_strange(self, unit: StepUnit, states: Mapping[str, MatrixState]) -> None:
+        """Compare the states of matrices that this rank owns with what a planned unit expects of them."""
+        initial = self.work(unit).matrix_state
+        for task in unit.exchange.owned() if unit.exchange is not None else ():
+            found = states.get(task.key)
+            if found:
+                expected = as_shapes(initial(task, torch.device("meta")))
+                for name, shapes in expected.items():
+                    if name in found:
+                        check_shape(self.identity, task.key, name, found[name].shape, shapes)
 
     # --- the step -----------------------------------------------------------------------------------------------
 

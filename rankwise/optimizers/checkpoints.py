@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from rankwise.optimizers.element_states import ElementStates, StateTypes, StoredRun
 from rankwise.optimizers.entries import cut_into_entries
+from rankwise.optimizers.fitting import MisfitError, check_shape, in_order_of, saved_groups_fit
 from rankwise.optimizers.groups import RoutedOptimizer
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.nonfinite import Unsettled
 from rankwise.optimizers.routing import ParameterInfo, Rule
-from rankwise.optimizers.sources import LayoutSource
+from rankwise.optimizers.sources import LayoutSource, TensorContents, WholeParameters
 from rankwise.optimizers.unit import StepUnit
 
 __all__ = ["Checkpoints"]
@@ -25,13 +27,13 @@ __all__ = ["Checkpoints"]
 class Checkpoints(RoutedOptimizer):
     """The part of :class:`rankwise.optimizers.base.ShardedOptimizer` that outlives the process."""
 
-    structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
-    """Keys of a param group on which routes and shapes of states depend."""
-
     matrix_state_names: ClassVar[tuple[str, ...]] = ()
     """Names of the states that an owner keeps of a matrix."""
     counted_states: ClassVar[tuple[str, ...]] = ()
     """Those among them that the host works with; they lie in its memory, unless the optimizer is capturable."""
+
+    optional_states: ClassVar[tuple[str, ...]] = ()
+    """Element states that a parameter may have been stepped without."""
 
     copied_attributes: ClassVar[tuple[str, ...]] = (
         "options",
@@ -80,9 +82,7 @@ class Checkpoints(RoutedOptimizer):
             states = self._collected(states, self._source.group)
         result["matrix_states"] = {key: dict(state) for key, state in states.items()}
         result["rankwise"] = self.identity
-        result["layout"] = [
-            self._layout_record(tensor, group) for group in self.param_groups for tensor in group["params"]
-        ]
+        result["layout"] = self._layout_records()
         return result
 
     def _collected(self, states: Mapping[str, MatrixState], group: dist.ProcessGroup) -> dict[str, MatrixState]:
@@ -97,34 +97,86 @@ class Checkpoints(RoutedOptimizer):
         """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
         return type(self).__name__
 
-    def _layout_record(self, tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``tensor`` stores, in plain data, so that a checkpoint can be read on another layout."""
+    def _layout_records(self) -> list[dict[str, Any]]:
+        """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
+        planned = {id(tensor): (unit, at) for unit in self._units.values() for at, tensor in enumerate(unit.tensors)}
+        infos = self._infos()
+        return [
+            self._layout_record(tensor, group, planned.get(id(tensor)), infos)
+            for group in self.param_groups
+            for tensor in group["params"]
+        ]
+
+    def _layout_record(
+        self,
+        tensor: Tensor,
+        group: Mapping[str, Any],
+        place: tuple[StepUnit, int] | None,
+        infos: Mapping[str, ParameterInfo],
+    ) -> dict[str, Any]:
         names = [name for name in self.state.get(tensor, {}) if name != "step"]
-        for unit in self._units.values():
-            for index, candidate in enumerate(unit.tensors):
-                if candidate is tensor:
-                    return {"group": unit.tensor_groups[index], **unit.states.record(names, index)}
+        name = self._name_of(tensor)
+        own = {} if name is None else {"name": name}
+        if place is not None:
+            unit, index = place
+            return {"group": unit.tensor_groups[index], **unit.states.record(names, index), **own}
         if tensor not in self.state:
-            return {"group": 0, "runs": [], "states": {}}
+            return {"group": 0, "runs": [], "states": {}, **own}
         # States were loaded and no step has planned since.
         content = self._source.contents(tensor)
-        entries = cut_into_entries([content], {name: info for name, (info, _) in self._catalog.items()}, self._routes)
+        return {"group": content.group, **self._kept_in(tensor, content, group, infos).record(names, 0), **own}
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """The parameter that a tensor is, where the tensors are parameters."""
+        return self._source.name_of(tensor) if isinstance(self._source, WholeParameters) else None
+
+    def _infos(self) -> dict[str, ParameterInfo]:
+        return {name: info for name, (info, _) in self._catalog.items()}
+
+    def _kept_in(
+        self, tensor: Tensor, content: TensorContents, group: Mapping[str, Any], infos: Mapping[str, ParameterInfo]
+    ) -> ElementStates:
+        """The states that one tensor keeps in a group, whether or not a step was planned; its index is 0."""
+        routes = {part.name: self._choose_in(part.name, group) for part in content.slices}
+        entries = cut_into_entries([content], infos, routes)
         declared = [self.element_states(entry.info, entry.route.rule, group) for entry in entries]
-        return {"group": content.group, **ElementStates([tensor], entries, declared, tensor.dtype).record(names, 0)}
+        return ElementStates([tensor], entries, declared, tensor.dtype)
 
     @abstractmethod
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Names of a parameter's per-element states, and their type (None: that of the computation)."""
 
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """The shapes that the states of one matrix may have, by name; those not named are not compared."""
+        return {}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; element states keep the type they were saved with, matrix states go to whoever owns them now.
+        """Restore; matrix states go to whoever owns them now.
+
+        Parameters that were saved in another order are found by their names where both sides have them. States keep
+        the type they were saved with until the next step, which brings them to its own.
 
         Raises:
             ValueError: Another optimizer has written it, or for other parameters; nothing has changed then.
         """
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        state_dict = dict(state_dict)
+        for hook in hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         self._refuse_foreign(state_dict)
+        if saved_groups_fit(state_dict, self.param_groups):
+            names = [[self._name_of(tensor) for tensor in group["params"]] for group in self.param_groups]
+            state_dict = in_order_of(self.identity, state_dict, names)
+            self._refuse_misfits(state_dict)
         before = self._structure()
-        super().load_state_dict(state_dict)
+        # They have been called: what is compared must be what is loaded.
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
         self._restore_types(state_dict)
         if self._structure() != before:
             # The saved states lie with the owners of a fresh plan.
@@ -158,6 +210,58 @@ class Checkpoints(RoutedOptimizer):
                     f"one of {', '.join(self.matrix_state_names) or 'none'}; load it with the version that wrote it"
                 )
 
+    def _refuse_misfits(self, state_dict: Mapping[str, Any]) -> None:
+        """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
+        infos = self._infos()
+        groups = []
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            groups.append({**group, **{key: value for key, value in saved.items() if key != "params"}})
+            for tensor, key in zip(group["params"], saved["params"], strict=True):
+                states = state_dict["state"].get(key)
+                if states:
+                    self._refuse_misfit(tensor, states, groups[-1], infos)
+        for key, states in state_dict.get("matrix_states", {}).items():
+            name = self._base_name(key)
+            info, position = self._catalog[name]
+            # Slices of a matrix are compared with what their owner expects.
+            if (key == name) == (len(info.shape) < 3) and position < len(groups):
+                allowed = self.matrix_state_shapes(info, groups[position])
+                for state, shapes in allowed.items():
+                    if state in states:
+                        check_shape(self.identity, key, state, states[state].shape, shapes)
+        if self._structures_of(groups) == self._structure():
+            for unit in self._units.values():
+                self._refuse_strange(unit, state_dict.get("matrix_states", {}))
+
+    def _refuse_misfit(
+        self,
+        tensor: Tensor,
+        states: Mapping[str, Any],
+        group: Mapping[str, Any],
+        infos: Mapping[str, ParameterInfo],
+    ) -> None:
+        try:
+            content = self._source.contents(tensor)
+        except (LookupError, RuntimeError):
+            return  # the step will say what is wrong
+        kept = self._kept_in(tensor, content, group, infos)
+        whole = self._name_of(tensor)
+        key = whole or ", ".join(part.name for part in content.slices[:3])
+        expected = kept.shapes(0)
+        for name, shape in expected.items():
+            if name in states:
+                check_shape(self.identity, key, name, states[name].shape, [shape])
+            elif whole is not None and "step" in states and name not in self.optional_states:
+                raise MisfitError(
+                    f"{self.identity}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
+                    f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
+                    "that the checkpoint was saved with, or load the weights alone"
+                )
+
+    @abstractmethod
+    def _refuse_strange(self, unit: StepUnit, states: Mapping[str, MatrixState]) -> None:
+        """Compare the states of matrices that this rank owns with what a planned unit expects of them."""
+
     def extra_state(self) -> dict[str, Any]:
         """What is neither weight, element state nor matrix state, in plain data."""
         return {}
@@ -175,8 +279,11 @@ class Checkpoints(RoutedOptimizer):
                     device = self._count_device(tensor) if name == "step" else tensor.device
                     self.state[tensor][name] = value.to(device=device, copy=True)
 
-    def _structure(self) -> list[list[Any]]:
-        return [[group.get(name) for name in self.structural_options] for group in self.param_groups]
+    def _structure(self) -> list[tuple[Any, ...]]:
+        return self._structures_of(self.param_groups)
+
+    def _structures_of(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+        return [self._structure_of(group) for group in groups]
 
     # --- moving to another layout -------------------------------------------------------------------------------
 
@@ -224,8 +331,14 @@ class Checkpoints(RoutedOptimizer):
         self.matrix_states.forget()
 
     def adopt(self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor]) -> None:
-        """Take over matrix states and step counts by group from another layout's checkpoint."""
+        """Take over matrix states and step counts by group from another layout's checkpoint.
+
+        Raises:
+            MisfitError: A state is not of the shape of its matrix; nothing has changed then.
+        """
         self.settle()
+        for unit in self._units.values():
+            self._refuse_strange(unit, matrix_states)
         device = next((unit.device for unit in self._units.values()), torch.device("cpu"))
         self.matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}

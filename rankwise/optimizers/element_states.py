@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -88,12 +89,30 @@ class ElementStates:
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
         owner = self._tensors[index]
         state = states[owner]
+        shape = self._shape(owner, slot)
         if name not in state:
             refuse_capture(owner.device, "the first step of a parameter")
-            shape = owner.shape if slot.compact_numel is None else (slot.compact_numel,)
             state[name] = torch.zeros(shape, dtype=slot.dtype, device=owner.device)
         stored: Tensor = state[name]
+        if stored.numel() != prod(shape):
+            raise RuntimeError(
+                f"the state {name!r} of a parameter has the shape {tuple(stored.shape)}, but must have {shape}: it was "
+                "replaced since the optimizer was built; build a new optimizer, or put the state of that shape back"
+            )
+        if stored.dtype != slot.dtype:
+            # Of a checkpoint, or of before the model was brought to another type.
+            refuse_capture(owner.device, "the first step with states of another type")
+            stored = state[name] = stored.to(slot.dtype)
         return stored
+
+    @staticmethod
+    def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:
+        return tuple(owner.shape) if slot.compact_numel is None else (slot.compact_numel,)
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every state of one tensor."""
+        owner = self._tensors[index]
+        return {name: self._shape(owner, slot) for (at, name), slot in self._slots.items() if at == index}
 
     def offset(self, name: str, entry: Entry) -> int | None:
         """Where the entry's part of a state begins; None if its rule keeps no such state."""

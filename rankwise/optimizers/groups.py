@@ -42,6 +42,8 @@ class RoutedOptimizer(Optimizer, ABC):
     options_type: ClassVar[type[Options]]
     group_options: ClassVar[tuple[str, ...]]
     """Options that may differ between param groups."""
+    structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
+    """Keys of a param group on which routes and shapes of states depend."""
 
     @property
     @abstractmethod
@@ -140,6 +142,16 @@ class RoutedOptimizer(Optimizer, ABC):
 
     def _choose_rule(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
         return self._adjust_route(info, group, route(info, self.policy, group.get("fallback")))
+
+    def _choose_in(self, name: str, group: Mapping[str, Any]) -> Route:
+        """A parameter's route if its group had these values."""
+        info, index = self._catalog[name]
+        if self._structure_of(group) == self._structure_of(self.param_groups[index]):
+            return self._routes[name]
+        return self._choose_rule(info, group)
+
+    def _structure_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(group.get(name) for name in self.structural_options)
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for group in self.param_groups for tensor in group["params"]]

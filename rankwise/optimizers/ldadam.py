@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -142,6 +142,15 @@ class LDAdam(ShardedOptimizer):
             return {}
         dtype = self.options.error_dtype
         return {"error": None if dtype is None else getattr(torch, dtype)}
+
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """Basis (short side, rank) and moments (rank, long side)."""
+        rows, columns = info.matrix_shape
+        rank = updates.effective_rank(group["rank"], rows, columns)
+        moments = [(rank, max(rows, columns))]
+        return {"basis": [(min(rows, columns), rank)], "exp_avg": moments, "exp_avg_sq": moments}
 
     def _plan(self, unit: StepUnit) -> None:
         keys = unit.keys("matrix")

@@ -90,6 +90,7 @@ class MARS(ShardedOptimizer):
     health_means = ("clip_rate",)
     copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
     one_by_one = True
+    optional_states = ("next_reference",)
     group_options = (
         "lr",
         "betas",

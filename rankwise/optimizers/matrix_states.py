@@ -31,10 +31,8 @@ class MatrixStates(dict[str, MatrixState]):
             state = initial()
             loaded = self.loaded.pop(key, None)
             if loaded is not None:
-                # A checkpoint may have been read into another device's memory.
-                state |= {
-                    name: value.to(state[name].device) if name in state else value for name, value in loaded.items()
-                }
+                # A checkpoint may have been read into another device's memory, or be of another type.
+                state |= {name: _like(state[name], value, key) for name, value in loaded.items() if name in state}
             self[key] = state
         if self._before is not None and key not in self._before:
             self._before[key] = {name: value.clone() for name, value in state.items()}
@@ -78,3 +76,12 @@ class MatrixStates(dict[str, MatrixState]):
     def nbytes(self) -> int:
         """Memory of all states in use."""
         return sum(map(self.bytes_of, self))
+
+
+def _like(fresh: Tensor, loaded: Tensor, key: str) -> Tensor:
+    if fresh.shape != loaded.shape:
+        raise RuntimeError(
+            f"a state of '{key}' has the shape {tuple(loaded.shape)}, but must have {tuple(fresh.shape)}; load the "
+            "checkpoint into the model that it was saved with"
+        )
+    return loaded.to(device=fresh.device, dtype=fresh.dtype)

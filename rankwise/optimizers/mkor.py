@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -169,6 +169,13 @@ class MKOR(SwitchingOptimizer):
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Those of the backend."""
         return dict.fromkeys(self._first_order.states)
+
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """The factors (side, side); the right one has a column more where the bias rides along."""
+        outputs, inputs = info.logical_matrix_shape
+        return {"left": [(outputs, outputs)], "right": [(inputs, inputs), (inputs + 1, inputs + 1)]}
 
     # --- plan ---------------------------------------------------------------------------------------------------
 

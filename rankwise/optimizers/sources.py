@@ -103,17 +103,24 @@ class WholeParameters:
         self.group: dist.ProcessGroup | None = None
         self.replicated = False
         self._contents: dict[int, TensorContents] = {}
+        self._names: dict[int, str] = {}
 
     def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
         """The same parameters, held alike by every rank of a data-parallel group."""
         source = WholeParameters()
-        source.group, source.replicated, source._contents = group, dist.get_world_size(group) > 1, self._contents
+        source.group, source.replicated = group, dist.get_world_size(group) > 1
+        source._contents, source._names = self._contents, self._names
         return source
 
     def register(self, tensor: Tensor, name: str, group: int) -> None:
         """Name a parameter of the constructor."""
         whole = Slice(name, 0, tensor.numel(), 0)
+        self._names[id(tensor)] = name
         self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name a parameter was registered by; None if it was not."""
+        return self._names.get(id(tensor))
 
     def contents(self, tensor: Tensor) -> TensorContents:
         """See :class:`LayoutSource`."""

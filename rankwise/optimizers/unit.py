@@ -16,6 +16,7 @@ from rankwise.kernels import kernels_for
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.optimizers.element_states import ElementStates, States
 from rankwise.optimizers.entries import Entry
+from rankwise.optimizers.fitting import MisfitError
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
 from rankwise.sharding import (
     FragmentSums,
@@ -183,24 +184,31 @@ class StepUnit:
         )
         return loads
 
-    def compare_across_ranks(self, settings: Mapping[str, str]) -> None:
+    def compare_across_ranks(self, settings: Mapping[str, str], trouble: str = "") -> None:
         """Make sure that all ranks will enter the same collectives, before anything is sent.
 
         Args:
             settings: What else must be alike on all ranks that have it, by a name for the message.
+            trouble: Why this rank cannot enter them; empty if it can.
 
         Raises:
+            MisfitError: A rank is in trouble; all raise.
             RuntimeError: The ranks planned differently.
         """
         if self.layout.world_size == 1:
+            if trouble:
+                raise MisfitError(trouble)
             return
         planned = "" if self.exchange is None else self.exchange.plan.digest()
         routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
         digest = hashlib.sha256(repr((routes, str(self.dtype), planned)).encode()).hexdigest()
-        everyone: list[tuple[str, Mapping[str, str]]] = [("", {})] * self.layout.world_size
-        dist.all_gather_object(everyone, (digest, settings), group=self.layout.group)
-        differing = _differing([theirs for _, theirs in everyone])
-        signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
+        everyone: list[tuple[str, Mapping[str, str], str]] = [("", {}, "")] * self.layout.world_size
+        dist.all_gather_object(everyone, (digest, settings, trouble), group=self.layout.group)
+        for rank, (_, _, theirs) in enumerate(everyone):
+            if theirs:
+                raise MisfitError(f"rank {rank}: {theirs}")
+        differing = _differing([theirs for _, theirs, _ in everyone])
+        signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others, _ in everyone]
         if len(set(signs)) > 1:
             usual = max(signs, key=signs.count)
             odd = [rank for rank, other in enumerate(signs) if other != usual]

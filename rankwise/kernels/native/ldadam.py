@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.native.building import library
+from rankwise.kernels.sizes import check_shapes
 from rankwise.updates import ldadam as updates
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
@@ -92,6 +93,8 @@ def ldadam_steps_(jobs: Sequence[Job]) -> list[float | None]:
     """
     found = [_described(job) for job in jobs]
     for matrix, job in zip(found, jobs, strict=True):
+        size = (job.shape[0] * job.shape[1],)
+        check_shapes(gradient=(job.gradient, size), source=(job.source, size), weight=(job.weight, size))
         matrix.added = None if job.gradient is None else job.gradient.data_ptr()
         matrix.matrix, matrix.weight = job.source.data_ptr(), job.weight.data_ptr()
         matrix.feedback, matrix.lr = int(job.group["error_feedback"]), float(job.group["lr"])
@@ -135,6 +138,9 @@ def ldadam_step(
 def _described(job: Job, written_beta1: float | None = None) -> _Matrix:
     """Everything but what is to be done with the matrix and its weight."""
     betas, feedback = job.group["betas"], job.group["error_feedback"]
+    (short, long), rank = job.shape[:: -1 if job.right else 1], job.state["basis"].shape[-1]
+    states = {"basis": (short, rank), "exp_avg": (rank, long), "exp_avg_sq": (rank, long)}
+    check_shapes(**{name: (job.state[name], shape) for name, shape in states.items()})
     past, present = ([1 - beta**count for beta in betas] for count in (job.step - 1, job.step))
     weights = updates.basis_weights(job.step, betas[0], job.group["rho"], feedback, written_beta1)
     share = updates.momentum_share(betas[0], written_beta1) if feedback else 0.0
@@ -177,6 +183,7 @@ def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     left, right = left.contiguous(), right.contiguous()
     if not takes(left.shape[1], matrix, left, right):
         return updates.subtract_product_(matrix, left, right)
+    check_shapes(left=(left, (matrix.shape[0], left.shape[1])), right=(right, (left.shape[1], matrix.shape[1])))
     own = library("ldadam")
     assert own is not None
     own.subtract_rows_product(

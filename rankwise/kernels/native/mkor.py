@@ -11,6 +11,7 @@ from torch import Tensor
 from rankwise.kernels import blocked_mkor
 from rankwise.kernels.blocked_mkor import Workspace
 from rankwise.kernels.native.products import SIDE, products
+from rankwise.kernels.sizes import check_shapes
 
 __all__ = ["precondition_into"]
 
@@ -47,8 +48,14 @@ def precondition_into(
         return blocked_mkor.precondition_into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
     rows, columns = shape
     rides = len(parts) > 1
+    height, width = rows + (rides and turned), columns + (rides and not turned)
+    check_shapes(left=(left, (height, height)), right=(right, (width, width)))
+    for weight, *bias in (parts, out):
+        check_shapes(weight=(weight, (rows * columns,)))
+        if rides:
+            check_shapes(bias=(bias[0], (columns if turned else rows,)))
     gradient = _Gradient(rows, columns, turned, parts[0].data_ptr(), parts[1].data_ptr() if rides else None)
-    blocks = -(-(rows + (rides and turned)) // SIDE) * -(-(columns + (rides and not turned)) // SIDE)
+    blocks = -(-height // SIDE) * -(-width // SIDE)
     memory = space.take("blocks", (2 * blocks * SIDE**2,), torch.bfloat16)
     tensors = (out[0], out[1] if rides else None)
     own.precondition(

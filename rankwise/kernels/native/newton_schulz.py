@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rankwise.kernels.native import squared_norms
 from rankwise.kernels.native.products import products
+from rankwise.kernels.sizes import check_lengths
 from rankwise.updates import linalg
 
 __all__ = ["Job", "newton_schulz", "orthogonal_steps_", "takes"]
@@ -97,6 +98,8 @@ def orthogonal_steps_(jobs: Sequence[Job]) -> None:
     Args:
         jobs: :func:`takes` must say yes to their tensors, which are contiguous.
     """
+    for job in jobs:
+        check_lengths([job.momentum], [job.weight])
     for steps in dict.fromkeys(job.steps for job in jobs):
         matrices = [
             (job, momentum, weight)

@@ -12,6 +12,7 @@ from rankwise.kernels import blocked_sonew
 from rankwise.kernels.blocked_sonew import Margins, Run
 from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import library
+from rankwise.kernels.sizes import check_shapes
 from rankwise.updates.adamw import bias_corrections
 
 __all__ = ["sonew_directions"]
@@ -59,9 +60,11 @@ def sonew_directions(
             graft_eps=graft_eps,
             out=out,
         )
+    if not len(runs) == len(margins) == len(grads):
+        raise ValueError(f"{len(grads)} gradients come with {len(runs)} runs and {len(margins)} margins; pass one each")
     sums = torch.zeros(2, len(runs), dtype=torch.float64)
     # Kept until the call returns: C sees addresses only.
-    sides = [_sides(found, grads[0].dtype) for found in margins]
+    sides = [_sides(found, grads[0].dtype, len(covariances)) for found in margins]
     known = (ctypes.c_void_p * (2 * len(runs)))(*(None if m is None else m.data_ptr() for pair in sides for m in pair))
     getattr(own, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
         ctypes.c_int64(len(runs)),
@@ -82,7 +85,8 @@ def sonew_directions(
     return sums[0], sums[1]
 
 
-def _sides(margins: Margins | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _sides(margins: Margins | None, dtype: torch.dtype, band: int) -> tuple[Tensor | None, Tensor | None]:
     if margins is None or not margins.left.numel():
         return None, None
+    check_shapes(left=(margins.left, (3 + band, band)), right=(margins.right, (3 + band, band)))
     return margins.left.to(dtype).contiguous(), margins.right.to(dtype).contiguous()

@@ -1,0 +1,124 @@
+"""No wrong size reaches compiled code: it would read and write whatever lies behind a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankwise.kernels import blocked, native
+from rankwise.kernels.blocked_mkor import Workspace
+from rankwise.kernels.blocked_sonew import Margins, Run
+from rankwise.kernels.native import ldadam, mkor, newton_schulz, sonew
+from rankwise.kernels.native.building import library
+
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "step": 2}
+MARS = {"k": 0.5, "coefficients": None, "advance": True}
+LONG, SHORT = 100_000, 10
+
+
+def lists(count: int, wrong: int) -> list[list[Tensor]]:
+    """Of two tensors each; the second of one list is too short, or too long."""
+    return [[torch.zeros(8), torch.zeros(LONG if at == wrong else SHORT)] for at in range(count)]
+
+
+@pytest.mark.parametrize("wrong", range(5))
+@pytest.mark.parametrize("module", [blocked, native], ids=["blocked", "native"])
+def test_lists_must_be_of_one_length(module: Any, wrong: int) -> None:
+    if module is native and not native.is_available():
+        pytest.skip("no compiler")
+    calls: dict[str, tuple[int, dict[str, Any]]] = {
+        "adamw_": (4, ADAMW),
+        "mars_adamw_": (5, ADAMW | MARS),
+        "mars_lion_": (4, {"lr": 1e-3, "beta1": 0.9, "weight_decay": 0.0, **MARS}),
+        "mars_momentum_": (3, {"beta1": 0.9, **MARS}),
+    }
+    for name, (count, options) in calls.items():
+        if wrong < count:
+            with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
+                getattr(module, name)(*lists(count, wrong), **options)
+    if wrong < 2:
+        with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
+            module.scaled_step_(*lists(2, wrong), None, lr=1e-3, weight_decay=0.0)
+        with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
+            module.mars_squared_norms(*lists(2, wrong), 0.5)
+
+
+def job(**other: Any) -> ldadam.Job:
+    state = {"basis": torch.zeros(32, 16), "exp_avg": torch.zeros(16, 48), "exp_avg_sq": torch.zeros(16, 48)}
+    state |= {name: value for name, value in other.items() if name in state}
+    found = {name: other.get(name, torch.zeros(32 * 48)) for name in ("gradient", "source", "weight")}
+    group = {"betas": (0.9, 0.99), "rho": 0.9, "eps": 1e-8, "error_feedback": True, "lr": 1e-3}
+    return ldadam.Job((32, 48), False, state=state, step=2, group=group, **found)
+
+
+@pytest.mark.parametrize("name", ["gradient", "source", "weight", "basis", "exp_avg", "exp_avg_sq"])
+def test_subspaces_must_be_those_of_the_matrix(name: str) -> None:
+    if library("ldadam") is None:
+        pytest.skip("no compiler")
+    ldadam.ldadam_steps_([job()])
+    wrong = torch.zeros(7) if name in ("gradient", "source", "weight") else torch.zeros(48, 32)
+    with pytest.raises(ValueError, match="has the shape .* but must have"):
+        ldadam.ldadam_steps_([job(), job(**{name: wrong})])
+
+
+@pytest.mark.parametrize("shapes", [((48, 16), (16, 8)), ((32, 16), (32, 8)), ((32, 16), (16, 9))])
+def test_products_must_be_of_the_matrix(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    if library("ldadam") is None:
+        pytest.skip("no compiler")
+    with pytest.raises(ValueError, match="has the shape .* but must have"):
+        ldadam.subtract_product_(torch.zeros(32, 8), *(torch.zeros(shape) for shape in shapes))
+
+
+def test_margins_must_be_those_of_the_band() -> None:
+    if library("sonew") is None:
+        pytest.skip("no compiler")
+    options: Any = {"betas": (0.9, 0.99), "eps": 1e-8, "gamma": 0.0, "step": 1, "graft": "none", "graft_eps": 1e-8}
+
+    def call(margins: list[Margins | None], runs: int = 1) -> None:
+        fields = [[torch.zeros(SHORT)] for _ in range(3)]
+        edges = [[torch.zeros(SHORT)] for _ in range(2)]
+        out = [torch.zeros(SHORT)]
+        sonew.sonew_directions([Run(0, None)] * runs, *fields, edges, margins, out=out, **options)
+
+    call([Margins(torch.zeros(5, 2), torch.zeros(5, 2))])
+    for left, right in (((4, 2), (5, 2)), ((5, 2), (5, 1))):
+        with pytest.raises(ValueError, match="has the shape .* but must have .5, 2."):
+            call([Margins(torch.zeros(left), torch.zeros(right))])
+    with pytest.raises(ValueError, match="1 gradients come with 2 runs"):
+        call([None], runs=2)
+
+
+def with_products(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """As on a processor with matrix tiles; nothing may be called."""
+
+    class Refused:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            raise AssertionError(f"{name} was reached")
+
+    for module in modules:
+        monkeypatch.setattr(module, "products", Refused)
+
+
+@pytest.mark.parametrize(
+    ("parts", "left", "right"), [((47, 6), 6, 9), ((48, 5), 6, 9), ((48, 6), 5, 9), ((48, 6), 6, 8), ((48,), 7, 8)]
+)
+def test_factors_must_be_those_of_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...], left: int, right: int
+) -> None:
+    with_products(monkeypatch, mkor)
+    grads, out = ([torch.zeros(size) for size in parts] for _ in range(2))
+    sides = (torch.zeros(size, size, dtype=torch.bfloat16) for size in (left, right))
+    with pytest.raises(ValueError, match="has the shape .* but must have"):
+        mkor.precondition_into(out, grads, (6, 8), *sides, Workspace())
+
+
+@pytest.mark.parametrize(("momentum", "weight"), [(48, 96), (96, 48)])
+def test_momenta_must_be_those_of_the_weights(monkeypatch: pytest.MonkeyPatch, momentum: int, weight: int) -> None:
+    with_products(monkeypatch, newton_schulz)
+    job = newton_schulz.Job((6, 8), torch.zeros(momentum), torch.zeros(weight), 1e-7, 1.0, 1e-3, 5)
+    with pytest.raises(ValueError, match="tensor 0 has [0-9]+ elements in one list and"):
+        newton_schulz.orthogonal_steps_([job])
