@@ -164,6 +164,8 @@ def _find(engine: DeepSpeedEngine, load_dir: str, tag: str | None, wanted: Wante
 
     def look() -> SavedCheckpoint | None:
         saved = SavedCheckpoint.find(load_dir, tag)
+        if saved is None and ours:
+            _refuse_absent(Path(load_dir), tag)
         if saved is None or not (ours or saved.record):
             return None
         at_three = saved.partitioned_weights or engine.zero_optimization_partition_weights()
@@ -180,6 +182,23 @@ def _find(engine: DeepSpeedEngine, load_dir: str, tag: str | None, wanted: Wante
     except CheckpointError:
         return None  # DeepSpeed will say it
     return look()
+
+
+def _refuse_absent(load_dir: Path, tag: str | None) -> None:
+    """Refuse a name without a checkpoint; a folder in which nothing was ever saved is DeepSpeed's to report."""
+    name = tag_in(load_dir) if tag is None else str(tag)
+    if name is None:
+        return
+    found = sorted(path.parent.name for path in load_dir.glob("*/mp_rank_00_model_states.pt"))
+    found += [path.parent.name for path in load_dir.glob("*/zero_pp_rank_0_mp_rank_00_model_states.pt")]
+    where = f"tag={name!r}" if tag is not None else f"{load_dir / 'latest'} names {name!r}, which"
+    if not name:
+        where = f"{load_dir / 'latest'} is empty, which"
+    held = f"it holds {', '.join(found[-5:])}" if found else "it holds no checkpoint"
+    raise CheckpointError(
+        f"{where} is invalid: it must be a checkpoint's folder in {load_dir} ({held}); pass the tag of one, or write "
+        "it into 'latest'."
+    )
 
 
 def _by_name(engine: DeepSpeedEngine, saved: SavedCheckpoint, wanted: Wanted, fresh: bool) -> bool:

@@ -140,15 +140,21 @@ def _owners(flag: Flag, name: str) -> str:
 
 def _check_values(parser: argparse.ArgumentParser, name: str, options: Mapping[str, Any]) -> None:
     typed = {flag.key: flag.option for flag in flags() if name in flag.names}
-    for key, value in options.items():
-        try:
-            resolve(name, {key: value})
-        except OptionError as error:
-            parser.error(f"argument {typed[key]}: {error}")
     try:
         resolve(name, options)
-    except OptionError as error:  # Values that are fine alone.
-        parser.error(f"arguments {', '.join(typed[key] for key in options)}: {error}")
+    except OptionError as error:
+        # Those without any one of which it would do; what is wrong may be how they go together.
+        alone = [key for key in options if not _is_refused(name, {k: v for k, v in options.items() if k != key})]
+        blamed = [typed[key] for key in alone or (key for key in options if f"{key}=" in str(error)) or options]
+        parser.error(f"argument{'s' * (len(blamed) > 1)} {', '.join(blamed)}: {error}")
+
+
+def _is_refused(name: str, options: Mapping[str, Any]) -> bool:
+    try:
+        resolve(name, options)
+    except OptionError:
+        return True
+    return False
 
 
 def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> None:

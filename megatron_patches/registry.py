@@ -25,7 +25,7 @@ from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.groups import idle_allowed
-from rankwise.optimizers.options import Options, check_keys
+from rankwise.optimizers.options import Options, check_given, check_keys, check_preset
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
 
@@ -109,10 +109,12 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: An unknown key, or a value outside its range.
     """
     cls, preset = NAMES[name]
-    check_keys(options, option_names(name), f"optimizer '{name}'")
+    owner = f"optimizer '{name}'"
+    check_preset(options, preset, owner, instead=cls.__name__.lower())
+    check_keys(options, option_names(name), owner)
     resolved = {**preset, **{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}}
     options_type: type[Options] = cls.options_type
-    options_type(**resolved)
+    check_given(options, options_type(**resolved), owner)
     return resolved
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -11,6 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rankwise.optimizers.hints import OPTION_WORDS, VALUE_WORDS, nearest, shown, with_both_spellings
+
 __all__ = [
     "LDAdamOptions",
     "MARSOptions",
@@ -18,9 +19,20 @@ __all__ = [
     "OptionError",
     "Options",
     "SONewOptions",
+    "check_given",
     "check_keys",
+    "check_preset",
     "patterns",
 ]
+
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_LARGEST = 1e6
+"""Of rates and factors: beyond it, products with them leave the range of float32."""
+_COUNT = 10**9
+"""Of steps and sizes: more than any run or model has, and far from overflowing an index."""
+_WIDEST_BAND = 32
+_MOST_ITERATIONS = 100
 
 
 class OptionError(ValueError):
@@ -35,14 +47,54 @@ def check_keys(given: Collection[str], valid: Collection[str], owner: str) -> No
     """
     for key in given:
         if key not in valid:
-            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
-            raise OptionError(f"{owner} has no option '{key}': {hint}")
+            near = nearest(key, valid, OPTION_WORDS)
+            hint = f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
+            raise OptionError(f"{owner} has no option {shown(key)}: {hint}")
+
+
+def check_preset(given: Mapping[str, Any], preset: Mapping[str, Any], owner: str, instead: str) -> None:
+    """Refuse other values for what an optimizer's name already says.
+
+    Args:
+        given: The user's options.
+        preset: Those the name stands for.
+        owner: The name, for the message.
+        instead: The name that leaves the choice to the user.
+
+    Raises:
+        OptionError: Names the key and the name to use.
+    """
+    for key in preset:
+        if key in given:
+            raise OptionError(
+                f"{owner} has no option '{key}', which the name fixes ({key}={preset[key]!r}): leave it out, or choose "
+                f"{key}={shown(given[key])} under the name '{instead}'"
+            )
+
+
+def check_given(given: Mapping[str, Any], options: Options, owner: str) -> None:
+    """Refuse options that were written down although the choice of others leaves them unread.
+
+    Raises:
+        OptionError: Names the key, why nothing reads it, and the way out.
+    """
+    for key, (reason, fix) in options.unread().items():
+        if key in given:
+            raise OptionError(f"{owner}: {key}={shown(given[key])} is invalid: {reason}; {fix}")
 
 
 def patterns(given: Any) -> Any:
     """A list of name patterns as a tuple; anything else as it is, for the check to refuse (a lone string too)."""
     return tuple(given) if isinstance(given, list | tuple | set) else given
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer above every float
+        return False
 
 
 @dataclass(frozen=True)
@@ -68,7 +120,17 @@ class Options:
         return cls(**{name: group[name] for name in cls.names() if name in group})
 
     def _fail(self, key: str, rule: str, fix: str) -> None:
-        raise OptionError(f"{self.owner}: {key}={getattr(self, key)!r} is invalid: {rule}; {fix}")
+        raise OptionError(f"{self.owner}: {key}={shown(getattr(self, key))} is invalid: {rule}; {fix}")
+
+    def unread(self) -> Mapping[str, tuple[str, str]]:
+        """Options that nothing reads under these values of the others, why, and the fix."""
+        return {}
+
+    def _refuse_unread(self) -> None:
+        for key, (reason, fix) in self.unread().items():
+            value = getattr(self, key)
+            if (tuple(value) if isinstance(value, list) else value) != self._default(key):
+                self._fail(key, reason, fix)
 
     def _number(self, key: str) -> float:
         value = getattr(self, key)
@@ -76,18 +138,22 @@ class Options:
             if value.numel() != 1:
                 self._fail(key, "a tensor value must have one element", "pass a float or a 0-d tensor")
             # A tensor on an accelerator is trusted: reading it here would stall the device.
-            return math.nan if value.device.type != "cpu" else float(value)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if value.device.type != "cpu":
+                return math.nan
+            value = value.item()
+        if not _is_number(value):
             self._fail(key, "it must be a finite number", f"write e.g. {self._default(key)!r}")
         return float(value)
 
     def _default(self, key: str) -> Any:
         return next(field.default for field in fields(self) if field.name == key)
 
-    def _at_least(self, key: str, low: float, strict: bool = False) -> None:
+    def _at_least(self, key: str, low: float, strict: bool = False, high: float = _LARGEST) -> None:
         value = self._number(key)
         if value < low or (strict and value == low):
             self._fail(key, f"it must be {'>' if strict else '>='} {low:g}", f"the default is {self._default(key)!r}")
+        if value > high:
+            self._fail(key, f"it must be <= {high:g}", f"the default is {self._default(key)!r}")
 
     def _fraction(self, key: str, include_one: bool = False) -> None:
         value = self._number(key)
@@ -96,10 +162,12 @@ class Options:
                 key, f"it must lie in [0, 1{']' if include_one else ')'}", f"the default is {self._default(key)!r}"
             )
 
-    def _integer(self, key: str, low: int) -> None:
+    def _integer(self, key: str, low: int, high: int, why: str = "") -> None:
         value = getattr(self, key)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             self._fail(key, f"it must be an integer >= {low}", f"the default is {self._default(key)!r}")
+        if value > high:
+            self._fail(key, f"it must be <= {high}{why and ', ' + why}", f"the default is {self._default(key)!r}")
 
     def _flag(self, key: str) -> None:
         if not isinstance(getattr(self, key), bool):
@@ -107,15 +175,19 @@ class Options:
 
     def _choice(self, key: str, choices: Collection[Any]) -> None:
         value = getattr(self, key)
-        if value not in choices:
-            near = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], n=1, cutoff=0.3)
-            fix = f"did you mean '{near[0]}'?" if near else f"the default is {self._default(key)!r}"
-            self._fail(key, f"it must be one of {', '.join(map(repr, choices))}", fix)
+        # Compared by type first: 0 is no name, and a tensor has no truth.
+        if not isinstance(value, str | None) or value not in choices:
+            near = nearest(value, [str(choice) for choice in choices], VALUE_WORDS)
+            meant = next((choice for choice in choices if str(choice) == near), "")
+            fix = f"the default is {self._default(key)!r}"
+            if near is not None:
+                fix = f"did you mean {with_both_spellings(meant)}?"
+            self._fail(key, f"it must be one of {', '.join(map(with_both_spellings, choices))}", fix)
 
     def _betas(self, key: str) -> None:
         value = getattr(self, key)
         well_formed = isinstance(value, tuple | list) and len(value) == 2
-        if not well_formed or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in value):
+        if not well_formed or not all(_is_number(beta) and 0 <= beta < 1 for beta in value):
             self._fail(key, "it must be two numbers in [0, 1)", f"the default is {list(self._default(key))}")
 
     def _dtype(self, key: str, optional: bool = False) -> None:
@@ -123,9 +195,11 @@ class Options:
         if value is None and optional:
             return
         name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        if name not in ("float64", "float32", "bfloat16", "float16"):
+        if not isinstance(name, str) or name not in _DTYPES:
             self._fail(
-                key, "it must name a floating-point type: float32, bfloat16, float16 or float64", "write 'float32'"
+                key,
+                "it must name a floating-point type: float32, bfloat16, float16 or float64",
+                f"write {nearest(name, _DTYPES, VALUE_WORDS) or 'float32'!r}",
             )
         object.__setattr__(self, key, name)  # as a JSON file gives it
 
@@ -188,7 +262,7 @@ class MARSOptions(Options):
         if self.lr_1d is not None:
             self._at_least("lr_1d", 0.0)
         self._at_least("weight_decay_1d", 0.0)
-        self._integer("ns_steps", 1)
+        self._integer("ns_steps", 1, _MOST_ITERATIONS, "a handful already reaches an orthogonal matrix")
         self._dtype("ns_dtype")
         self._dtype("comm_dtype", optional=True)
 
@@ -213,7 +287,7 @@ class SONewOptions(Options):
     def __post_init__(self) -> None:
         self._common()
         self._graphs(self.capturable)
-        self._integer("band", 0)
+        self._integer("band", 0, _WIDEST_BAND, "as every neighbour costs one more tensor, and the solve their cube")
         self._betas("betas")
         self._choice("graft", ("adam", "adam_official", "rmsprop", "sgd", "momentum", "none"))
         self._at_least("graft_eps", 0.0)
@@ -241,7 +315,7 @@ class LDAdamOptions(Options):
     def __post_init__(self) -> None:
         self._common()
         self._graphs(self.capturable)
-        self._integer("rank", 1)
+        self._integer("rank", 1, _COUNT, "lower the rank")
         self._fraction("rho", include_one=True)
         self._betas("betas")
         self._flag("error_feedback")
@@ -285,35 +359,49 @@ class MKOROptions(Options):
         self._fraction("factor_decay")
         if self.factor_decay == 0:
             self._fail("factor_decay", "it must lie in (0, 1)", "the default is 0.95")
-        self._integer("update_interval", 1)
+        self._integer("update_interval", 1, _COUNT)
         self._choice("rule", ("official", "ema", "paper_literal"))
         self._check_stabilizer()
         self._choice("stabilizer_norm", ("row_sum", "max_entry"))
         self._choice("rescale", ("joint", None))
-        self._integer("max_factor_dim", 1)
+        self._integer("max_factor_dim", 1, _COUNT)
         self._dtype("factor_dtype")
         self._dtype("comm_dtype", optional=True)
         self._choice("tp_mode", ("exact", "block"))
         self._flag("hybrid")
         self._at_least("hybrid_beta", 0.0, strict=True)
-        self._integer("hybrid_patience", 1)
-        self._integer("hybrid_min_steps", 2)
+        self._integer("hybrid_patience", 1, _COUNT)
+        self._integer("hybrid_min_steps", 2, _COUNT)
         self._fraction("hybrid_ema")
         self._at_least("output_gain", 0.0, strict=True)
         self._betas("betas")
         self._fraction("momentum")
         self._flag("nesterov")
-        if self.nesterov and self.backend == "sgd" and self.momentum == 0:
+        self._refuse_unread()
+        if self.nesterov and self.momentum == 0:
             self._fail(
                 "nesterov", "it must go with a momentum above 0", "set momentum to e.g. 0.9, or nesterov to false"
             )
+
+    def unread(self) -> Mapping[str, tuple[str, str]]:
+        """What belongs to the other backends, and to MKOR-H."""
+        theirs = ("betas", "eps") if self.backend == "sgd" else ("momentum", "nesterov")
+        other = "'adamw' or 'lamb'" if self.backend == "sgd" else "'sgd'"
+        found = {
+            key: (f"backend={self.backend!r} does not read it", f"leave it out, or set backend to {other}")
+            for key in theirs
+        }
+        if not self.hybrid:
+            knee = ("hybrid_beta", "hybrid_patience", "hybrid_min_steps", "hybrid_ema")
+            found |= {key: ("nothing reads it without hybrid", "leave it out, or set hybrid to true") for key in knee}
+        return found
 
     def _check_stabilizer(self) -> None:
         value = self.stabilizer
         if value is None:
             return
-        pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
-        if not pair or not (value[0] > 0 and 0 <= value[1] <= 1):
+        pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+        if not pair or not (0 < value[0] <= _LARGEST and 0 <= value[1] <= 1):
             self._fail(
                 "stabilizer", "it must be [threshold > 0, retention in [0, 1]] or null", "the default is [2.0, 0.9]"
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,22 +15,26 @@ from ranks import run_ranks
 from torch import nn
 
 import deepspeed_plugin
+from deepspeed_plugin.checkpoint import CheckpointError
 from rankwise.optimizers.options import OptionError
 from rankwise.sharding import LayoutError
 
 # Type, params, and what the message must contain: key, value, rule, fix.
-BAD_BLOCKS: list[tuple[str, dict[str, Any], list[str]]] = [
+BAD_BLOCKS: list[tuple[str, Any, list[str]]] = [
     ("MKORR", {}, ["optimizer.type", "'MKORR'", "neither DeepSpeed, torch.optim nor rankwise", "did you mean 'MKOR'"]),
     ("Mars_lion", {}, ["optimizer.type", "'Mars_lion'", "did you mean 'MARS-Lion'"]),
     ("LDAdam", {"rnak": 4}, ["'LDAdam'", "no option 'rnak'", "did you mean 'rank'"]),
     ("LDAdam", {"rank": 0}, ["rank=0", "it must be an integer >= 1", "the default is 16"]),
     ("MARS-AdamW", {"betas": [1.2, 0.9]}, ["betas=(1.2, 0.9)", "two numbers in [0, 1)", "[0.95, 0.99]"]),
-    ("MARS-M", {"variant": "lion"}, ["'MARS-M'", "no option 'variant'"]),
+    ("MARS-M", {"variant": "lion"}, ["'MARS-M'", "no option 'variant'", "under the name 'MARS'"]),
+    ("LDAdam", 3, ["optimizer.params=3", "an object of options"]),
+    ("SONew", {"band": 10**400}, ["band=1000", "it must be <= 32", "the default is 1"]),
     ("SONew", {"band": -1}, ["band=-1", "it must be an integer >= 0", "the default is 1"]),
     ("MKOR", {"lr": float("nan")}, ["lr=nan", "it must be a finite number"]),
     ("MKOR", {"factor_dtype": "int8"}, ["factor_dtype='int8'", "floating-point type", "float32"]),
     ("MKOR-H", {"hybrid_patience": "auto"}, ["hybrid_patience='auto'", "only lr, betas, eps, weight_decay"]),
-    ("MKOR-H", {"hybrid": False}, ["'MKOR-H'", "no option 'hybrid'"]),
+    ("MKOR-H", {"hybrid": False}, ["'MKOR-H'", "no option 'hybrid'", "under the name 'MKOR'"]),
+    ("MKOR", {"momentum": 0.9}, ["momentum=0.9", "backend='adamw' does not read it", "set backend to 'sgd'"]),
 ]
 
 
@@ -43,7 +49,7 @@ class Vectors(nn.Module):
         return self.norm(x).square().mean()
 
 
-def _attempt(initialize: Callable[..., Any], model: nn.Module, name: str, params: dict[str, Any], stage: int) -> str:
+def _attempt(initialize: Callable[..., Any], model: nn.Module, name: str, params: Any, stage: int) -> str:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
@@ -57,20 +63,46 @@ def _attempt(initialize: Callable[..., Any], model: nn.Module, name: str, params
     return "accepted"
 
 
-def _bad_blocks(rank: int, world: int) -> list[str]:
+def _absent_checkpoints(folders: list[str]) -> list[str]:
+    """What loading says, of names in ``latest`` and of a tag."""
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, "optimizer": {"type": "SONew"}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config)
+    found = []
+    for folder, tag in [*((folder, None) for folder in folders), (folders[0], "absent")]:
+        try:
+            found.append(repr(engine.load_checkpoint(folder, tag)))
+        except CheckpointError as failure:
+            found.append(str(failure))
+    engine.destroy()
+    return found
+
+
+def _bad_blocks(rank: int, world: int, folders: list[str]) -> list[str]:
     deepspeed.init_distributed("gloo")
     found = []
     for index, (name, params, _) in enumerate(BAD_BLOCKS):
         for initialize in (deepspeed.initialize, deepspeed_plugin.initialize):
-            found.append(_attempt(initialize, nn.Linear(4, 4), name, dict(params), index % 4))
+            found.append(_attempt(initialize, nn.Linear(4, 4), name, copy.copy(params), index % 4))
     for stage in range(4):
         found.append(_attempt(deepspeed.initialize, Vectors(), "LDAdam", {}, stage))
-    return found
+    return found + _absent_checkpoints(folders)
 
 
 @pytest.mark.slow
-def test_bad_blocks_end_before_the_first_step_on_every_rank() -> None:
-    for messages in run_ranks(2, _bad_blocks, timeout=60.0):
+def test_bad_blocks_end_before_the_first_step_on_every_rank(tmp_path: Path) -> None:
+    """And names of checkpoints that are none."""
+    folders = [tmp_path / name for name in ("dangling", "empty", "never")]
+    for folder, text in zip(folders, ("global_step7", "\n", None), strict=True):
+        (folder / "global_step5").mkdir(parents=True)
+        (folder / "global_step5" / "mp_rank_00_model_states.pt").touch()
+        if text is not None:
+            (folder / "latest").write_text(text)
+    for *messages, dangling, empty, never, absent in run_ranks(2, _bad_blocks, [str(f) for f in folders], timeout=60.0):
+        held = "(it holds global_step5); pass the tag of one, or write it into 'latest'"
+        assert "dangling/latest names 'global_step7', which is invalid" in dangling and held in dangling
+        assert "empty/latest is empty, which is invalid" in empty and held in empty
+        assert never == "(None, None)", "as DeepSpeed answers where nothing was saved"
+        assert absent.startswith("tag='absent' is invalid") and held in absent
         for index, (name, params, parts) in enumerate(BAD_BLOCKS):
             for message in messages[2 * index : 2 * index + 2]:
                 assert all(part in message for part in parts), (name, params, message)

@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
 import deepspeed_plugin
 from rankwise.optimizers.options import OptionError
@@ -60,6 +61,52 @@ def test_a_broken_file_is_named(text: str, words: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"absent\.json' cannot be read: there is no such file"):
         deepspeed_plugin.validate_config(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "MKOR", "params": 3}, "optimizer.params=3 is invalid: it must be an object of options"),
+        ({"type": "MKOR", "params": [["lr", 1e-3]]}, r"optimizer.params=\[\['lr', 0.001\]\] is invalid"),
+        ({"type": "LDAdam", "param": {"rank": 4}}, "optimizer has no key 'param': did you mean 'params'?"),
+        ({"type": "LDAdam", "rank": 4}, 'optimizer.rank=4 is invalid: .* read inside "params" alone; move it there'),
+        ({"type": "LDAdam", "params": {}, "lr": 1}, "optimizer.lr=1 is invalid"),
+        ({"type": "LDAdam", "zebra": 4}, "optimizer has no key 'zebra': its keys are type, params, legacy_fusion"),
+        ({"typ": "LDAdam", "params": {}}, "optimizer has no key 'typ': did you mean 'type'?"),
+        ({"name": "LDAdam"}, "optimizer has no key 'name': did you mean 'type'?"),
+        ({"type": 3}, "optimizer.type=3 is invalid: it must be the name of an optimizer"),
+        (3, "optimizer=3 is invalid: it must be an object"),
+        (None, "optimizer=None is invalid"),
+        ({"type": "MKOR", "params": {"momentum": 0.9}}, "momentum=0.9 is invalid: backend='adamw' does not read it"),
+        (
+            {"type": "MKOR", "params": {"hybrid_ema": 0.95}},
+            "hybrid_ema=0.95 is invalid: nothing reads it",
+        ),
+        ({"type": "MKOR-H", "params": {"hybrid": False}}, r"'hybrid', which the name fixes .* under the name 'MKOR'"),
+        ({"type": "MARS-M", "params": {"variant": "lion"}}, r"'variant', which .*variant='lion' under the name 'MARS'"),
+        ({"type": "MARS", "params": {"lr": 10**400}}, r"lr=1000+\.\.\. \(401 characters\) is invalid: it must be"),
+        ({"type": "MARS", "params": {"name": "x", "params": 3}}, "'MARS' has no option 'name'"),
+        ({"type": "muonn", "params": {}}, "did you mean 'muon'"),
+        ({"type": "zzz"}, "rankwise adds MARS, "),
+    ],
+)
+def test_blocks_that_would_be_read_in_part(block: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        deepspeed_plugin.validate_config({"optimizer": block})
+    if "muonn" not in str(block) and "zzz" not in str(block):  # those are for DeepSpeed to look up
+        with pytest.raises(OptionError, match=words):
+            DeepSpeedConfig({"train_batch_size": 1, "optimizer": block})
+
+
+def test_blocks_that_are_read() -> None:
+    for block in (
+        {"type": "MKOR", "params": {"backend": "sgd", "momentum": 0.9, "betas": "auto", "eps": 1e-8}},
+        {"type": "MKOR", "legacy_fusion": True},
+        {"type": "AdamW", "rank": 4, "params": {"momentum": 3}},  # not ours to judge
+        {},
+    ):
+        deepspeed_plugin.validate_config({"optimizer": block})
+        DeepSpeedConfig({"train_batch_size": 1, "optimizer": block})
 
 
 def test_only_what_can_be_captured_has_the_option() -> None:

@@ -21,6 +21,7 @@ PAIRS = [(0.9,), (0.9, 1.0), (-0.1, 0.9), 0.9, ("a", 0.9), None]
 FLAGS = [1, "true", None]
 PATTERNS = ["*gate*", (1,), 3, None]
 DTYPES = ["float", "int8", torch.int64, 32]
+HUGE = [10**400, 10**5000]  # no float; not even text
 
 # (class, key, values, rule, fix)
 CHECKS: list[tuple[type, str, list[Any], str, str]] = [
@@ -62,7 +63,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
         r"the default is \[2.0, 0.9\]",
     ),
     (MKOR, "stabilizer_norm", ["rows"], "it must be one of 'row_sum', 'max_entry'", "did you mean 'row_sum'"),
-    (MKOR, "rescale", ["sum", False], "it must be one of 'joint', None", "the default is 'joint'"),
+    (MKOR, "rescale", ["sum", False], r"it must be one of 'joint', null \(None\)", "the default is 'joint'"),
     (MKOR, "max_factor_dim", [0, 1e4], "it must be an integer >= 1", "the default is 16384"),
     (MKOR, "factor_dtype", [*DTYPES, None], "it must name a floating-point type", "write 'float32'"),
     (MKOR, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
@@ -93,6 +94,20 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
             (cls, "skip_nonfinite", FLAGS, "it must be true or false", "the default is False"),
         )
     ],
+]
+_NUMBERS = {
+    MARS: ("lr", "betas", "eps", "weight_decay", "gamma", "clip", "lr_1d", "betas_1d", "weight_decay_1d", "ns_steps"),
+    SONew: ("lr", "band", "betas", "eps", "weight_decay", "graft_eps", "gamma"),
+    LDAdam: ("lr", "rank", "rho", "betas", "eps", "weight_decay"),
+    MKOR: ("lr", "factor_decay", "update_interval", "max_factor_dim", "output_gain", "stabilizer", "momentum"),
+}
+TOO_LARGE = [
+    (MARS, "ns_steps", 101, "it must be <= 100, a handful", "the default is 5"),
+    (MARS, "gamma", 1e7, r"it must be <= 1e\+06", "the default is 0.025"),
+    (SONew, "band", 33, "it must be <= 32, as every neighbour costs", "the default is 1"),
+    (LDAdam, "rank", 10**10, "it must be <= 1000000000, lower the rank", "the default is 16"),
+    (MKOR, "update_interval", 2 * 10**9, "it must be <= 1000000000", "the default is 10"),
+    *[(cls, key, 1e30, r"it must be <= 1e\+06", "the default") for cls in CLASSES for key in ("lr", "weight_decay")],
 ]
 BAD = [
     pytest.param(cls, key, value, rule, fix, id=f"{cls.__name__}-{key}-{value}")
@@ -138,19 +153,73 @@ def test_every_option_is_checked_here(cls: type) -> None:
 
 
 GOOD: list[tuple[type, dict[str, Any]]] = [
-    (MARS, {"clip": None, "lr_1d": 0.0, "gamma": 0.0, "betas": [0.0, 0.0], "exclude": ["other"]}),
+    (MARS, {"clip": None, "lr_1d": 0.0, "gamma": 0.0, "betas": [0.0, 0.0], "exclude": ["*.bias"]}),
     (MARS, {"lr": torch.tensor(0.1), "ns_dtype": "float16", "variant": "muon"}),
     (SONew, {"band": 0, "gamma": 0.0, "eps": 0.0, "graft_eps": 0.0, "lr": 1}),
     (LDAdam, {"rank": 1, "rho": 1.0, "error_dtype": None}),
     (LDAdam, {"rank": 1, "rho": 0.0, "error_dtype": "float16"}),
-    (MKOR, {"stabilizer": None, "rescale": None, "momentum": 0.0, "exclude": ("other",)}),
-    (MKOR, {"stabilizer": [1, 0], "hybrid_ema": 0.0, "hybrid_min_steps": 2, "hybrid_patience": 1}),
+    (MKOR, {"stabilizer": None, "rescale": None, "momentum": 0.0, "backend": "sgd", "exclude": ("*bias",)}),
+    (MKOR, {"stabilizer": [1, 0], "hybrid": True, "hybrid_ema": 0.0, "hybrid_min_steps": 2, "hybrid_patience": 1}),
 ]
 
 
 @pytest.mark.parametrize(("cls", "options"), GOOD, ids=str)
 def test_limits_of_the_ranges_are_accepted(cls: type, options: dict[str, Any]) -> None:
     assert cls(parameters(), **options).options.lr == options.get("lr", cls.options_type().lr)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", HUGE, ids=("400 digits", "5000 digits"))
+@pytest.mark.parametrize(("cls", "key"), [(cls, key) for cls, keys in _NUMBERS.items() for key in keys])
+def test_huge_integers(cls: type, key: str, value: int) -> None:
+    pair = key in ("stabilizer", "betas", "betas_1d")
+    with pytest.raises(OptionError, match=rf"^{cls.__name__}: {key}=.* is invalid: it must .*; ") as caught:
+        cls(parameters(), **{key: (value, 0.5) if pair else value})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(("cls", "key", "value", "rule", "fix"), TOO_LARGE)
+def test_upper_bounds(cls: type, key: str, value: float, rule: str, fix: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{cls.__name__}: {key}=.* is invalid: {rule}.*; {fix}"):
+        cls(parameters(), **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "words"),
+    [
+        (LDAdam, {"comm_dtype": "bf16"}, "write 'bfloat16'"),
+        (LDAdam, {"comm_dtype": "torch.fp16"}, "write 'float16'"),
+        (MKOR, {"factor_dtype": "single"}, "write 'float32'"),
+        (MARS, {"variant": "MARS-M"}, "did you mean 'muon'"),
+        (MARS, {"variant": "mars-lion"}, "did you mean 'lion'"),
+        (MARS, {"variant": "zebra"}, "the default is 'adamw'"),
+        (MKOR, {"rescale": "none"}, r"did you mean null \(None\)\?"),
+        (MARS, {"variant": torch.ones(2)}, "it must be one of"),
+        (SONew, {"graft": ["adam"]}, "it must be one of"),
+        (MARS, {"lr": torch.tensor(math.nan)}, "it must be a finite number"),
+    ],
+)
+def test_what_was_probably_meant(cls: type, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        cls(parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"momentum": 0.5}, "momentum=0.5 is invalid: backend='adamw' does not read it; .* set backend to 'sgd'"),
+        ({"nesterov": True, "backend": "lamb"}, "nesterov=True is invalid: backend='lamb' does not read it"),
+        ({"betas": (0.8, 0.9), "backend": "sgd"}, "betas=.* set backend to 'adamw' or 'lamb'"),
+        ({"eps": 1e-6, "backend": "sgd"}, "eps=1e-06 is invalid"),
+        ({"hybrid_patience": 5}, "hybrid_patience=5 is invalid: nothing reads it without hybrid"),
+    ],
+)
+def test_options_that_nothing_would_read(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=f"MKOR: {words}"):
+        MKOR(parameters(), **options)
+    first, second = parameters()
+    if "momentum" in options:
+        with pytest.raises(OptionError, match=words):
+            MKOR([{"params": [first]}, {"params": [second], **options}])
 
 
 def test_lr_1d_needs_a_peak_lr() -> None:
@@ -195,11 +264,15 @@ def test_options_common_to_all_groups(cls: type, key: str, value: Any) -> None:
         ("weight_decy", "did you mean 'weight_decay'?"),
         ("beta", "did you mean 'betas'?"),
         ("optimise_1d", "did you mean 'optimize_1d'?"),
+        ("learning_rate", "did you mean 'lr'?"),
+        ("epsilon", "did you mean 'eps'?"),
         ("zzz", "valid keys are betas, betas_1d, capturable, clip, "),
+        ("amsgrad", "valid keys are"),
+        (3, "valid keys are"),
     ],
 )
-def test_unknown_keys_name_the_nearest(key: str, hint: str) -> None:
-    with pytest.raises(OptionError, match=f"MARS has no option '{key}': ") as caught:
+def test_unknown_keys_name_the_nearest(key: Any, hint: str) -> None:
+    with pytest.raises(OptionError, match=f"MARS has no option {key!r}: ") as caught:
         check_keys(["lr", key], MARS.options_type.names(), "MARS")
     assert hint in str(caught.value)
     check_keys(["lr", "gamma"], MARS.options_type.names(), "MARS")

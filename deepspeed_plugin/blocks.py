@@ -1,0 +1,164 @@
+"""The ``"optimizer"`` block of a configuration: its types, and its check before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+from deepspeed_plugin.json_file import read_config
+from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.hints import nearest, shown
+from rankwise.optimizers.options import OptionError, Options, check_given, check_keys, check_preset
+
+__all__ = ["JSON_TYPES", "check_block", "resolve", "types_by_spelling", "unknown_type", "validate_config"]
+
+JSON_TYPES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
+    "MARS": (MARS, {}),
+    "MARS-AdamW": (MARS, {"variant": "adamw"}),
+    "MARS-Lion": (MARS, {"variant": "lion"}),
+    "MARS-Shampoo": (MARS, {"variant": "shampoo"}),
+    "MARS-M": (MARS, {"variant": "muon"}),
+    "SONew": (SONew, {}),
+    "LDAdam": (LDAdam, {}),
+    "MKOR": (MKOR, {}),
+    "MKOR-H": (MKOR, {"hybrid": True}),
+}
+"""Optimizer class and preset options of each ``"type"``; the lower-case spelling works too."""
+
+# Values the Hugging Face integrations fill in; under bare DeepSpeed they mean the class's default.
+_AUTO_KEYS = ("lr", "betas", "eps", "weight_decay")
+_BLOCK_KEYS = ("type", "params", "legacy_fusion")
+
+
+@cache
+def types_by_spelling() -> dict[str, str]:
+    """The type's own spelling by each that is accepted."""
+    return {spelling: name for name in JSON_TYPES for spelling in (name, name.lower())}
+
+
+def validate_config(config: str | Path | Mapping[str, Any]) -> None:
+    """Check the ``"optimizer"`` block of a DeepSpeed configuration before anything is started.
+
+    Args:
+        config: The JSON's path or its content, in whatever form DeepSpeed takes it.
+
+    Raises:
+        OptionError: The file cannot be read, the type is unknown, or one of ours has a bad key or value.
+    """
+    content = read_config(config)
+    check_block(content)
+    block = content.get("optimizer") or {}
+    name = block.get("type")
+    if name is not None and name not in types_by_spelling() and not _known_to_deepspeed(name):
+        raise OptionError(unknown_type(name))
+
+
+def check_block(config: Mapping[str, Any]) -> None:
+    """Check the ``"optimizer"`` block if it has one of our types, or none that could be read.
+
+    Args:
+        config: The whole configuration.
+
+    Raises:
+        OptionError: Names the key.
+    """
+    if "optimizer" not in config:
+        return
+    block = config["optimizer"]
+    if not isinstance(block, Mapping):
+        _refuse("optimizer", block, "it must be an object", 'write {"type": ..., "params": {...}}, or leave it out')
+    name = block.get("type")
+    if name is None:
+        _refuse_misspelt_type(block)
+        return
+    if not isinstance(name, str):
+        _refuse("optimizer.type", name, "it must be the name of an optimizer", f"write e.g. {next(iter(JSON_TYPES))!r}")
+    if name not in types_by_spelling():
+        return
+    params = block.get("params")
+    if params is not None and not isinstance(params, Mapping):
+        _refuse("optimizer.params", params, "it must be an object of options", 'write e.g. {"lr": 1e-3}')
+    _refuse_beside_params(block, types_by_spelling()[name])
+    resolve(name, params or {})
+
+
+def _refuse(key: str, value: Any, rule: str, fix: str) -> None:
+    raise OptionError(f"{key}={shown(value)} is invalid: {rule}; {fix}")
+
+
+def _refuse_misspelt_type(block: Mapping[str, Any]) -> None:
+    """Without a type DeepSpeed builds no optimizer, and says nothing."""
+    for key, value in block.items():
+        if nearest(key, ["type"]) or (isinstance(value, str) and value in types_by_spelling()):
+            raise OptionError(f"optimizer has no key {shown(key)}: did you mean 'type'?")
+
+
+def _refuse_beside_params(block: Mapping[str, Any], canonical: str) -> None:
+    """DeepSpeed reads no other keys: the optimizer would run with its defaults."""
+    for key in block:
+        if key in _BLOCK_KEYS:
+            continue
+        if key in _keys_of(JSON_TYPES[canonical][0]):
+            raise OptionError(
+                f"optimizer.{key}={shown(block[key])} is invalid: options of type '{canonical}' are read inside "
+                f'"params" alone; move it there'
+            )
+        near = nearest(key, _BLOCK_KEYS)
+        hint = f"did you mean '{near}'?" if near else f"its keys are {', '.join(_BLOCK_KEYS)}; options go into params"
+        raise OptionError(f"optimizer has no key {shown(key)}: {hint}")
+
+
+def _keys_of(cls: type[ShardedOptimizer]) -> list[str]:
+    return [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "params")]
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a JSON block's params and turn them into constructor keywords.
+
+    Args:
+        name: A key of :data:`JSON_TYPES`, or its lower-case spelling.
+        options: The ``"params"``.
+
+    Raises:
+        OptionError: An unknown key, a value outside its range, or one that nothing would read.
+    """
+    canonical = types_by_spelling()[name]
+    owner = f"optimizer type '{canonical}'"
+    cls, preset = JSON_TYPES[canonical]
+    check_preset(options, preset, owner, instead=cls.__name__)
+    check_keys(options, _keys_of(cls), owner)
+    resolved = dict(preset)
+    for key, value in options.items():
+        if isinstance(value, str) and value == "auto":
+            if key not in _AUTO_KEYS:
+                raise OptionError(
+                    f"{owner}: {key}='auto' is invalid: only {', '.join(_AUTO_KEYS)} may be 'auto'"
+                    "; write a value or leave the key out"
+                )
+            continue
+        resolved[key] = tuple(value) if isinstance(value, list) else value
+    options_type: type[Options] = cls.options_type
+    # What integrations fill in may stand there unread as long as it is the default.
+    check_given(
+        {key: value for key, value in options.items() if key not in _AUTO_KEYS}, options_type(**resolved), owner
+    )
+    return resolved
+
+
+def _known_to_deepspeed(name: str) -> bool:
+    return name.lower() in DEEPSPEED_OPTIMIZERS or getattr(torch.optim, name, None) is not None
+
+
+def unknown_type(name: str) -> str:
+    """The message about a type nobody knows."""
+    spellings = [*JSON_TYPES, *DEEPSPEED_OPTIMIZERS]
+    near = nearest(name, spellings)
+    hint = f"did you mean '{near}'?" if near else f"rankwise adds {', '.join(JSON_TYPES)}."
+    return f"optimizer.type={shown(name)} is invalid: neither DeepSpeed, torch.optim nor rankwise has it; {hint}"

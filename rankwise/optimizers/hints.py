@@ -1,0 +1,75 @@
+"""What a message about a wrong value says beyond the rule: the value, shortened, and what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["OPTION_WORDS", "VALUE_WORDS", "nearest", "shown", "with_both_spellings"]
+
+_LONGEST = 120
+OPTION_WORDS: Mapping[str, str] = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "beta1": "betas",
+    "beta2": "betas",
+}
+"""Our option for what others call it."""
+VALUE_WORDS: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "single": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "mars": "adamw",
+    "mars-adamw": "adamw",
+    "mars-lion": "lion",
+    "mars-shampoo": "shampoo",
+    "mars-m": "muon",
+    "mars_m": "muon",
+}
+"""Our value for what others call it, and for the name of the optimizer that has it."""
+_CLOSE = 0.6
+"""Similarity below which two words have nothing to do with each other."""
+
+
+def nearest(
+    given: Any, valid: Collection[str], words: Mapping[str, str] = MappingProxyType({}), cutoff: float = _CLOSE
+) -> str | None:
+    """What ``given`` was probably meant to be; None if nothing is like it.
+
+    Args:
+        given: A key or a value, of whatever type it came in.
+        valid: What would have been right.
+        words: Further names of some of them, in lower case.
+        cutoff: Smallest similarity, between 0 and 1.
+    """
+    lowered = str(given).lower() if isinstance(given, str) else shown(given)
+    lowered = lowered.removeprefix("torch.")
+    spelled = {candidate.lower(): candidate for candidate in valid}
+    meant = words.get(lowered, "")
+    if meant.lower() in spelled:
+        return spelled[meant.lower()]
+    near = difflib.get_close_matches(lowered, spelled, n=1, cutoff=cutoff)
+    return spelled[near[0]] if near else None
+
+
+def shown(value: Any) -> str:
+    """``repr``, cut to one readable line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 20]}... ({len(text)} characters)"
+
+
+def with_both_spellings(value: Any) -> str:
+    """``repr``; the empty value as JSON and Python write it."""
+    return "null (None)" if value is None else repr(value)
