@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["main", "run_script"]
+__all__ = ["main", "run_script", "wants_one_connection"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -34,8 +34,8 @@ def run_script(script: Path, arguments: list[str], cpu: bool = False) -> None:
     """
     sys.path[0] = str(script.resolve().parent)
     sys.argv = [str(script), *arguments]
-    # Asserted by Megatron's tensor-parallel layers.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if wants_one_connection(arguments):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with ExitStack() as stack:
         if cpu:
             trial = importlib.import_module("megatron_patches.cpu")
@@ -43,6 +43,23 @@ def run_script(script: Path, arguments: list[str], cpu: bool = False) -> None:
             sys.argv += trial.PRETRAIN_FLAGS
         importlib.import_module("megatron_patches").apply(command_line=True)
         runpy.run_path(str(script), run_name="__main__")
+
+
+def wants_one_connection(arguments: list[str]) -> bool:
+    """Whether Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1: with tensor or context parallelism.
+
+    Under FSDP it asserts another value or none; elsewhere it does not care, and some backends suffer.
+
+    Args:
+        arguments: Of Megatron's script.
+    """
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    if any(word in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-custom-fsdp") for word in words):
+        return False
+    sizes = ("--tensor-model-parallel-size", "--context-parallel-size")
+    cut = any(word in sizes and value.strip() != "1" for word, value in zip(words, words[1:], strict=False))
+    # Sizes that come from a file are not known yet.
+    return cut or "--yaml-cfg" in words or "--use-mp-args-from-checkpoint-args" in words
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from megatron_patches.registry import NAMES, option_names, resolve
 from megatron_patches.resuming import flag_of
+from megatron_patches.support import SupportError, refused_flags
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.options import OptionError
 
@@ -21,8 +22,8 @@ __all__ = ["Flag", "add_flags", "flags", "given_options"]
 
 LAYER_WISE = "--rankwise-layer-wise"
 _STOCK_NAME = "adam"
-# Megatron's flags that its own optimizers read and ours do not.
-_UNREAD = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+# How the names of arguments begin that Megatron's own optimizers read and ours do not.
+_UNREAD = ("adam_", "sgd_", "muon_", "lion_", "soap_", "adaptive_muon_")
 
 
 class Flag(NamedTuple):
@@ -126,6 +127,8 @@ def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(
             f"argument --yaml-cfg: it is invalid with --optimizer {name}: the file would replace every argument"
         )
+    for flag_text, reason in refused_flags(args, parser.get_default):
+        parser.error(f"argument {flag_text}: it is invalid with --optimizer {name}: {reason}")
     _check_values(parser, name, given_options(args, name))
     _warn_of_unread(parser, args, name)
     args.optimizer = _STOCK_NAME
@@ -142,7 +145,7 @@ def _check_values(parser: argparse.ArgumentParser, name: str, options: Mapping[s
     typed = {flag.key: flag.option for flag in flags() if name in flag.names}
     try:
         resolve(name, options)
-    except OptionError as error:
+    except (OptionError, SupportError) as error:
         # Those without any one of which it would do; what is wrong may be how they go together.
         alone = [key for key in options if not _is_refused(name, {k: v for k, v in options.items() if k != key})]
         blamed = [typed[key] for key in alone or (key for key in options if f"{key}=" in str(error)) or options]
@@ -152,15 +155,16 @@ def _check_values(parser: argparse.ArgumentParser, name: str, options: Mapping[s
 def _is_refused(name: str, options: Mapping[str, Any]) -> bool:
     try:
         resolve(name, options)
-    except OptionError:
+    except (OptionError, SupportError):
         return True
     return False
 
 
 def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> None:
-    unread = [key for key in _UNREAD if getattr(args, key, None) != parser.get_default(key)]
+    given = [action for action in parser._actions if action.dest.startswith(_UNREAD) and action.option_strings]
+    unread = [action for action in given if getattr(args, action.dest, action.default) != action.default]
     if unread and os.environ.get("RANK", "0") == "0":
-        typed = ", ".join("--" + key.replace("_", "-") for key in unread)
+        typed = ", ".join(action.option_strings[0] for action in unread)
         prefix = flag_of(NAMES[name][0])
         print(f"{typed}: not read by --optimizer {name}, whose own flags begin with {prefix}", file=sys.stderr)
 

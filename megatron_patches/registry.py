@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,12 @@ from torch import nn
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.names import describe_model
-from megatron_patches.support import SupportError, refuse_settings
+from megatron_patches.support import SupportError, refuse_exact, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.groups import idle_allowed
-from rankwise.optimizers.options import Options, check_given, check_keys, check_preset
+from rankwise.optimizers.options import OptionError, Options, check_given, check_keys, check_preset
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
 
@@ -42,6 +43,8 @@ NAMES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
 }
 """Optimizer class and preset options of each ``--optimizer`` name."""
 
+# "adam" is close to "ldadam".
+_STOCK_NAMES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 # These come from Megatron's own settings.
 _MEGATRON_OPTIONS = ("lr", "weight_decay")
 _stock_factory: Callable[..., MegatronOptimizer] = stock.get_megatron_optimizer
@@ -70,6 +73,26 @@ class RankwiseConfig(OptimizerConfig):
     rankwise_tp_mode: str = "exact"
     rankwise_override_checkpoint: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            OptionError: An optimizer nobody knows, an unknown key, or a value outside its range.
+            SupportError: A setting that cannot work, with the nearest one that does.
+        """
+        for key in ("rankwise_layer_wise", "rankwise_override_checkpoint"):
+            if not isinstance(getattr(self, key), bool):
+                raise OptionError(
+                    f"RankwiseConfig: {key}={getattr(self, key)!r} is invalid: it must be True or False; the default "
+                    "is False"
+                )
+        if self.optimizer in NAMES:
+            tp_mode(self, resolve(self.optimizer, self.rankwise))
+            refuse_settings(self, self.optimizer)
+        else:
+            _refuse_unknown(self.optimizer, self.rankwise)
+        super().__post_init__()
+
     def provide(
         self,
         model_chunks: Sequence[nn.Module],
@@ -84,6 +107,18 @@ class RankwiseConfig(OptimizerConfig):
             config_overrides,
             use_gloo_process_groups=use_gloo_process_groups,
             pg_collection=pg_collection,
+        )
+
+
+def _refuse_unknown(name: Any, options: Mapping[str, Any]) -> None:
+    """Names of Megatron's own are left to it, unless one of ours was meant."""
+    meant = [] if name in _STOCK_NAMES else [str(name).lower().replace("_", "-")]
+    near = [found for word in meant for found in difflib.get_close_matches(word, NAMES, n=1, cutoff=0.75)]
+    if near or options:
+        fix = f"did you mean '{near[0]}'?" if near else "leave rankwise out with Megatron's own optimizers"
+        raise OptionError(
+            f"RankwiseConfig: optimizer={name!r} is invalid with rankwise={options!r}: it must be one of "
+            f"{', '.join(NAMES)}; {fix}"
         )
 
 
@@ -107,7 +142,13 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         OptionError: An unknown key, or a value outside its range.
+        SupportError: Exact mode of MARS.
     """
+    if not isinstance(options, Mapping):
+        raise OptionError(
+            f"optimizer '{name}': rankwise={options!r} is invalid: it must be a dictionary of options; write e.g. "
+            "rankwise={'eps': 1e-8}"
+        )
     cls, preset = NAMES[name]
     owner = f"optimizer '{name}'"
     check_preset(options, preset, owner, instead=cls.__name__.lower())
@@ -115,6 +156,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     resolved = {**preset, **{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}}
     options_type: type[Options] = cls.options_type
     check_given(options, options_type(**resolved), owner)
+    refuse_exact(name, resolved)
     return resolved
 
 
@@ -159,7 +201,8 @@ def get_megatron_optimizer(
     if name not in NAMES:
         return _stock_factory(config, model_chunks, *args, **kwargs)
     options = resolve(name, getattr(config, "rankwise", {}))
-    refuse_settings(config, name, options)
+    refuse_settings(config, name)
+    refuse_wrapping(model_chunks, name)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
     adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)

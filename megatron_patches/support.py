@@ -2,49 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
-__all__ = ["SupportError", "refuse_settings", "refuse_without_statistics"]
+__all__ = [
+    "SupportError",
+    "refuse_exact",
+    "refuse_settings",
+    "refuse_without_statistics",
+    "refuse_wrapping",
+    "refused_flags",
+]
 
 
 class SupportError(ValueError):
     """A Megatron setting that cannot work with our optimizers."""
 
 
-# Field of OptimizerConfig, its flag, why it cannot work, and the nearest setting that does.
+class _Refusal(NamedTuple):
+    """A field of OptimizerConfig or of Megatron's arguments, its flag, why it cannot work, what does."""
+
+    field: str
+    flag: str
+    reason: str
+    fix: str
+
+
 _REFUSED = (
-    (
+    _Refusal(
         "use_precision_aware_optimizer",
         "--use-precision-aware-optimizer",
         "main weights and moments then live inside Transformer Engine's FusedAdam",
         "leave it out; LDAdam and MARS-Lion keep less state instead",
     ),
-    (
+    _Refusal(
         "optimizer_cpu_offload",
         "--optimizer-cpu-offload",
         "Megatron's hybrid optimizer splits parameters between two instances of Adam",
         "leave it out; the distributed optimizer divides the states by the data-parallel size",
     ),
-    (
+    _Refusal(
+        "optimizer_cuda_graph",
+        "--optimizer-cuda-graph",
+        "a captured step would repeat the exchanges between ranks and the host's decisions of one step for ever",
+        "leave it out; the graphs of the model's layers are another flag",
+    ),
+    _Refusal(
+        "use_layer_wise_distributed_optimizer",
+        "use_layer_wise_distributed_optimizer=True",
+        "Megatron lays that optimizer's buffers out for its own optimizers' matrices",
+        "pass --rankwise-layer-wise (rankwise_layer_wise=True) instead",
+    ),
+    _Refusal(
         "reuse_grad_buf_for_mxfp8_param_ag",
         "--reuse-grad-buf-for-mxfp8-param-ag",
         "gradients and gathered weights then share memory in a layout of their own",
         "train with bf16 parameters",
     ),
 )
+_FSDP_REASON = "it cuts parameters and gradients into shards of its own, whose places no layout of ours describes"
+_FSDP_FIX = "leave it out; --use-distributed-optimizer divides states and main weights by the data-parallel size"
+_FSDP = (
+    _Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP_REASON, _FSDP_FIX),
+    _Refusal("use_custom_fsdp", "--use-custom-fsdp", _FSDP_REASON, _FSDP_FIX),
+    _Refusal("use_torch_fsdp2", "--use-torch-fsdp2", _FSDP_REASON, _FSDP_FIX),
+)
+# Their values mean something under FSDP alone, and default to a kind of sharding in some versions.
+_FSDP_STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
+_FSDP_WRAPPERS = {
+    "FullyShardedDataParallel": "--use-megatron-fsdp",
+    "TorchFullyShardedDataParallel": "--use-torch-fsdp2",
+}
 
 
-def refuse_settings(config: OptimizerConfig, name: str, options: Mapping[str, Any]) -> None:
+def refused_flags(args: argparse.Namespace, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """Flags of Megatron's command line that cannot work, with the reason and what does.
+
+    Args:
+        args: What the parser returned.
+        default: The parser's default of an argument.
+    """
+    for refusal in (*_FSDP, *_REFUSED):
+        if getattr(args, refusal.field, False):
+            yield refusal.flag, f"{refusal.reason}; {refusal.fix}"
+    for field in _FSDP_STRATEGIES:
+        if getattr(args, field, None) != default(field):
+            yield "--" + field.replace("_", "-"), f"{_FSDP_REASON}; {_FSDP_FIX}"
+
+
+def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
+    """Check how the model is wrapped.
+
+    Args:
+        chunks: The model chunks.
+        name: The optimizer's name.
+
+    Raises:
+        SupportError: Megatron's or torch's FSDP.
+    """
+    for chunk in chunks:
+        for base in type(chunk).__mro__:
+            flag = _FSDP_WRAPPERS.get(base.__name__)
+            if flag is not None:
+                raise SupportError(
+                    f"{flag} (the model is a {base.__name__}) is invalid with --optimizer {name}: {_FSDP_REASON}; "
+                    f"{_FSDP_FIX}"
+                )
+
+
+def refuse_exact(name: str, options: Mapping[str, Any]) -> None:
+    """Check an optimizer's options.
+
+    Args:
+        name: The optimizer's name.
+        options: Its options.
+
+    Raises:
+        SupportError: Exact mode, which needs a second backward pass per step.
+    """
+    if options.get("exact"):
+        raise SupportError(
+            f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, "
+            "exact MARS needs the next batch's gradient too; use the default exact=False"
+        )
+
+
+def refuse_settings(config: OptimizerConfig, name: str) -> None:
     """Check an optimizer config.
 
     Args:
         config: Megatron's config.
         name: The optimizer's name.
-        options: Its options.
 
     Raises:
         SupportError: The flag, the reason and the nearest setting that works.
@@ -59,11 +152,6 @@ def refuse_settings(config: OptimizerConfig, name: str, options: Mapping[str, An
                     f"{flag} is invalid with the layer-wise optimizer: Megatron deals whole bf16 or fp32 parameters "
                     "out to the ranks; drop one of the two (the distributed optimizer works with fp16 as well)"
                 )
-    if options.get("exact"):
-        raise SupportError(
-            f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, "
-            "exact MARS needs the next batch's gradient too; use the default exact=False"
-        )
 
 
 def refuse_without_statistics(model: TransformerConfig, blocks: bool) -> None:

@@ -214,3 +214,22 @@ def test_universal_command_says_what_is_missing(tmp_path: Path) -> None:
     code, output = run("universal", str(tmp_path), str(tmp_path / "out"))
     assert code == 2
     assert "holds no checkpoint; name the folder of a tag" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("--tensor-model-parallel-size 2", True),
+        ("--tensor-model-parallel-size=2 --bf16", True),
+        ("--context-parallel-size 4", True),
+        ("--yaml-cfg x.yaml", True),
+        ("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2", False),
+        ("--use-distributed-optimizer", False),
+        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", False),
+        ("--use-torch-fsdp2 --context-parallel-size 2", False),
+    ],
+)
+def test_one_device_connection_only_where_megatron_asserts_it(arguments: str, wanted: bool) -> None:
+    from rankwise.launch.megatron_shim import wants_one_connection
+
+    assert wants_one_connection(arguments.split()) == wanted

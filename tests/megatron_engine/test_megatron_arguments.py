@@ -12,13 +12,25 @@ import pytest
 from megatron_patches.arguments import add_flags, flags, given_options
 from megatron_patches.registry import NAMES, option_names, resolve
 
+STORE_TRUE = (
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--optimizer-cuda-graph"),
+    *("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--reuse-grad-buf-for-mxfp8-param-ag"),
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """With the few of Megatron's arguments that ours touch."""
     made = argparse.ArgumentParser(prog="pretrain_gpt.py", allow_abbrev=False)
     made.add_argument("--optimizer", type=str, default="adam", choices=["adam", "sgd"])
     made.add_argument("--adam-beta2", type=float, default=0.999)
+    made.add_argument("--muon-no-split-qkv", action="store_false", default=True, dest="muon_split_qkv")
+    made.add_argument("--muon-num-ns-steps", type=int, default=5)
+    made.add_argument("--lion-beta1", type=float, default=0.95)
     made.add_argument("--yaml-cfg", type=str, default=None)
+    for flag in STORE_TRUE:
+        made.add_argument(flag, action="store_true")
+    made.add_argument("--data-parallel-sharding-strategy", type=str, default="optim_grads_params")
+    made.add_argument("--outer-dp-sharding-strategy", type=str, default="no_shard")
     add_flags(made)
     return made
 
@@ -79,8 +91,10 @@ def test_help_lists_the_flags_in_a_group_of_their_own(capsys: pytest.CaptureFixt
 def test_values_of_every_kind() -> None:
     read = options(*"--optimizer ldadam --ldadam-rank 256 --ldadam-betas 0.9 0.99 --no-ldadam-error-feedback".split())
     assert read == {"rank": 256, "betas": (0.9, 0.99), "error_feedback": False}
-    read = options(*"--optimizer mars --mars-variant lion --mars-clip none --mars-exact --mars-exclude *a* *b".split())
-    assert read == {"variant": "lion", "clip": None, "exclude": ("*a*", "*b"), "exact": True}
+    read = options(
+        *"--optimizer mars --mars-variant lion --mars-clip none --no-mars-exact --mars-exclude *a* *b".split()
+    )
+    assert read == {"variant": "lion", "clip": None, "exclude": ("*a*", "*b"), "exact": False}
     assert options(*"--optimizer mkor-h --mkor-stabilizer none --mkor-rescale None".split()) == {
         "stabilizer": None,
         "rescale": None,
@@ -135,6 +149,7 @@ def test_other_optimizers_stay_as_they_are(name: str, capsys: pytest.CaptureFixt
         ("--optimizer mkor --mkor-momentum 0.9", "argument --mkor-momentum: optimizer 'mkor': momentum=0.9 is invalid"),
         ("--optimizer adan", "argument --optimizer: invalid choice: 'adan'"),
         ("--rankwise-layer-wise", "--rankwise-layer-wise: it is invalid with --optimizer adam: it needs one of mars,"),
+        ("--optimizer mars-m --mars-exact", "argument --mars-exact: exact=True is invalid with --optimizer mars-m:"),
         ("--optimizer mkor --yaml-cfg x.yaml", "--yaml-cfg: it is invalid with --optimizer mkor"),
     ],
 )
@@ -144,10 +159,33 @@ def test_wrong_values_end_before_anything_starts(
     assert message in refused(capsys, *arguments.split())
 
 
-def test_flags_of_adam_that_ours_do_not_read_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        *((flag, "leave it out") for flag in STORE_TRUE[:-1]),
+        (STORE_TRUE[-1], "train with bf16"),
+        ("--data-parallel-sharding-strategy optim", "--use-distributed-optimizer"),
+        ("--outer-dp-sharding-strategy optim", "--use-distributed-optimizer"),
+    ],
+)
+def test_flags_that_cannot_work_end_before_anything_starts(
+    given: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = given.split()[0]
+    message = refused(capsys, "--optimizer", "ldadam", *given.split())
+    assert f"argument {flag}: it is invalid with --optimizer ldadam: " in message and way_out in message
+    parser().parse_args(["--optimizer", "adam", *given.split()])
+
+
+def test_flags_of_other_optimizers_that_ours_do_not_read_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     parser().parse_args("--optimizer ldadam --adam-beta2 0.95".split())
     assert capsys.readouterr().err == (
         "--adam-beta2: not read by --optimizer ldadam, whose own flags begin with --ldadam-\n"
+    )
+    parser().parse_args("--optimizer mars-m --muon-no-split-qkv --lion-beta1 0.9 --muon-num-ns-steps 6".split())
+    assert capsys.readouterr().err == (
+        "--muon-no-split-qkv, --muon-num-ns-steps, --lion-beta1: not read by --optimizer mars-m, whose own flags begin "
+        "with --mars-\n"
     )
 
 

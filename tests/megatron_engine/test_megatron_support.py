@@ -1,0 +1,60 @@
+"""What a loop of one's own passes and cannot work, refused when the config is made or the optimizer is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
+from megatron_patches.support import SupportError
+from rankwise.optimizers.options import OptionError
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optimizer": "ldadam", "rankwise": {"rank": 0}}, "LDAdam: rank=0 is invalid: it must be an integer"),
+        ({"optimizer": "ldadam", "rankwise": {"rnak": 4}}, "has no option 'rnak': did you mean 'rank'?"),
+        ({"optimizer": "ldadam", "rankwise": None}, "rankwise=None is invalid: it must be a dictionary"),
+        ({"optimizer": "mars-m", "rankwise": {"exact": True}}, "exact=True is invalid with --optimizer mars-m"),
+        ({"optimizer": "LDAdam"}, "optimizer='LDAdam' is invalid .* did you mean 'ldadam'?"),
+        ({"optimizer": "mars_adamw"}, "did you mean 'mars-adamw'?"),
+        ({"rankwise": {"rank": 4}}, "optimizer='adam' is invalid .* leave rankwise out"),
+        (
+            {"optimizer": "sonew", "rankwise_tp_mode": "blocks"},
+            "rankwise_tp_mode='blocks' is invalid: it must be 'exact'",
+        ),
+        ({"optimizer": "sonew", "rankwise_layer_wise": "yes"}, "rankwise_layer_wise='yes' is invalid: it must be True"),
+        ({"optimizer": "mkor", "optimizer_cpu_offload": True}, "--optimizer-cpu-offload is invalid .* leave it out"),
+        (
+            {"optimizer": "mkor", "rankwise_layer_wise": True, "use_distributed_optimizer": True},
+            "--use-distributed-optimizer is invalid with the layer-wise optimizer",
+        ),
+    ],
+)
+def test_a_wrong_config_ends_where_it_is_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((OptionError, SupportError), match=message):
+        RankwiseConfig(lr=1e-3, **fields)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"])
+def test_every_name_makes_a_config(name: str) -> None:
+    """Megatron's own names too: a config is often made before it is known which optimizer is to run."""
+    assert RankwiseConfig(optimizer=name, lr=1e-3).optimizer == name
+
+
+@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "TorchFullyShardedDataParallel"])
+def test_a_model_under_fsdp_is_refused(kind: str) -> None:
+    wrapper = type(kind, (nn.Module,), {})
+    with pytest.raises(SupportError, match=f"the model is a {kind}.*--use-distributed-optimizer divides"):
+        get_megatron_optimizer(RankwiseConfig(optimizer="ldadam", lr=1e-3), [type("Theirs", (wrapper,), {})()])
+
+
+def test_settings_only_some_versions_have_are_refused() -> None:
+    for field in ("optimizer_cuda_graph", "use_layer_wise_distributed_optimizer"):
+        config = RankwiseConfig(optimizer="ldadam", lr=1e-3)
+        setattr(config, field, True)
+        with pytest.raises(SupportError, match="is invalid with --optimizer ldadam"):
+            get_megatron_optimizer(config, [])
