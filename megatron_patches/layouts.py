@@ -48,6 +48,7 @@ class MegatronLayout:
         stage = groups.stage(expert)
         self.group: dist.ProcessGroup | None = stage
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
+        self.layer_wise = layer_wise
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}

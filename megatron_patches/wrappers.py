@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from megatron_patches.capture import linear_views
 from megatron_patches.checkpoint import load_sharded, overrides, sharded_state
+from megatron_patches.formats import holder, refuse_holder
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
@@ -160,11 +161,16 @@ class _Adopted:
         return bool(super().prepare_grads())  # type: ignore[misc]
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """This rank's states alone, to be loaded into the same layout."""
+        """This rank's states, to be loaded into the same layout.
+
+        They suffice for all data-parallel ranks only if each has all of them: not if parameters are dealt out, nor
+        if matrices have states, which their owners keep. Loading another rank's is refused then.
+        """
         if self.optimizer is None:  # type: ignore[attr-defined]
             return {}
         inner: ShardedOptimizer = self.optimizer  # type: ignore[attr-defined]
         state: dict[str, Any] = {"optimizer": inner.state_dict(), "options": options_record(inner)}
+        state["holder"] = holder(self)  # type: ignore[arg-type]
         state["main_weights"] = [w.detach().clone() for g in self.param_groups for w in g["params"]]  # type: ignore[attr-defined]
         if getattr(self, "grad_scaler", None):
             state["grad_scaler"] = self.grad_scaler.state_dict()  # type: ignore[attr-defined]
@@ -176,6 +182,8 @@ class _Adopted:
         inner = self.optimizer  # type: ignore[attr-defined]
         if inner is None or not state_dict:
             return
+        if "main_weights" in state_dict:
+            refuse_holder(self, state_dict.get("holder"))  # type: ignore[arg-type]
         if getattr(self, "grad_scaler", None) and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])  # type: ignore[attr-defined]
         if "main_weights" not in state_dict:

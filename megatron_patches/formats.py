@@ -1,0 +1,83 @@
+"""Megatron's checkpoint formats that one rank's dictionary must suffice for, refused where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_patches.layouts import MegatronLayout
+from megatron_patches.support import SupportError
+from rankwise.optimizers.base import ShardedOptimizer
+
+__all__ = ["holder", "refuse_format", "refuse_holder"]
+
+_FIX = "use --ckpt-format torch_dist, which also resumes on other parallel sizes"
+
+
+def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
+    """Check ``--ckpt-format`` before training, and not at the first save.
+
+    Args:
+        args: Megatron's arguments, validated.
+        name: The optimizer's name.
+        cls: Its class.
+
+    Raises:
+        SupportError: With this layout the ``torch`` format would lose states, or could never be loaded.
+    """
+    saves = getattr(args, "save", None) and not getattr(args, "no_save_optim", False)
+    if not saves or getattr(args, "ckpt_format", None) != "torch":
+        return
+    copies = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    reason = None
+    if getattr(args, "use_distributed_optimizer", False):
+        reason = "with --use-distributed-optimizer it has room for the two moments of Adam alone"
+    elif getattr(args, "rankwise_layer_wise", False):
+        reason = "of the layer-wise optimizer it would hold one data-parallel rank's parameters alone"
+    elif copies > 1 and cls.matrix_state_names:
+        reason = f"{copies} ranks share the states of the matrices, of which it would hold one rank's alone"
+    if reason is not None:
+        raise SupportError(f"--ckpt-format torch is invalid with --optimizer {name}: {reason}; {_FIX}")
+
+
+def holder(wrapper: MegatronOptimizer) -> tuple[int, int] | None:
+    """Which of the ranks that hold a part each this is, and their number; None if every rank's states suffice.
+
+    Args:
+        wrapper: One of ours, with its layout.
+    """
+    inner: ShardedOptimizer = wrapper.optimizer
+    layout = inner.layout_source
+    assert isinstance(layout, MegatronLayout)
+    world = dist.get_world_size(layout.group)
+    dealt = layout.layer_wise or isinstance(wrapper, DistributedOptimizer)
+    return (inner.rank, world) if world > 1 and (dealt or inner.matrix_state_names) else None
+
+
+def refuse_holder(wrapper: MegatronOptimizer, saved: tuple[int, int] | None) -> None:
+    """Check whose states a dictionary has. A collective of the ranks that share the parameters, if they hold parts.
+
+    Args:
+        wrapper: One of ours, with its layout.
+        saved: As :func:`holder` gave it on the rank that wrote the dictionary.
+
+    Raises:
+        ValueError: On all these ranks, where one was given another's.
+    """
+    mine = holder(wrapper)
+    if mine is None:
+        return
+    everyone: list[Any] = [None] * mine[1]
+    layout = wrapper.optimizer.layout_source
+    dist.all_gather_object(everyone, saved, group=layout.group)
+    wrong = {rank: given for rank, given in enumerate(everyone) if given is not None and given != (rank, mine[1])}
+    if wrong:
+        rank, given = next(iter(wrong.items()))
+        raise ValueError(
+            f"{type(wrapper.optimizer).__name__}: rank {rank} of the {mine[1]} that share these parameters was given "
+            f"the states of rank {given[0]} of {given[1]}, and every one holds others. Save every rank's state_dict() "
+            f"and load it there, or {_FIX}"
+        )
