@@ -75,6 +75,33 @@ def step(
             output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
 
 
+@app.command()
+def products(
+    model: Annotated[str, typer.Option(help="gpt2-layers, gpt2-small, llama-1b or tiny.")] = "gpt2-layers",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(min=3, help="Timed steps of each optimizer.")] = 10,
+    threads: Annotated[int, typer.Option(min=1, help="Of a CPU run.")] = 2,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
+) -> None:
+    """Time of the default step of MARS-Shampoo, MARS-M and MKOR over that of its own matrix products in float32."""
+    import torch
+
+    from benchmarks.products import measure_products
+    from benchmarks.step import environment, merged
+
+    torch.set_num_threads(threads)
+    where = torch.device(device)
+    for row in measure_products(model, where, steps, types or ()):
+        row |= {"model": f"{model} products", **environment(where)}
+        console.print(
+            f"{row['name']}: {row['seconds'] * 1e3:.1f} ms with products in {row['products']}, "
+            f"{row['product_ratio']:.2f} x its products in float32"
+        )
+        if output is not None:
+            output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
+
+
 def _step_line(row: dict[str, Any]) -> str:
     rival = f", published / ours {row['official_ratio']:.2f}" if "official_ratio" in row else ""
     floor = "" if row["of_floor"] is None else f" ({row['of_floor']:.2f} x the floor)"

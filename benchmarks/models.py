@@ -37,7 +37,7 @@ class _LayerSet(nn.Module):
         return self.final_norm.weight.device  # type: ignore[return-value]
 
 
-def _gpt2(layers: int, width: int) -> _LayerSet:
+def _gpt2(layers: int, width: int, embeddings: bool = True) -> _LayerSet:
     linears = {
         "c_attn": (3 * width, width),
         "c_proj": (width, width),
@@ -45,7 +45,8 @@ def _gpt2(layers: int, width: int) -> _LayerSet:
         "mlp_proj": (width, 4 * width),
     }
     blocks = [_Block(linears, width, True, nn.LayerNorm) for _ in range(layers)]
-    return _LayerSet({"wte": (50257, width), "wpe": (1024, width)}, blocks, nn.LayerNorm(width))
+    tables = {"wte": (50257, width), "wpe": (1024, width)} if embeddings else {}
+    return _LayerSet(tables, blocks, nn.LayerNorm(width))
 
 
 def _llama(layers: int, width: int, feed_forward: int, key_value: int, vocabulary: int) -> _LayerSet:
@@ -66,11 +67,14 @@ def _llama(layers: int, width: int, feed_forward: int, key_value: int, vocabular
 MODELS: dict[str, Callable[[], _LayerSet]] = {
     "tiny": lambda: _gpt2(2, 64),
     "gpt2-small": lambda: _gpt2(12, 768),
+    # No embedding: all but the norms is the matrix rule's. Short enough for CPUs with slow products.
+    "gpt2-layers": lambda: _gpt2(2, 384, embeddings=False),
     "llama-1b": lambda: _llama(16, 2048, 8192, 512, 128256),
     # Four of the 32 blocks and no embedding: what a rank of a sharded run holds.
     "llama-7b-layers": lambda: _llama(4, 4096, 11008, 4096, 0),
 }
-"""Named parameter sets: GPT-2 small (124 M), Llama 3.2 1B (1.24 B), four layers of Llama 7B (0.81 B), and a toy."""
+"""Named parameter sets: GPT-2 small (124 M), two layers of half its width (3.6 M), Llama 3.2 1B (1.24 B), four layers
+of Llama 7B (0.81 B), and a toy."""
 
 
 def layer_set(name: str, device: str | torch.device = "cpu", seed: int = 0) -> _LayerSet:

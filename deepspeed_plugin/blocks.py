@@ -119,6 +119,11 @@ def _keys_of(cls: type[ShardedOptimizer]) -> list[str]:
     return [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "params")]
 
 
+def _chosen_by_the_machine(cls: type[ShardedOptimizer]) -> list[str]:
+    """Options that are "auto" by themselves."""
+    return [key for key, known in inspect.signature(cls.__init__).parameters.items() if known.default == "auto"]
+
+
 def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check a JSON block's params and turn them into constructor keywords.
 
@@ -135,11 +140,12 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     check_preset(options, preset, owner, instead=cls.__name__)
     check_keys(options, _keys_of(cls), owner)
     resolved = dict(preset)
+    automatic = (*_AUTO_KEYS, *_chosen_by_the_machine(cls))
     for key, value in options.items():
         if isinstance(value, str) and value == "auto":
-            if key not in _AUTO_KEYS:
+            if key not in automatic:
                 raise OptionError(
-                    f"{owner}: {key}='auto' is invalid: only {', '.join(_AUTO_KEYS)} may be 'auto'"
+                    f"{owner}: {key}='auto' is invalid: only {', '.join(automatic)} may be 'auto'"
                     "; write a value or leave the key out"
                 )
             continue

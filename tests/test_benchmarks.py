@@ -16,7 +16,9 @@ from torch import nn
 from benchmarks import communication
 from benchmarks.communication import FlatPiece, Waits, measure_communication
 from benchmarks.contenders import OURS, others, selected
+from benchmarks.models import fill_gradients, layer_set
 from benchmarks.performance import performance_page
+from benchmarks.products import measure_products, products_of
 from benchmarks.step import environment, measure, merged
 from tests.ranks import run_ranks
 
@@ -235,3 +237,18 @@ def test_rows_replace_those_of_the_same_measurement(row: dict[str, Any], tmp_pat
         output.write_text(json.dumps(merged(output, new)))
     assert [found.get("ranks") for found in json.loads(output.read_text())] == [2, 4, None]
     assert json.loads(output.read_text())[-1]["seconds"] == 1.0
+
+
+@pytest.mark.parametrize(("name", "count"), [("MARS-M", 15 * 8), ("MKOR", 2 * 8)])
+def test_steps_are_timed_over_exactly_their_products(name: str, count: int) -> None:
+    """Of two blocks of four matrices each, in float32 whatever the step takes."""
+    (row,) = measure_products("tiny", CPU, 1, [name])
+    assert row["products"] in ("bfloat16", "float32") and row["product_ratio"] > 0
+    (contender,) = selected(OURS, [name])
+    model = layer_set("tiny")
+    fill_gradients(model, 0)
+    optimizer = contender.build(model)
+    optimizer.step()
+    found = [product() for product in products_of(optimizer, CPU)]
+    assert len(found) == count and {matrix.dtype for matrix in found} == {torch.float32}
+    assert max(matrix.shape[1] for matrix in found) == 4 * 64 + (name == "MKOR")

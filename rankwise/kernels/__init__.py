@@ -20,6 +20,8 @@ from rankwise.kernels.native import ldadam as native_ldadam
 from rankwise.kernels.native import mkor as native_mkor
 from rankwise.kernels.native import newton_schulz as native_newton_schulz
 from rankwise.kernels.native import sonew as native_sonew
+from rankwise.kernels.native.products import products
+from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.updates import ldadam as updates
 from rankwise.updates.linalg import newton_schulz
 
@@ -33,6 +35,7 @@ __all__ = [
     "newton_schulz_for",
     "orthogonal_steps_for",
     "precondition_into_for",
+    "product_dtype_for",
     "sonew_for",
     "subtract_for",
     "using",
@@ -125,6 +128,24 @@ def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[
         dtype: The type of the gradients.
     """
     return (native_mkor if kernels_for(device, dtype) is native else blocked_mkor).precondition_into
+
+
+def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type in which matrices of a type are multiplied fast where they lie, without a use for more digits.
+
+    Args:
+        device: Where the matrices lie.
+        dtype: Their type.
+
+    Returns:
+        bfloat16 where its products are faster than float32's, torch's or our own; else float32. float64 for matrices of
+        that type, whose digits were asked for.
+    """
+    if dtype == torch.float64:
+        return dtype
+    # The cheaper question first: the other one may have to compile.
+    fast = multiplies_bfloat16(device) or (kernels_for(device, dtype) is native and products() is not None)
+    return torch.bfloat16 if fast else torch.float32
 
 
 def low_rank_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:

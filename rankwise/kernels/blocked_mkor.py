@@ -1,4 +1,4 @@
-"""MKOR for CPUs: matrix by matrix and in place, factors a block of rows at a time, products in the factors' type.
+"""MKOR for CPUs: matrix by matrix and in place, factors a block at a time, which are converted for other products.
 
 They read what they compute, norms for instance, and decide in Python: elsewhere that would make the host wait.
 """
@@ -16,6 +16,11 @@ from rankwise.kernels.blocked import block_size
 from rankwise.updates.mkor import product_dtype
 
 __all__ = ["Workspace", "precondition_into", "update_factors_"]
+
+_CONVERTED = 2**20
+"""Elements of a factor that are converted at a time: they stay in the cache until they are multiplied."""
+_LEAST_SIDE = 256
+"""Rows or columns below which products with them are slower than those of the whole."""
 
 
 class _Affine(NamedTuple):
@@ -187,6 +192,7 @@ def precondition_into(
     *,
     turned: bool = False,
     rescale: bool = True,
+    product: torch.dtype | None = None,
 ) -> None:
     """Precondition one gradient: :func:`rankwise.updates.mkor.precondition`.
 
@@ -202,23 +208,53 @@ def precondition_into(
         space: Gives the operands of the products.
         turned: The bias is the last row of the matrix and not the last column.
         rescale: Give the result the Frobenius norm the gradient had.
+        product: Type of the products; None for :func:`rankwise.updates.mkor.product_dtype`.
     """
     rows, columns = shape
-    whole = (rows + (turned and len(parts) > 1), columns + (not turned and len(parts) > 1))
-    dtype = product_dtype(parts[0], *(side for side in (left, right) if side is not None))
-    factor, product = space.take("factor", whole, dtype), space.take("product", whole, dtype)
-    for place, part in zip(_places(factor, shape, turned), parts, strict=False):
-        place.copy_(part.view_as(place))
+    rides = len(parts) > 1
+    whole = (rows + (turned and rides), columns + (not turned and rides))
+    sides = [side for side in (left, right) if side is not None]
+    dtype = product or product_dtype(parts[0], *sides)
+    # What lies as an operand or a result has to lie is taken there.
+    factor, target = (_in_place(tensors, whole, dtype) for tensors in (parts, out))
+    if factor is None:
+        factor = space.take("factor", whole, dtype)
+        for place, part in zip(_places(factor, shape, turned), parts, strict=False):
+            place.copy_(part.view_as(place))
+    result = target if target is not None else space.take("factor" if len(sides) == 2 else "product", whole, dtype)
     if left is not None:
-        torch.mm(left.to(dtype), factor, out=product)
-        factor, product = product, factor
+        between = result if right is None else space.take("product", whole, dtype)
+        for some, operand in _operands(left, dtype, space, 0):
+            torch.mm(operand, factor, out=between[some])
+        factor = between
     if right is not None:
-        torch.mm(factor, right.to(dtype), out=product)
-        factor = product
-    for place, part in zip(_places(factor, shape, turned), out, strict=False):
-        part.view_as(place).copy_(place)
+        for some, operand in _operands(right, dtype, space, 1):
+            torch.mm(factor, operand, out=result[:, some])
+    if target is None:
+        for place, part in zip(_places(result if sides else factor, shape, turned), out, strict=False):
+            part.view_as(place).copy_(place)
     if rescale:
         _rescale_(out, parts, columns)
+
+
+def _in_place(parts: Sequence[Tensor], whole: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+    """A matrix of one part that has the type of the products already."""
+    return parts[0].view(whole) if len(parts) == 1 and parts[0].dtype == dtype else None
+
+
+def _operands(factor: Tensor, dtype: torch.dtype, space: Workspace, dim: int) -> Iterator[tuple[slice, Tensor]]:
+    """A factor in the type of the products, a few of its rows (``dim`` 0) or columns (1) at a time: which, and they.
+
+    A copy of the whole would be the largest tensor of a step, and as fast: converting takes a hundredth of the product.
+    """
+    if factor.dtype == dtype:
+        yield slice(None), factor
+        return
+    length = len(factor)
+    blocks = -(-length // max(_LEAST_SIDE, _CONVERTED // length))
+    for start in range(0, length, -(-length // blocks)):
+        part = factor.narrow(dim, start, min(-(-length // blocks), length - start))
+        yield slice(start, start + part.shape[dim]), space.take("operand", part.shape, dtype).copy_(part)
 
 
 def _places(matrix: Tensor, shape: tuple[int, int], turned: bool) -> tuple[Tensor, Tensor]:

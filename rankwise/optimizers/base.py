@@ -142,6 +142,10 @@ class ShardedOptimizer(Checkpoints, Reports):
             texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
                 unit.kernels.__name__
             )
+        product, option = self.product_type(unit), self.product_option
+        if product is not None and getattr(self.options, option) == "auto":
+            name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
+            texts[name] = str(product).removeprefix("torch.")
         return {"the optimizer": type(self).__name__, **texts}
 
     def _plan(self, unit: StepUnit) -> None:

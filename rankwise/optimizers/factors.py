@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked_mkor, is_for_cpus, kernels_for, precondition_into_for, triton
+from rankwise.kernels import (
+    blocked_mkor,
+    is_for_cpus,
+    kernels_for,
+    precondition_into_for,
+    product_dtype_for,
+    triton,
+)
 from rankwise.optimizers.layer_statistics import LayerVectors
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.options import MKOROptions
@@ -57,6 +64,14 @@ class KroneckerFactors:
 
     def __init__(self, options: MKOROptions) -> None:
         self._options = options
+
+    def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """The type of the products with gradients of a type on a device: the option's, or what it leaves to them."""
+        wish = self._options.product_dtype
+        if wish != "auto":
+            return getattr(torch, wish)  # type: ignore[no-any-return]
+        # Wider factors were asked for their digits.
+        return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
 
     def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
         """Identity factors, and the number of factor steps in a row that failed. Too long a side gets no factor."""
@@ -137,6 +152,7 @@ class KroneckerFactors:
         signature: LayerSignature,
         states: Sequence[MatrixState],
         stack: Tensor,
+        product: torch.dtype,
         space: blocked_mkor.Workspace,
     ) -> Tensor:
         """Precondition the gradients of a batch.
@@ -145,6 +161,7 @@ class KroneckerFactors:
             signature: Of its matrices.
             states: Theirs.
             stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone.
+            product: Type of the products.
             space: For what comes in between on a CPU.
 
         Returns:
@@ -154,7 +171,7 @@ class KroneckerFactors:
         if is_for_cpus(kernels):
             result, sizes = torch.empty_like(stack), signature.sizes
             for new, state, grad in zip(result, states, stack, strict=True):
-                self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), space)
+                self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), product, space)
             return result
         left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
         shape = (signature.outputs, signature.inputs)
@@ -162,7 +179,7 @@ class KroneckerFactors:
             # The factors are symmetric: the transposed gradient changes their places, and its bias is its last row.
             left, right = right, left
             shape = (signature.inputs + signature.has_bias, signature.outputs)
-        update = _products(stack, shape, left, right)
+        update = _products(stack, shape, left, right, product)
         if self._options.rescale is None:
             return update
         if kernels is triton:
@@ -177,6 +194,7 @@ class KroneckerFactors:
         state: MatrixState,
         parts: Sequence[Tensor],
         out: Sequence[Tensor],
+        product: torch.dtype,
         space: blocked_mkor.Workspace,
     ) -> None:
         """Precondition one gradient on a CPU; the same bits as :meth:`apply` there.
@@ -186,6 +204,7 @@ class KroneckerFactors:
             state: Its state.
             parts: Gradients of its weight and, if it has one, of its bias, 1-D; left as they are.
             out: For the preconditioned ones, in other memory.
+            product: Type of the products.
             space: For what comes in between.
         """
         left, right = state.get("left"), state.get("right")
@@ -194,19 +213,22 @@ class KroneckerFactors:
             left, right, shape = right, left, shape[::-1]
         rescale = self._options.rescale is not None
         into = precondition_into_for(parts[0].device, parts[0].dtype)
-        into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
+        into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
 
 
 def _products(
-    stack: Tensor, shape: tuple[int, int], left: Sequence[Tensor] | None, right: Sequence[Tensor] | None
+    stack: Tensor,
+    shape: tuple[int, int],
+    left: Sequence[Tensor] | None,
+    right: Sequence[Tensor] | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The batch times its factors, laid out as the batch; what follows a matrix in it is its last column."""
     elements = math.prod(shape)
     matrix = stack[:, :elements].view(-1, *shape)
     whole = torch.cat([matrix, stack[:, elements:, None]], dim=2) if stack.shape[1] > elements else matrix
-    product = updates.apply_inverses(
-        whole, None if left is None else torch.stack(list(left)), None if right is None else torch.stack(list(right))
-    )
+    stacked = [None if side is None else torch.stack(list(side)) for side in (left, right)]
+    product = updates.apply_inverses(whole, stacked[0], stacked[1], dtype)
     if whole is matrix:
         return product.view_as(stack)
     return torch.cat([product[..., : shape[1]].flatten(1), product[..., shape[1]]], dim=1)

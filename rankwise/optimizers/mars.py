@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rankwise.kernels import newton_schulz_for, orthogonal_steps_for
+from rankwise.kernels import newton_schulz_for, orthogonal_steps_for, product_dtype_for
 from rankwise.kernels.foreach import decay_, subtract_scaled_
 from rankwise.kernels.native.newton_schulz import Job
 from rankwise.optimizers.base import ShardedOptimizer
@@ -72,7 +72,10 @@ class MARS(ShardedOptimizer):
         betas_1d: Decay rates of the fallback.
         weight_decay_1d: Decay of the fallback ("muon": ``weight_decay``, as published).
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: Type of its products.
+        ns_dtype: Type of its products. "auto": "bfloat16", as published, where that is the fastest of the machine
+            (Nvidia GPUs from sm_80 and AMD's; CPUs with AVX512-BF16, AMX or Arm's instructions for it), else "float32";
+            "float64" for float64 parameters. A machine without bfloat16 products takes 15 to 70 times as long for them;
+            data-parallel ranks of both kinds must name a type.
         comm_dtype: Type in which straddling matrices of "shampoo" and "muon" travel to their owners and back.
             None: their own, which rounds nothing; "bfloat16" halves the bytes.
         exclude: Name patterns sent to the fallback.
@@ -88,6 +91,7 @@ class MARS(ShardedOptimizer):
     options_type: ClassVar[type[Options]] = MARSOptions
     options: MARSOptions
     health_means = ("clip_rate",)
+    product_option = "ns_dtype"
     copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
     one_by_one = True
     optional_states = ("next_reference",)
@@ -119,7 +123,7 @@ class MARS(ShardedOptimizer):
         betas_1d: tuple[float, float] = (0.9, 0.95),
         weight_decay_1d: float = 0.1,
         ns_steps: int = 5,
-        ns_dtype: str = "bfloat16",
+        ns_dtype: str = "auto",
         comm_dtype: str | None = None,
         exclude: Sequence[str] = (),
         skip_nonfinite: bool = False,
@@ -221,6 +225,13 @@ class MARS(ShardedOptimizer):
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of the corrected gradients."""
         return StepWork(sums=(1,), element_flops=24.0)
+
+    def product_type(self, unit: StepUnit) -> torch.dtype | None:
+        """See the base class; of Newton-Schulz."""
+        if self.options.variant not in _ORTHOGONAL:
+            return None
+        wish = self.options.ns_dtype
+        return product_dtype_for(unit.device, unit.dtype) if wish == "auto" else getattr(torch, wish)
 
     def _is_orthogonal(self, info: ParameterInfo) -> bool:
         return self.options.variant in _ORTHOGONAL and len(info.shape) >= 2
@@ -352,7 +363,9 @@ class MARS(ShardedOptimizer):
             weights.clear()
             directions.clear()
 
-        steps = orthogonal_steps_for(unit.device, unit.dtype, getattr(torch, self.options.ns_dtype))
+        product = self.product_type(unit)
+        assert product is not None
+        steps = orthogonal_steps_for(unit.device, unit.dtype, product)
         jobs: list[Job] = []
 
         def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
@@ -379,7 +392,7 @@ class MARS(ShardedOptimizer):
             beta1=group["betas"][0],
             eps=self._eps(group),
             ns_steps=group["ns_steps"],
-            ns_dtype=getattr(torch, self.options.ns_dtype),
+            ns_dtype=self.product_type(unit),
             orthogonalise=newton_schulz_for(unit.device),
         )
         return directions.reshape(len(exp_avgs), -1)

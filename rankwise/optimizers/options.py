@@ -190,16 +190,18 @@ class Options:
         if not well_formed or not all(_is_number(beta) and 0 <= beta < 1 for beta in value):
             self._fail(key, "it must be two numbers in [0, 1)", f"the default is {list(self._default(key))}")
 
-    def _dtype(self, key: str, optional: bool = False) -> None:
+    def _dtype(self, key: str, optional: bool = False, auto: bool = False, narrow: bool = True) -> None:
         value = getattr(self, key)
-        if value is None and optional:
+        if (value is None and optional) or (auto and isinstance(value, str) and value == "auto"):
             return
         name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        if not isinstance(name, str) or name not in _DTYPES:
+        known = _DTYPES if narrow else tuple(known for known in _DTYPES if known != "float16")
+        if not isinstance(name, str) or name not in known:
+            named, unless = f"{', '.join(known[:-1])} or {known[-1]}", ", or be 'auto'" if auto else ""
             self._fail(
                 key,
-                "it must name a floating-point type: float32, bfloat16, float16 or float64",
-                f"write {nearest(name, _DTYPES, VALUE_WORDS) or 'float32'!r}",
+                f"it must name a floating-point type: {named}{unless}",
+                f"write {nearest(name, [*known, *(['auto'] if auto else [])], VALUE_WORDS) or 'float32'!r}",
             )
         object.__setattr__(self, key, name)  # as a JSON file gives it
 
@@ -243,7 +245,7 @@ class MARSOptions(Options):
     betas_1d: tuple[float, float] = (0.9, 0.95)
     weight_decay_1d: float = 0.1
     ns_steps: int = 5
-    ns_dtype: str = "bfloat16"
+    ns_dtype: str = "auto"
     comm_dtype: str | None = None
     exclude: tuple[str, ...] = ()
     capturable: bool = False
@@ -263,7 +265,7 @@ class MARSOptions(Options):
             self._at_least("lr_1d", 0.0)
         self._at_least("weight_decay_1d", 0.0)
         self._integer("ns_steps", 1, _MOST_ITERATIONS, "a handful already reaches an orthogonal matrix")
-        self._dtype("ns_dtype")
+        self._dtype("ns_dtype", auto=True)
         self._dtype("comm_dtype", optional=True)
 
 
@@ -338,6 +340,7 @@ class MKOROptions(Options):
     rescale: str | None = "joint"
     max_factor_dim: int = 16384
     factor_dtype: str = "bfloat16"
+    product_dtype: str = "auto"
     comm_dtype: str | None = None
     tp_mode: str = "exact"
     hybrid: bool = False
@@ -366,6 +369,8 @@ class MKOROptions(Options):
         self._choice("rescale", ("joint", None))
         self._integer("max_factor_dim", 1, _COUNT)
         self._dtype("factor_dtype")
+        # Gradients would vanish in float16.
+        self._dtype("product_dtype", auto=True, narrow=False)
         self._dtype("comm_dtype", optional=True)
         self._choice("tp_mode", ("exact", "block"))
         self._flag("hybrid")

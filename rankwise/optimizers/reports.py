@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,6 +45,13 @@ class Reports(RoutedOptimizer):
     """Metrics of :attr:`health` beyond the common ones, reported as means."""
     health_totals: ClassVar[tuple[str, ...]] = ()
     """The same, reported as totals over ranks."""
+
+    product_option: ClassVar[str] = ""
+    """The option that names the type of the rule's matrix products, or leaves it to the machine."""
+
+    def product_type(self, unit: StepUnit) -> torch.dtype | None:
+        """The type of the rule's matrix products on this machine; None for a rule without a choice."""
+        return None
 
     def _detach(self) -> None:
         super()._detach()
@@ -95,7 +103,7 @@ class Reports(RoutedOptimizer):
         }
 
     def summary(self) -> str:
-        """One line: matrices routed, balance over owners, state of this rank, bytes it sends to owners per step."""
+        """One line: matrices routed, balance over owners, type of their products, state and bytes sent of this rank."""
         exchanges = [unit.exchange for unit in self._units.values() if unit.exchange is not None]
         matrices = sum(len(unit.keys("matrix")) for unit in self._units.values())
         total = sum(len(unit.layout.shapes) for unit in self._units.values())
@@ -105,9 +113,17 @@ class Reports(RoutedOptimizer):
         sent = sum(exchange.bytes_per_gather for exchange in exchanges)
         return (
             f"rankwise {type(self).__name__}: {matrices} of {total} tensors take its rule, the rest the first-order "
-            f"fallback{balance}; state on this rank {held['element'] / 2**20:.1f} MiB by element and "
-            f"{held['matrix'] / 2**20:.1f} MiB in matrices; {sent / 2**20:.2f} MiB sent to owners per step"
+            f"fallback{balance}{self._product_types()}; state on this rank {held['element'] / 2**20:.1f} MiB by "
+            f"element and {held['matrix'] / 2**20:.1f} MiB in matrices; {sent / 2**20:.2f} MiB sent to owners per step"
         )
+
+    def _product_types(self) -> str:
+        types = {found: None for unit in self._units.values() if (found := self.product_type(unit)) is not None}
+        if not types:
+            return ""
+        option = self.product_option
+        chosen = " and ".join(str(dtype).removeprefix("torch.") for dtype in types)
+        return f"; products in {chosen} ({option}={getattr(self.options, option)!r})"
 
     def explain(self) -> list[Explanation]:
         """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""

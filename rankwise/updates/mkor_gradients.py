@@ -81,19 +81,22 @@ def product_dtype(grad: Tensor, *inverses: Tensor) -> torch.dtype:
     return compute_dtype(grad)
 
 
-def apply_inverses(grad: Tensor, left_inverse: Tensor | None, right_inverse: Tensor | None) -> Tensor:
+def apply_inverses(
+    grad: Tensor, left_inverse: Tensor | None, right_inverse: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Product of the left factor inverse, the gradient and the right factor inverse; None stands for the identity.
 
     Args:
-        grad: ``(..., o, i)``; rounded to `product_dtype`, as are the two products.
+        grad: ``(..., o, i)``; rounded to ``dtype``, as are the two products.
         left_inverse: ``(..., o, o)`` or None.
         right_inverse: ``(..., i, i)`` or None.
+        dtype: of the products; None for `product_dtype`.
 
     Returns:
         A new tensor ``(..., o, i)`` in float32, or in float64 if ``grad`` is.
     """
     inverses = [inverse for inverse in (left_inverse, right_inverse) if inverse is not None]
-    dtype = product_dtype(grad, *inverses)
+    dtype = dtype or product_dtype(grad, *inverses)
     update = grad.to(dtype)
     if left_inverse is not None:
         update = left_inverse.to(dtype) @ update

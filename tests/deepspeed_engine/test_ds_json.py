@@ -42,6 +42,15 @@ def test_comments_and_trailing_commas(tmp_path: Path) -> None:
     deepspeed_plugin.validate_config({"optimizer": {"type": "MARS", "params": None}})
 
 
+def test_types_of_products_may_be_left_to_the_machine() -> None:
+    for name, key in (("MARS-M", "ns_dtype"), ("MKOR", "product_dtype")):
+        deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": {key: "auto"}}})
+        with pytest.raises(OptionError, match=f"{key}='fast' is invalid: .*, or be 'auto'"):
+            deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": {key: "fast"}}})
+    with pytest.raises(OptionError, match="factor_dtype='auto' is invalid: only .*product_dtype may be 'auto'"):
+        deepspeed_plugin.validate_config({"optimizer": {"type": "MKOR", "params": {"factor_dtype": "auto"}}})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

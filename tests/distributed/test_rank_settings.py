@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from simulated import CASES, Framework, world_group
 
+from rankwise import kernels
 from rankwise.kernels import blocked, native, using
 
 # What rank 1 has in its second param group.
@@ -61,14 +63,33 @@ def test_comparing_takes_one_collective_for_each_plan() -> None:
     assert run_ranks(2, _tensor_lr, timeout=60) == [4, 4]  # fragments and settings, for both groups
 
 
-def _with_other_kernels(rank: int, world: int) -> str:
+def _with_other_kernels(rank: int, world: int) -> list[str]:
+    found = [_with_other_products(rank, case) for case in ("mars-muon", "mkor-official-sgd")]
     framework = Framework("cut", CASES["mars-adamw"], torch.float32, rank, world, world_group())
     with using(blocked if rank == 1 else native), pytest.raises(RuntimeError) as error:
+        framework.step()
+    return [str(error.value), *found]
+
+
+def _with_other_products(rank: int, name: str) -> str:
+    """Rank 1's machine multiplies bfloat16 fast, rank 0's does not."""
+    case = CASES[name]
+    options = {key: value for key, value in case.options.items() if value != "DTYPE"}
+    framework = Framework("cut", replace(case, options=options), torch.float32, rank, 2, world_group())
+    own = patch.object(kernels, "products", lambda: None)
+    torchs = patch.object(kernels, "multiplies_bfloat16", lambda device: rank == 1)
+    with own, torchs, pytest.raises(RuntimeError) as error:
         framework.step()
     return str(error.value)
 
 
 def test_a_rank_without_a_compiler_does_not_go_unnoticed() -> None:
     """It would round otherwise than the others, and copies of a weight would drift apart."""
-    (message,) = set(run_ranks(2, _with_other_kernels, timeout=60))
+    first, second = run_ranks(2, _with_other_kernels, timeout=60)
+    assert first == second
+    message, *products = first
     assert "RANKWISE_NATIVE=0 makes them alike" in message and "rankwise.kernels.blocked on ranks [1]" in message
+    # Nor does one whose machine has another fastest type of products, of which a rule makes its own.
+    for option, message in zip(("ns_dtype", "product_dtype"), products, strict=True):
+        assert f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)" in message
+        assert "is float32 on ranks [0], bfloat16 on ranks [1]." in message and message.count(" is ") == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,10 +193,11 @@ def test_every_form_makes_the_same_step(
     launched: list[str] = []
     if kernels is triton:
         launched = request.getfixturevalue("launches")
-    options = {"factor_dtype": factor_dtype, "rescale": rescale}
+    options = {"factor_dtype": factor_dtype, "product_dtype": factor_dtype, "rescale": rescale}
     with using(foreach):
         plain, plain_factors = trained(**options)
-        exact, exact_factors = trained(torch.float64, **options | {"factor_dtype": "float64"})
+        wide = {"factor_dtype": "float64", "product_dtype": "float64"}
+        exact, exact_factors = trained(torch.float64, **options | wide)
     assert launched == []
     with using(kernels):
         found, found_factors = trained(**options)
@@ -237,6 +240,33 @@ def test_float64_factors_of_float32_parameters(kernels: Any, interpreter: None) 
         found, found_factors = trained(factor_dtype="float64")
     assert largest_difference(found, exact) < 1e-6
     assert largest_difference(found_factors, exact_factors) < 5e-6
+
+
+@pytest.mark.parametrize("sides", ["both", "left", "right"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_factors_are_converted_a_block_at_a_time(bias: bool, sides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For products in float32 of factors in bfloat16: no rounding but float32's, and no copy of a whole factor."""
+    monkeypatch.setattr(blocked_mkor, "_CONVERTED", 40)
+    monkeypatch.setattr(blocked_mkor, "_LEAST_SIDE", 3)
+    asked: list[tuple[str, int]] = []
+    take = blocked_mkor.Workspace.take
+
+    def noted(space: Any, name: str, shape: Any, dtype: torch.dtype) -> Tensor:
+        asked.append((name, math.prod(shape)))
+        return take(space, name, shape, dtype)
+
+    monkeypatch.setattr(blocked_mkor.Workspace, "take", noted)
+    matrices, flat, left, right = problem(bias, BF16)
+    into = partial(blocked_mkor.precondition_into, product=torch.float32)
+    given = (None if sides == "right" else left), (None if sides == "left" else right)
+    for index, found in enumerate(preconditioned(flat, (12, 9), *given, into=into)):
+        own = [None if side is None else side[index] for side in given]
+        wanted = dense(matrices[index], own[0], own[1], True)
+        parts = [found[:108].view(12, 9), found[108:, None]]
+        assert frobenius_error(torch.cat(parts[: 1 + bias], 1), wanted) < 1e-6
+    sizes = [size for name, size in asked if name == "operand"]
+    assert sizes and max(sizes) <= 40
+    assert bias or "factor" not in {name for name, _ in asked}, "a gradient that is an operand as it lies"
 
 
 def test_float64_parameters_are_multiplied_in_float64() -> None:

@@ -88,7 +88,7 @@ def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> No
 @pytest.mark.parametrize("variant", ["muon", "shampoo"])
 def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one by one, through the exchange, and as the library does but for roundings to bfloat16."""
-    options = {"variant": variant, "weight_decay": 0.1, "lr_1d": 1e-3}
+    options = {"variant": variant, "weight_decay": 0.1, "lr_1d": 1e-3, "ns_dtype": "bfloat16"}
     monkeypatch.setitem(CONFIGURATIONS, "orthogonal", (MARS, options))
     taken: list[int] = []
 

@@ -101,7 +101,7 @@ def test_mars(name: str, tolerance: float, options: dict[str, Any]) -> None:
 def test_mars_shampoo_with_bf16_products() -> None:
     """Rounding depends on the order of the products: bounded by the size of a step."""
     recording = Recording("mars_shampoo_approx_bf16ns")
-    optimizer = mars(recording)
+    optimizer = mars(recording, ns_dtype="bfloat16")
     factor = (24 / 16) ** 0.5
     assert follow(recording, optimizer) <= 0.15 * recording.meta["ctor_lr"] * factor
 

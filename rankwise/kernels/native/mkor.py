@@ -35,17 +35,21 @@ def precondition_into(
     *,
     turned: bool = False,
     rescale: bool = True,
+    product: torch.dtype | None = None,
 ) -> None:
     """As :func:`rankwise.kernels.blocked_mkor.precondition_into`, which takes what there is no form for here.
 
-    That is: everything but float32 gradients between bfloat16 factors, and machines without such tiles. The factors
-    must be symmetric, as :func:`rankwise.kernels.blocked_mkor.update_factors_` leaves them. The roundings to bfloat16
-    are the same; the order of the sums between them is not. The bits do not depend on the number of threads.
+    That is: everything but bfloat16 products of float32 gradients and bfloat16 factors, and machines without such
+    tiles. The factors must be symmetric, as :func:`rankwise.kernels.blocked_mkor.update_factors_` leaves them. The
+    roundings to bfloat16 are the same; the order of the sums between them is not. The bits do not depend on the number
+    of threads.
     """
     # Nothing is compiled for what there is no form for.
-    own = products() if _is_known(out, parts, left, right) else None
+    known = product in (None, torch.bfloat16) and _is_known(out, parts, left, right)
+    own = products() if known else None
     if own is None:
-        return blocked_mkor.precondition_into(out, parts, shape, left, right, space, turned=turned, rescale=rescale)
+        options = {"turned": turned, "rescale": rescale, "product": product}
+        return blocked_mkor.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
     rows, columns = shape
     rides = len(parts) > 1
     height, width = rows + (rides and turned), columns + (rides and not turned)

@@ -1,0 +1,70 @@
+"""The type in which a device multiplies matrices fast.
+
+Processors without instructions for bfloat16 take 15 to 70 times as long for its products as for those of float32.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = ["multiplies_bfloat16"]
+
+_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables that keep torch's library of products from wider instructions; the first that is set counts."""
+_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+_X86 = ("x86_64", "amd64")
+_FIRST_CUDA = (8, 0)
+
+
+@cache
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether torch's products in bfloat16 are faster than those in float32, by what the device says of itself.
+
+    Flags and no stop-watch: ranks on machines of one kind must come to one answer. It is found once per process.
+
+    Args:
+        device: Of the matrices.
+    """
+    if device.type == "cpu":
+        return _cpu_multiplies_bfloat16()
+    if device.type == "cuda":
+        # AMD's, which go by the same name, have had such products since they have had matrix units.
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _FIRST_CUDA
+    asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    supported: bool = asked is None or asked()
+    return supported
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Torch leaves such products to oneDNN, which has none that is fast without instructions for them."""
+    mkldnn = torch.backends.mkldnn
+    if not (mkldnn.is_available() and getattr(mkldnn, "enabled", True)):
+        return False
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in _X86:
+        return True  # it has looked for the instructions
+    # With AVX-512 alone it says yes, and converts; whoever keeps torch from AVX-512 wants to see another machine.
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_capped() and _has_instructions()
+
+
+def _is_capped() -> bool:
+    wish = next((os.environ[name] for name in _CAPS if os.environ.get(name)), "")
+    return wish.upper() in _WITHOUT_BFLOAT16
+
+
+def _has_instructions() -> bool:
+    """Of x86 processors: AVX512-BF16 or AMX-BF16."""
+    names = ("avx512_bf16", "amx_bf16")
+    known = getattr(torch.cpu, "get_capabilities", None)
+    if known is not None:
+        found = known()
+        return any(found.get(name, False) for name in names)
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text().split() if info.exists() else []
+    return any(name in flags for name in names)
