@@ -125,6 +125,20 @@ def _load(stock: Function) -> Function:
     return load
 
 
+def _training_log(stock: Function) -> Function:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        from megatron_patches.monitor import report_health
+
+        result = stock(*args, **kwargs)
+        report_health(signature.bind(*args, **kwargs).arguments["iteration"])
+        return result
+
+    return training_log
+
+
 _TESTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 PATCHES: tuple[Patch, ...] = (
@@ -171,6 +185,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="OptimizerConfig takes from the arguments only what is one of its own fields",
         replace=_optimizer_config,
         command_line=True,
+    ),
+    Patch(
+        module="megatron.training.training",
+        name="training_log",
+        parameters=("loss_dict", "total_loss_dict", "learning_rate", "iteration"),
+        tested=_TESTED,
+        reason="Megatron's TensorBoard and Weights & Biases writers have no hook for an optimizer's own figures",
+        replace=_training_log,
+        command_line=True,
+        open_end=True,
     ),
 )
 

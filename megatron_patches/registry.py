@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.monitor import remember
 from megatron_patches.names import describe_model
 from megatron_patches.support import SupportError, refuse_exact, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
@@ -219,6 +220,7 @@ def get_megatron_optimizer(
             known.bf16 = config.bf16
             built = LayerWise(adoption, built.chained_optimizers, known, collection)
     adoption.finish(built)
+    remember(built, name, groups.pipeline)
     return built
 
 
@@ -240,7 +242,7 @@ def _our_wrappers(build: Callable[..., Any], adoption: Adoption) -> Iterator[Non
         (stock_distributed, "Adam", (stock_distributed.Adam, ShardedOptimizer)),
     ]
     for name, wrapper in wrapper_classes(adoption).items():
-        owners = [stock] if name == "DistributedOptimizer" else [stock, stock_layer_wise]
+        owners = [stock] if name in ("DistributedOptimizer", "ChainedOptimizer") else [stock, stock_layer_wise]
         replacements += [(owner, name, wrapper) for owner in owners]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:

@@ -28,6 +28,8 @@ from megatron_patches.formats import holder, refuse_holder
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
+from megatron_patches.monitor import health_of
+from megatron_patches.offloading import Offloading
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.resuming import options_record, settle_options
@@ -71,6 +73,7 @@ class Adoption:
         expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
         inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, self.scale, expert, layer_wise))
         inner.announce = self._announce_once
+        wrapper.holds_experts = expert  # type: ignore[attr-defined]
         self._adopted[inner] = wrapper
 
     def finish(self, built: MegatronOptimizer) -> None:
@@ -128,8 +131,23 @@ def wrapper_classes(adoption: Adoption) -> dict[str, type[Any]]:
         "DistributedOptimizer": _Distributed,
         "Float16OptimizerWithFloat16Params": _Half,
         "FP32Optimizer": _Full,
+        "ChainedOptimizer": Chained,
     }
     return {name: type(cls.__name__, (cls,), {"adoption": adoption}) for name, cls in ours.items()}
+
+
+class _Healthy:
+    """A chain of our wrappers."""
+
+    chained_optimizers: list[Any]
+
+    def read_health(self) -> dict[str, float]:
+        """What happened since the last reading; every rank must call it. See :func:`health_of`."""
+        return health_of(self.chained_optimizers)
+
+
+class Chained(_Healthy, ChainedOptimizer):
+    """Megatron's optimizer of several parts of a model, experts among them."""
 
 
 class _Adopted:
@@ -140,12 +158,33 @@ class _Adopted:
     """Names of the parameters of every param group, on all pipeline stages."""
     window = 0
     """Changes with every attempt at a step, so that statistics of one that was skipped are told apart."""
+    holds_experts = False
+    """Whether the parameters are experts', which have process groups of their own."""
+    _offloading: Offloading | None = None
     backward_scale: Tensor | None = None
     """The loss scale during the last backward pass."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
         self.adoption.adopt(self)  # type: ignore[arg-type]
+
+    def read_health(self) -> dict[str, float]:
+        """What happened since the last reading; every rank must call it. See :func:`health_of`."""
+        return health_of([self])
+
+    def offload_to_cpu(self) -> None:
+        """As Megatron's, and matrix states; weights that are the model's own (fp32) stay with the model."""
+        if self.optimizer is None:  # type: ignore[attr-defined]
+            return
+        if self._offloading is None:
+            self._offloading = Offloading(self.optimizer)  # type: ignore[attr-defined]
+        self._offloading.offload({p.untyped_storage().data_ptr() for p in self.adoption.parameters})
+        torch.cuda.empty_cache()
+
+    def restore_from_cpu(self) -> None:
+        """What :meth:`offload_to_cpu` has moved goes back; step counts stay on the host, where they belong."""
+        if self._offloading is not None:
+            self._offloading.restore()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As Megatron's: a new window begins."""
@@ -230,7 +269,7 @@ class _Full(_Adopted, FP32Optimizer):
     """Megatron's fp32 parameters themselves."""
 
 
-class LayerWise(LayerWiseDistributedOptimizer):
+class LayerWise(_Healthy, LayerWiseDistributedOptimizer):
     """Megatron's layer-wise optimizer: whole parameters dealt out to the data-parallel ranks.
 
     Args:

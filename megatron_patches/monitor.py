@@ -1,0 +1,89 @@
+"""The optimizer's health on the writers of Megatron's training loop: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from rankwise.optimizers.base import ShardedOptimizer
+
+__all__ = ["health_of", "remember", "report_health"]
+
+_latest: dict[str, Any] = {}
+
+
+def remember(built: MegatronOptimizer, name: str, pipeline: dist.ProcessGroup) -> None:
+    """The optimizer whose health is to be reported from now on.
+
+    Args:
+        built: What the factory returned.
+        name: The optimizer's name.
+        pipeline: One rank of every pipeline stage, this one among them.
+    """
+    _latest.update(built=weakref.ref(built), name=name, pipeline=pipeline)
+
+
+def health_of(wrappers: Sequence[Any]) -> dict[str, float]:
+    """What happened since the last reading on this rank's pipeline stage; every rank must call it.
+
+    Args:
+        wrappers: Ours, around the parts of one model.
+
+    Returns:
+        See :meth:`rankwise.optimizers.base.ShardedOptimizer.read_health`; of a model with experts theirs begin
+        with ``experts/``, and those of further parts with ``part<n>/``.
+    """
+    found: dict[str, float] = {}
+    for index, wrapper in enumerate(wrappers):
+        inner = getattr(wrapper, "optimizer", None)
+        if not isinstance(inner, ShardedOptimizer):
+            continue
+        prefix = "experts/" if wrapper.holds_experts else f"part{index}/" if "matrices_updated" in found else ""
+        found |= {prefix + name: value for name, value in inner.read_health().items()}
+    return found
+
+
+def report_health(iteration: int) -> None:
+    """Write ``optim/<type>/<metric>`` every ``--log-interval`` iterations, where a writer is configured.
+
+    Megatron waits for the device at that interval, too; at all others nothing is read. A collective.
+
+    Args:
+        iteration: Number of iterations done.
+    """
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    args = get_args()
+    built = _latest["built"]() if _latest else None
+    # All ranks read together, though the last alone has writers.
+    is_watched = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
+    if built is None or not is_watched or iteration % args.log_interval:
+        return
+    metrics = _over_stages(built.read_health(), _means(built), _latest["pipeline"])
+    named = {f"optim/{_latest['name']}/{name}": value for name, value in metrics.items()}
+    writer, board = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        for name, value in named.items():
+            writer.add_scalar(name, value, iteration)
+    if board:
+        board.log(named, iteration)
+
+
+def _means(built: Any) -> frozenset[str]:
+    wrappers = getattr(built, "chained_optimizers", [built])
+    return frozenset(name for w in wrappers for name in (*getattr(w.optimizer, "health_means", ()), "skipped_steps"))
+
+
+def _over_stages(mine: Mapping[str, float], means: frozenset[str], pipeline: dist.ProcessGroup) -> dict[str, float]:
+    """Totals and means over the pipeline stages: the writers' rank would else show the last one's alone."""
+    everyone: list[Mapping[str, float]] = [{}] * dist.get_world_size(pipeline)
+    dist.all_gather_object(everyone, dict(mine), group=pipeline)
+    found: dict[str, list[float]] = {}
+    for stage in everyone:
+        for name, value in stage.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / (len(values) if name.rsplit("/")[-1] in means else 1) for name, values in found.items()}

@@ -1,0 +1,71 @@
+"""Weights and states of an optimizer that wait in the host's memory, while the device serves a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.optimizers.base import ShardedOptimizer
+
+__all__ = ["Offloading", "is_on_device"]
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Whether a tensor takes an accelerator's memory."""
+    return tensor.device.type != "cpu"
+
+
+class Offloading:
+    """Takes an optimizer's tensors to the host and puts them back where they were.
+
+    What has always lain on the host, as step counts do, stays there: on the device every step would wait for it.
+
+    Args:
+        inner: The optimizer.
+    """
+
+    def __init__(self, inner: ShardedOptimizer) -> None:
+        self._inner = inner
+        self._weights: dict[Tensor, torch.device] = {}
+        # By the identity of the dictionary a state lies in, which outlives the move, and its name there.
+        self._states: dict[tuple[int, str], torch.device] = {}
+
+    def offload(self, model_memory: Collection[int]) -> None:
+        """Move main weights, element states and matrix states to the host.
+
+        Args:
+            model_memory: Addresses of the memory of the model's own weights, which stay where they are.
+        """
+        for weight in self._main_weights():
+            if is_on_device(weight) and weight.untyped_storage().data_ptr() not in model_memory:
+                self._weights[weight] = weight.device
+                weight.data = weight.data.to("cpu", copy=True)
+        for state in self._dictionaries():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and is_on_device(value):
+                    self._states[id(state), name] = value.device
+                    state[name] = value.to("cpu", copy=True)
+
+    def restore(self) -> None:
+        """Move back what :meth:`offload` has moved."""
+        for weight, device in self._weights.items():
+            weight.data = weight.data.to(device, copy=True)
+        for state in self._dictionaries():
+            for name, value in state.items():
+                home = self._states.get((id(state), name))
+                if home is not None:
+                    state[name] = value.to(home, copy=True)
+        self._weights.clear()
+        self._states.clear()
+
+    def _main_weights(self) -> Iterator[Tensor]:
+        for group in self._inner.param_groups:
+            yield from group["params"]
+
+    def _dictionaries(self) -> Iterator[MutableMapping[str, Any]]:
+        yield from self._inner.state.values()
+        yield from self._inner.matrix_states.values()
+        yield from self._inner.matrix_states.loaded.values()
