@@ -4,7 +4,9 @@
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
-# PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS.
+# PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS, ISA=avx2 or default (train and
+# test as on a processor that has AVX2 but nothing wider, or nothing beyond every x86-64's; torch's libraries and our own
+# code both).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -17,6 +19,15 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # By file, in the order of the files: results that tests share stay in one worker, and what takes long comes first.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+ISA ?=
+# What each library that chooses instructions by itself, or is compiled for some, is told.
+LIMITS_avx2 := RANKWISE_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+LIMITS_default := RANKWISE_ISA=default ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+ifneq ($(ISA),)
+LIMITS := $(LIMITS_$(ISA))
+$(if $(LIMITS),,$(error ISA=$(ISA) is invalid: it must be avx2 or default))
+endif
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.setup-done
@@ -36,10 +47,10 @@ $(STAMP): setup.cfg pyproject.toml
 	touch $@
 
 train: setup
-	$(BIN)/rankwise train --framework $(FRAMEWORK) --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
+	$(LIMITS) $(BIN)/rankwise train --framework $(FRAMEWORK) --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(PYTEST_ARGS)
+	$(LIMITS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check

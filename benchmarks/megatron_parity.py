@@ -28,7 +28,8 @@ by bit.
 """
 
 _FP32 = """
-Largest difference of a weight relative to the largest change of a weight; allowed: 10 times AdamW. For MARS-Lion, where
+Largest difference of a weight relative to the largest change of a weight; allowed: 10 times AdamW, or 10
+times what one process of the type shows when the samples are cut into other micro-batches. For MARS-Lion, where
 one flipped sign is a whole step, and SONew, where one edge beside its threshold is dropped or kept, the mean difference
 relative to the mean change is what is held to 10 times AdamW's.
 """

@@ -34,8 +34,9 @@ How much is allowed, and why the mean is the figure in half precision, is explai
 """
 
 _FP32_TEXT = """
-Largest difference of a weight relative to the largest change of a weight, one seed. Allowed: 10 times AdamW; for
-SONew's default edge tolerance 10 times what gradient noise of 1e-7 does to one process.
+Largest difference of a weight relative to the largest change of a weight, one seed. Allowed: 10 times AdamW, or 10
+times what one process of the type shows when the same samples are cut into smaller micro-batches, where that is more;
+for SONew's default edge tolerance 10 times what gradient noise of 1e-7 does to one process.
 """
 
 _HALF_TEXT = """

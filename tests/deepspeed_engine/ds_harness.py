@@ -534,6 +534,29 @@ def noise_response(job: Job, noise: float) -> float:
     return max(error(run_plain(job, noise, seed)[1], expected, initial) for seed in range(4))
 
 
+def cut_response(job: Job) -> float:
+    """How far one process moves where its micro-batches are cut into other parts: what rounding does to the rule."""
+    initial, expected = run_plain(job)
+    return max(error(run_plain(job, shares=shares)[1], expected, initial) for shares in (2, 3, 4, 6))
+
+
+@functools.cache
+def _response_of_type(name: str) -> float:
+    return cut_response(Job(name, TYPES[name]))
+
+
+def allowed_errors(adamw: float) -> dict[str, float]:
+    """How far each type may end from one process, or from itself on another layout, in fp32.
+
+    Ten times AdamW's distance between the same two runs, which one weight decides, or what rounding does to the type's
+    own rule on this processor, if that is more.
+
+    Args:
+        adamw: AdamW's distance.
+    """
+    return {name: 10.0 * max(adamw, _response_of_type(name)) for name in TYPES}
+
+
 def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
     """Of the first step of one process: mean input, virtual-bias gradient and token count by weight."""
     model = model_of(job)

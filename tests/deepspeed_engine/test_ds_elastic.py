@@ -68,8 +68,8 @@ def _run(
 def test_resume_on_another_layout(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
     """Saved on (ranks, stage) ``before`` and continued on ``after``: the run that was never interrupted on ``after``.
 
-    Until the save the two runs differ in the order their gradients are summed in, hence AdamW's own difference between
-    the layouts as the measure (ten times, as everywhere).
+    Until the save the two runs differ in the order their gradients are summed in: what that does to AdamW between the
+    same layouts, and to the type itself in one process, is the measure (ten times, as everywhere).
     """
     jobs = ds.jobs()
     first, second = ([_with_stage(job, stage) for job in jobs] for _, stage in (before, after))
@@ -78,17 +78,12 @@ def test_resume_on_another_layout(tmp_path: Path, before: tuple[int, int], after
     run_ranks(before[0], _run, first[:-1], 0, HALF, None, str(tmp_path))
     resumed = run_ranks(after[0], _run, second[:-1], HALF, ds.STEPS, str(tmp_path), None)[0]
     initial = ds.weights_of(ds.model_of(jobs[0]))
-    allowed = 10 * ds.error(elsewhere[0], whole[-1], initial)
-    if allowed == 0:
-        # AdamW's sums are the same on both layouts, ours are not: on one rank they are others for all.
-        alone = run_ranks(1, _run, second[-1:], 0, ds.STEPS, None, None)[0]
-        allowed = 10 * ds.error(alone[0], whole[-1], initial)
-    assert allowed > 0
+    allowed = ds.allowed_errors(ds.error(elsewhere[0], whole[-1], initial))
     errors = {
         job.name: ds.error(got, expected, initial) for job, got, expected in zip(jobs, resumed, whole, strict=False)
     }
-    assert len(errors) == len(ds.TYPES)
-    assert max(errors.values()) <= allowed, (allowed, errors)
+    assert errors.keys() == allowed.keys()
+    assert all(errors[name] <= allowed[name] for name in errors), (allowed, errors)
 
 
 def _continue_with(rank: int, world: int, job: ds.Job, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[int]]:

@@ -19,8 +19,11 @@ def generator(seed: int) -> torch.Generator:
 
 
 def inverses(count: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Symmetric positive definite matrices."""
     roots = torch.randn(count, length, length, generator=generator(seed), dtype=torch.float64) / length**0.5
-    return list((roots @ roots.mT / 4 + 0.5 * torch.eye(length)).to(dtype))
+    product = roots @ roots.mT / 4
+    # Symmetric to the last bit, which a product is on some processors only.
+    return list((product + product.mT).mul(0.5).add(torch.eye(length), alpha=0.5).to(dtype))
 
 
 def problem(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
+import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -70,6 +73,25 @@ def test_another_machine_or_source_is_another_library(
         (tmp_path / "tiles.h").write_text("// another")
         monkeypatch.setattr(building, "_FOLDER", tmp_path)
     assert building._fingerprint(source, command) != before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names sets of instructions of x86-64")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="nothing to list instructions with")
+def test_instructions_can_be_limited(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set makes a library of its own, without instructions beyond it; a misspelt one is no silent fallback."""
+    wide = {"avx2": re.compile(r"%zmm"), "default": re.compile(r"%[yz]mm")}
+    for wish in ("avx2", "default"):
+        monkeypatch.setenv(building.INSTRUCTIONS, wish)
+        building.library.cache_clear()
+        before = set(cache.glob("*.so")) if cache.exists() else set()
+        assert building.library("elementwise") is not None
+        (built,) = set(cache.glob("*.so")) - before
+        listing = subprocess.run(["objdump", "-d", str(built)], check=True, capture_output=True, text=True).stdout
+        assert "%xmm" in listing and not wide[wish].search(listing)
+    monkeypatch.setenv(building.INSTRUCTIONS, "avx3")
+    building.library.cache_clear()
+    with pytest.raises(ValueError, match="RANKWISE_ISA='avx3' is invalid: .*'native' or 'avx2' or 'default'"):
+        building.library("elementwise")
 
 
 def test_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -345,3 +345,33 @@ def largest_gap(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> flo
     """Largest difference between two models' weights, which must have the same names and shapes."""
     assert {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in reference.items()}
     return max((weights[name] - reference[name]).abs().max().item() for name in reference)
+
+
+def mean_gap(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Mean difference between two models' weights."""
+    total = sum(reference[name].numel() for name in reference)
+    return float(sum((weights[name] - reference[name]).abs().sum() for name in reference)) / total
+
+
+class Move(NamedTuple):
+    """How far apart two runs end, relative to how far the reference went: in the largest weight, and in the mean."""
+
+    largest: float
+    mean: float
+
+
+def move(weights: dict[str, Tensor], reference: dict[str, Tensor], start: dict[str, Tensor]) -> Move:
+    """How far a run ends from a reference that started at ``start``."""
+    return Move(
+        largest_gap(weights, reference) / largest_gap(reference, start),
+        mean_gap(weights, reference) / mean_gap(reference, start),
+    )
+
+
+def worst(moves: Iterable[Move]) -> Move:
+    """The largest of each figure."""
+    return Move(*map(max, zip(*moves, strict=True)))
+
+
+OTHER_CUTS = (1, 4)
+"""Micro-batches per step of runs that show how far rounding alone moves one process: cells have two."""

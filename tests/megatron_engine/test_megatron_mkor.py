@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import megatron_harness
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron_cells import GLOBAL_BATCH, LENGTH, Cell
-from megatron_harness import Trainer, largest_gap, opened, run_cells, stock_adam
+from megatron_harness import OTHER_CUTS, Move, Trainer, move, opened, run_cells, stock_adam, worst
 from megatron_weights import bare, reduced_gradient
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -265,9 +265,11 @@ TRAINED: dict[str, Cell] = {
 
 
 class Figures(NamedTuple):
-    """Largest difference from one process, relative to the largest change; largest difference between copies."""
+    """Distance from one process; how far that process moves where the samples are cut into other micro-batches, all
+    else equal: what rounding does to this rule on this processor; largest difference between copies."""
 
-    error: float
+    moved: Move
+    response: Move
     replicas: float
 
 
@@ -276,12 +278,18 @@ def figures(backend: str, bundled: bool = False) -> dict[str, Figures]:
     make = stock_adam if backend == "adam" else mkor(bundled, update_interval=2, **BACKENDS[backend])
     cells = {label: cell for label, cell in TRAINED.items() if not bundled or not cell.swiglu}
     models = {str(alone(cell)): Cell(clip=0.0, **_model(cell)) for cell in cells.values()}
-    ends = dict(zip(models, run_cells(1, list(models.values()), make, STEPS), strict=True))
     starts = dict(zip(models, run_cells(1, list(models.values()), make, 0), strict=True))
+    cuts = [replace(cell, microbatches=count) for cell in models.values() for count in (2, *OTHER_CUTS)]
+    runs = iter(run_cells(1, cuts, make, STEPS))
+    ends, responses = {}, {}
+    for model, start in starts.items():
+        ends[model], *others = (next(runs).weights for _ in (2, *OTHER_CUTS))
+        responses[model] = worst(move(other, ends[model], start.weights) for other in others)
     found = {}
     for (label, cell), result in zip(cells.items(), run_cells(2, list(cells.values()), make, STEPS), strict=True):
-        start, end = starts[str(alone(cell))].weights, ends[str(alone(cell))].weights
-        found[label] = Figures(largest_gap(result.weights, end) / largest_gap(end, start), result.replica_gap)
+        model = str(alone(cell))
+        moved = move(result.weights, ends[model], starts[model].weights)
+        found[label] = Figures(moved, responses[model], result.replica_gap)
     return found
 
 
@@ -292,17 +300,21 @@ def _model(cell: Cell) -> dict[str, Any]:
 @pytest.mark.parametrize("label", TRAINED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_follow_one_process(backend: str, label: str) -> None:
+    """AdamW turns the rounding of a gradient that vanishes into part of a step: there, the stock optimizer in the same
+    cell shows how far the largest weight may be. It must be rounding that moves it, and moves few weights."""
     ours, stock = figures(backend)[label], figures("adam")[label]
     assert ours.replicas == 0.0
-    assert stock.error < 1e-3
-    assert ours.error <= 10.0 * stock.error
+    assert stock.moved.mean <= 10.0 * stock.response.mean
+    assert ours.moved.mean <= 10.0 * ours.response.mean
+    known = ours.response.largest if backend == "sgd" else max(ours.response.largest, stock.moved.largest)
+    assert ours.moved.largest <= 10.0 * known
 
 
 def test_weights_follow_one_process_with_biases_as_columns() -> None:
     """Cut by rows or alike on both ranks."""
     ours = figures("sgd", bundled=True)["TP2"]
     assert ours.replicas == 0.0
-    assert ours.error <= 10.0 * figures("adam")["TP2"].error
+    assert ours.moved.largest <= 10.0 * ours.response.largest
 
 
 def _bundles(rank: int, world: int) -> list[tuple[str, ...]]:

@@ -2,7 +2,8 @@
 
 They need a C++ compiler with OpenMP (GCC 12, Clang 15 or later) but no headers of torch or Python. The libraries are
 kept in ``$XDG_CACHE_HOME/rankwise`` (``~/.cache/rankwise``) under a name made from sources, compiler, flags and
-processor, so that a home directory may be shared by machines of different kinds.
+processor, so that a home directory may be shared by machines of different kinds. They use every instruction of the
+processor unless :data:`INSTRUCTIONS` names a smaller set.
 """
 
 from __future__ import annotations
@@ -18,17 +19,28 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-__all__ = ["SWITCH", "library"]
+__all__ = ["INSTRUCTIONS", "SWITCH", "library"]
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "RANKWISE_NATIVE"
 """Environment variable: "0" never uses the native forms, "1" raises where they cannot be built."""
 
+INSTRUCTIONS = "RANKWISE_ISA"
+"""Environment variable: instructions the native forms may use: "native" (the processor's own), "avx2" or "default" (what
+every x86-64 processor has)."""
+
 _FOLDER = Path(__file__).parent
-_COMMON = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-# Compilers use half of the registers' width unless told otherwise.
-_OF_MACHINE = {"x86_64": ("-mprefer-vector-width=512",)}
+_COMMON = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_INSTRUCTIONS = {
+    # Compilers use half of the registers' width unless told otherwise.
+    "x86_64": {
+        "native": ("-march=native", "-mprefer-vector-width=512"),
+        "avx2": ("-march=x86-64-v3",),
+        "default": ("-march=x86-64",),
+    },
+}
+_INSTRUCTIONS_ELSEWHERE = {"native": ("-march=native",)}
 # Element-wise code must round every operation, or an element's bits would depend on where its run is cut.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = {
@@ -52,6 +64,7 @@ def library(name: str) -> ctypes.CDLL | None:
 
     Raises:
         RuntimeError: There is none, and :data:`SWITCH` demands one.
+        ValueError: :data:`INSTRUCTIONS` is none of the known values.
     """
     wish = os.environ.get(SWITCH, "")
     if wish == "0":
@@ -77,7 +90,7 @@ def _built(name: str) -> Path:
 
     compiler = _compiler()
     source = _FOLDER / f"{name}.cpp"
-    command = [compiler, *_COMMON, *_OF_MACHINE.get(platform.machine(), ()), *_FLAGS[name]]
+    command = [compiler, *_COMMON, *_instruction_flags(), *_FLAGS[name]]
     target = _cache_folder() / f"{name}-{_fingerprint(source, command)}.so"
     if not target.exists():
         with open(target.with_suffix(".lock"), "w") as lock:
@@ -86,6 +99,15 @@ def _built(name: str) -> Path:
             if not target.exists():
                 _compile(command, source, target)
     return target
+
+
+def _instruction_flags() -> tuple[str, ...]:
+    known = _INSTRUCTIONS.get(platform.machine(), _INSTRUCTIONS_ELSEWHERE)
+    wish = os.environ.get(INSTRUCTIONS) or "native"
+    if wish not in known:
+        choices = " or ".join(f"'{name}'" for name in known)
+        raise ValueError(f"{INSTRUCTIONS}='{wish}' is invalid: on {platform.machine()} it must be {choices}")
+    return known[wish]
 
 
 def _compile(command: list[str], source: Path, target: Path) -> None:
