@@ -23,6 +23,7 @@ from deepspeed_plugin.blocks import (
     validate_config,
 )
 from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
+from deepspeed_plugin.collectives import guard_build, unguard_build
 from deepspeed_plugin.engine import attach, prepare
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
@@ -69,7 +70,8 @@ def register() -> None:
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
     that ZeRO accepts, and wraps five methods: one to check the optimizer block first, one to learn parameter names and
-    layouts, one for its error message, two for checkpoints.
+    layouts, one for its error message, two for checkpoints; and the build of its collectives, which would wait for a
+    dead process.
     """
     if _originals:
         return
@@ -88,6 +90,7 @@ def register() -> None:
     DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
     DeepSpeedEngine.save_checkpoint = _save_checkpoint
+    guard_build()
 
 
 def unregister() -> None:
@@ -100,6 +103,7 @@ def unregister() -> None:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))
+    unguard_build()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,9 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["available_cores", "missing_build_tools", "rank_environment", "skip_shm_build_without_compiler"]
+from rankwise.abandoned_locks import build_lock, settle
+
+__all__ = ["available_cores", "missing_build_tools", "prepare_shm_build", "rank_environment"]
 
 
 def available_cores() -> int:
@@ -49,19 +51,24 @@ def missing_build_tools() -> list[str]:
     return missing if header.exists() else [*missing, str(header)]
 
 
-def skip_shm_build_without_compiler() -> list[str]:
-    """Keeps DeepSpeed from compiling its shared-memory collectives where that would fail.
+def prepare_shm_build() -> list[str]:
+    """Keeps DeepSpeed from failing, or waiting for ever, over its shared-memory collectives.
 
-    DeepSpeed builds them on every CPU machine at start-up. They only serve inference; training runs over gloo alone.
+    DeepSpeed builds them on every CPU machine at start-up. They only serve inference; training runs over gloo alone. So
+    they are left out where they cannot be compiled, and a lock that a killed job has left there is removed.
 
     Returns:
         What is missing; empty if the build can go ahead or is not needed.
     """
     from deepspeed.accelerator import get_accelerator
 
-    missing = missing_build_tools() if get_accelerator().device_name() == "cpu" else []
+    if get_accelerator().device_name() != "cpu":
+        return []
+    missing = missing_build_tools()
     if missing:
         importlib.import_module("deepspeed.comm")
         # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    else:
+        settle(build_lock("deepspeed_shm_comm"))
     return missing

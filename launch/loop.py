@@ -25,7 +25,7 @@ _UNTIMED_STEPS = 5
 """Steps left out of the throughput figures: allocation, first-touch and lazy compilation happen there."""
 
 _SYNC_INTERVAL = 10
-"""Steps between two averages of the loss over the ranks, for the progress bar and the curve."""
+"""Steps between two averages of the loss over the ranks, for the progress bar, or lines instead, and the curve."""
 
 
 class Engine(Protocol):
@@ -108,7 +108,9 @@ class Loop:
         untimed = min(_UNTIMED_STEPS, steps - 1)
         losses: list[Tensor] = []
         with (Path(os.devnull) if self.rank else Path(settings.output) / "metrics.jsonl").open("w") as metrics:
-            bar = tqdm(total=steps, desc=settings.label, disable=self.rank != 0, dynamic_ncols=True, unit="step")
+            # None: a bar only on a terminal; elsewhere it would be one line that never ends.
+            disable = True if self.rank else None
+            bar = tqdm(total=steps, desc=settings.label, disable=disable, dynamic_ncols=True, unit="step")
             for step in range(steps):
                 if step == untimed:
                     self.seconds = self.engine.update_seconds = 0.0
@@ -120,6 +122,9 @@ class Loop:
                     losses.clear()
                     speed = self._tokens_per_second(step + 1 - (untimed if step >= untimed else 0))
                     bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}", lr=f"{rate:.1e}")
+                    if bar.disable and self.rank == 0:
+                        line = f"{settings.label}: step {step + 1}/{steps}, loss {loss:.3f}, {speed:,.0f} tokens/s"
+                        print(f"{line}, lr {rate:.1e}", flush=True)
                     _write(metrics, step=step + 1, loss=loss, lr=rate, tokens_per_second=speed)
                 if (step + 1) % settings.validation_interval == 0 or step + 1 == steps:
                     self.validation_loss = self._validate()

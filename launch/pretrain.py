@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.launch.data import Corpus, load_corpus, load_tokenizer
-from rankwise.launch.environment import skip_shm_build_without_compiler
+from rankwise.launch.environment import prepare_shm_build
 from rankwise.launch.loop import Loop, learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.models import build_model
 from rankwise.launch.sampler import WindowSampler
@@ -58,7 +58,7 @@ def run(settings: Settings) -> None:
 
     # DeepSpeed calls collectives under names that newer torch versions deprecate.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    skip_shm_build_without_compiler()
+    prepare_shm_build()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     corpus = load_corpus(settings.text, load_tokenizer(settings.tokenizer), Path(settings.cache))
     torch.manual_seed(settings.seed)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from rankwise.launch.environment import skip_shm_build_without_compiler
+from rankwise.launch.environment import prepare_shm_build
 
 __all__ = ["main", "register", "run_script"]
 
@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def register() -> None:
     """Registers our optimizer types with DeepSpeed, and avoids its compile at start-up where it cannot succeed."""
-    skip_shm_build_without_compiler()
+    prepare_shm_build()
     importlib.import_module("deepspeed_plugin")
 
 

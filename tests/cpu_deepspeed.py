@@ -22,12 +22,17 @@ def choose_cpu() -> None:
 
 
 def prepare_ranks() -> None:
-    """Build the collectives' extension in this process, for forked ranks to inherit, and mute the library."""
+    """Build the collectives' extension in this process, for forked ranks to inherit, and mute the library.
+
+    Without a compiler they do without it, as under our launcher.
+    """
     from deepspeed.accelerator import get_accelerator
+
+    from rankwise.launch.environment import prepare_shm_build
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", UserWarning)
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
+    if not prepare_shm_build() and builder is not None:
         builder.load(verbose=False)

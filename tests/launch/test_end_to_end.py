@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.launch.environment import rank_environment
+from rankwise.launch.environment import missing_build_tools, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # Our own command starts it too.
@@ -41,6 +43,17 @@ def text(tmp_path: Path) -> Path:
     return folder
 
 
+def left_behind_lock(folder: Path) -> Path:
+    """A lock as a killed job leaves it, beside the compiled collectives if there are any."""
+    from torch.utils import cpp_extension
+
+    name = "deepspeed_shm_comm"
+    shutil.copytree(cpp_extension._get_build_directory(name, False), folder / name)
+    lock = folder / name / "lock"
+    lock.touch()
+    return lock
+
+
 SMALL = "--device cpu --layers 1 --hidden 32 --heads 2 --seq-len 32 --validation-samples 6".split()
 
 
@@ -57,13 +70,19 @@ def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path
             }
         )
     )
+    lock = left_behind_lock(tmp_path / "extensions")
     result = command(
         *("train", "--config", str(own), "--ranks", "2", "--stage", "2", "--steps", "3", "--validation-interval", "2"),
         *("--data", str(text), "--output", "out", *SMALL),
         cwd=tmp_path,
+        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
     )
     assert result.returncode == 0, result.stderr[-4000:]
+    assert not lock.exists() and (missing_build_tools() or result.stderr.count(f"removed {lock}") == 1)
     assert "validation" in result.stdout and "unigram" in result.stdout
+    # Not a terminal: lines, and no bar.
+    assert re.findall(r"^adamw: step (\d+)/3, loss \d\.\d+, [\d,]+ tokens/s", result.stdout, re.MULTILINE) == ["3"]
+    assert "it/s" not in result.stderr and "step/s" not in result.stderr
     summary = json.loads((tmp_path / "out/adamw/summary.json").read_text())
     assert summary["world_size"] == 2 and summary["zero_stage"] == 2
     assert summary["tokens"] == 3 * 2 * 2 * 2 * 32

@@ -27,8 +27,8 @@ SWITCH = "RANKWISE_NATIVE"
 """Environment variable: "0" never uses the native forms, "1" raises where they cannot be built."""
 
 INSTRUCTIONS = "RANKWISE_ISA"
-"""Environment variable: instructions the native forms may use: "native" (the processor's own), "avx2" or "default" (what
-every x86-64 processor has)."""
+"""Environment variable: instructions the native forms may use: "native" (the processor's own), "avx2", or "default"
+(what every x86-64 processor has)."""
 
 _FOLDER = Path(__file__).parent
 _COMMON = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")

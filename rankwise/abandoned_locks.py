@@ -1,0 +1,147 @@
+"""Lock files of torch's just-in-time builds whose owner is gone.
+
+torch takes an empty file for a lock and holds it open while it compiles. A job killed meanwhile leaves the file behind,
+and every later one waits for ever, without a word. Who holds it open tells whether anybody builds; where the holder may
+be on another machine or in another container, time has to tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["PATIENCE", "build_lock", "settle"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 900.0
+"""Seconds after which a lock is given up whose holder could be out of sight, if nothing in its folder changes: several
+times what a build takes."""
+
+_RELEASING = 2.0  # seconds
+_INTERVAL = 0.2
+_SEEN_BY_ONE_KERNEL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+
+
+def build_lock(name: str) -> Path:
+    """The lock of a just-in-time build; makes its folder, as torch would.
+
+    Args:
+        name: Of the extension.
+    """
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(name, False)) / "lock"
+
+
+def settle(lock: Path) -> bool:
+    """Wait until nobody holds a lock, and remove it if its owner is gone.
+
+    Says which file it waits for, or has removed, on this module's logger. Any number of processes may call it at once.
+
+    Args:
+        lock: The file; need not exist.
+
+    Returns:
+        Whether it was removed here.
+    """
+    said, first = False, _Seen(None, 0.0)
+    while lock.exists():
+        if not Path("/proc/self/fd").is_dir():
+            return False  # nowhere to look for its holder
+        look = _look(lock)
+        if look.file is None:
+            if not said:
+                logger.warning("%s is held: waiting for the process that compiles there", lock)
+                said = True
+        elif look.file != first.file:
+            first = look
+        # An owner closes its lock before it removes it: found so twice, it was left behind.
+        elif look.at - first.at >= _RELEASING and _removed(lock, look):
+            logger.warning("removed %s: the process that was compiling there has ended; going on", lock)
+            return True
+        time.sleep(_INTERVAL)
+    return False
+
+
+class _Seen(NamedTuple):
+    """A lock that nobody holds, as device, inode and time of its last change, and when that was seen."""
+
+    file: tuple[int, int, int] | None
+    at: float
+
+
+def _look(lock: Path) -> _Seen:
+    """What is there at a lock's name; no file where it is held, might be held out of sight, or is gone."""
+    now = time.monotonic()
+    try:
+        status = lock.stat()
+        if not _sees_all_holders(lock, status) and time.time() - _last_change(lock.parent) < PATIENCE:
+            return _Seen(None, now)
+        held = any(os.path.samestat(other, status) for other in _open_files())
+        # An inode's number is soon another file's, and the search may take long.
+        return _Seen(_identity(status) if not held and _identity(status) == _identity(lock.stat()) else None, now)
+    except FileNotFoundError:
+        return _Seen(None, now)
+
+
+def _removed(lock: Path, look: _Seen) -> bool:
+    """Remove a lock that has not changed since it was seen; False if another process was faster."""
+    import fcntl  # not on every system
+
+    folder = os.open(lock.parent, os.O_RDONLY)
+    try:
+        # One at a time, or the second would remove the lock that the first has taken anew.
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if _look(lock).file != look.file:
+            return False
+        lock.unlink()
+        return True
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(folder)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def _last_change(folder: Path) -> float:
+    return max(entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(folder))
+
+
+def _open_files() -> Iterator[os.stat_result]:
+    """Of all processes that this one may look into."""
+    for process in os.scandir("/proc"):
+        if process.name.isdigit():
+            try:
+                for entry in os.scandir(f"{process.path}/fd"):
+                    yield entry.stat()
+            except OSError:
+                continue  # another user's, or it has just ended
+
+
+def _sees_all_holders(lock: Path, status: os.stat_result) -> bool:
+    """Whether a holder could only be a process of this kernel that this one may look into."""
+    mounted = _file_system(lock.resolve())
+    own = os.geteuid() in (0, status.st_uid)
+    # In a container, what comes from outside may be shared with others; its own root is not.
+    whole = os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE or mounted == "overlay"
+    return own and whole and mounted in _SEEN_BY_ONE_KERNEL
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system a path lies on."""
+    found, depth = "", -1
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, kind = line.partition(" - ")
+        point = Path(fields.split()[4].encode().decode("unicode_escape"))
+        if path.is_relative_to(point) and len(point.parts) >= depth:
+            found, depth = kind.split()[0], len(point.parts)
+    return found
