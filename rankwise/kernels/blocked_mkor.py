@@ -245,7 +245,8 @@ def _in_place(parts: Sequence[Tensor], whole: tuple[int, int], dtype: torch.dtyp
 def _operands(factor: Tensor, dtype: torch.dtype, space: Workspace, dim: int) -> Iterator[tuple[slice, Tensor]]:
     """A factor in the type of the products, a few of its rows (``dim`` 0) or columns (1) at a time: which, and they.
 
-    A copy of the whole would be the largest tensor of a step, and as fast: converting takes a hundredth of the product.
+    A copy of the whole would be the largest tensor of a step, and hardly faster: converting takes a few hundredths of
+    the product's time.
     """
     if factor.dtype == dtype:
         yield slice(None), factor

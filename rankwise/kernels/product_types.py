@@ -35,7 +35,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         # AMD's, which go by the same name, have had such products since they have had matrix units.
         return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _FIRST_CUDA
-    asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    # Of what says nothing, the meta device among others, the published type is expected.
+    asked = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
     supported: bool = asked is None or asked()
     return supported
 

@@ -91,6 +91,10 @@ def test_gpus_say_their_generation(
     assert product_types.multiplies_bfloat16.__wrapped__(torch.device("cuda", 0)) is expected
 
 
+def test_devices_that_say_nothing_take_the_published_type() -> None:
+    assert product_dtype_for(torch.device("meta"), FP32) == BF16
+
+
 @pytest.mark.skipif(not X86, reason="the variables name instructions of x86 processors")
 def test_variables_that_narrow_the_instructions_count() -> None:
     narrow = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
