@@ -132,7 +132,7 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
         ValueError: An optimizer would get the states of another one, or of other shapes, or a param group the settings
             of any of several.
     """
-    stored = load_common_state_dict(folder) if requested.get("optimizer") or any(_records(requested)) else {}
+    stored = _common_state(requested, folder)
     placed, theirs = dict(_records(requested)), dict(_records(stored))
     wanted, saved = list(placed.values()), list(theirs.values())
     _refuse_another(wanted, saved, "optimizer" in stored)
@@ -143,10 +143,23 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception.
-        reason = misfit(requested, folder, wanted, saved) if wanted and saved else None
+        if not wanted:
+            raise
+        reason = misfit(requested, folder, wanted, saved) if saved else _refusal([], wanted[0]["identity"])
         if reason is None:
             raise
         raise ValueError(reason) from error
+
+
+def _common_state(requested: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
+    if any(_records(requested)):
+        return load_common_state_dict(folder)
+    if not requested.get("optimizer"):
+        return {}
+    try:
+        return load_common_state_dict(folder)
+    except Exception:  # noqa: BLE001 - nothing of ours is wanted: what is wrong is for Megatron to say.
+        return {}
 
 
 def _refuse_another(wanted: Records, saved: Records, has_optimizer: bool) -> None:
@@ -158,7 +171,7 @@ def _refuse_another(wanted: Records, saved: Records, has_optimizer: bool) -> Non
 
 
 def _refusal(saved: Sequence[str], wanted: str) -> str:
-    author = ", ".join(map(repr, saved)) or "one of Megatron's own"
+    author = ", ".join(map(repr, saved)) or "one of Megatron's own, if it holds any"
     return (
         f"{wanted} cannot continue with the checkpoint's optimizer states, which were written by {author}; continue "
         "with the --optimizer that wrote them, or pass --no-load-optim to start the states afresh"

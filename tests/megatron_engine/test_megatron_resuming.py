@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron_cells import Cell
 from megatron_harness import Trainer, opened, trained
 from megatron_types import maker
@@ -58,6 +59,7 @@ REFUSED = {
     "band": Case(("sonew", {"band": 1}), ("sonew", {"band": 3})),
     "feedback on": Case(("ldadam", {"error_feedback": False}), ("ldadam", {})),
     "ours into Adam": Case(("ldadam", {}), ("adam", {})),
+    "no states": Case(("none", {}), ("ldadam", {})),
     "Adam into ours": Case(("adam", {}), ("ldadam", {})),
     "Adam into ours fp32": Case(("adam", {}), ("ldadam", {}), PLAIN),
     "Adam into ours torch format": Case(("adam", {}), ("ldadam", {}), PLAIN, torch_format=True),
@@ -82,10 +84,14 @@ def _load(trainer: Trainer, case: Case, folder: Path, state: dict[str, Any]) -> 
 
 def _one(case: Case, folder: Path) -> Seen:
     state: dict[str, Any] = {}
-    with opened(case.cell, maker(case.saved[0], **case.saved[1])) as trainer:
+    author = "ldadam" if case.saved[0] == "none" else case.saved[0]
+    with opened(case.cell, maker(author, **case.saved[1])) as trainer:
         trained(trainer, 1)
         state = trainer.optimizer.state_dict()
-        if not case.torch_format:
+        if case.saved[0] == "none":
+            weights = {key: value for key, value in trainer.sharded_state().items() if key != "optimizer"}
+            dist_checkpointing.save(weights, str(folder))
+        elif not case.torch_format:
             trainer.save(folder)
     cell = Cell(**{**vars(case.cell), "optimizer": case.config})
     with opened(cell, maker(case.wanted[0], **case.wanted[1])) as trainer:
@@ -169,6 +175,7 @@ MESSAGES = {
     "ours into Adam": ("Megatron's own optimizer cannot continue", "written by 'LDAdam'"),
     "Adam into ours": ("LDAdam cannot continue", "written by one of Megatron's own"),
 }
+MESSAGES["no states"] = ("LDAdam cannot continue", "if it holds any")
 MESSAGES["Adam into ours fp32"] = MESSAGES["Adam into ours torch format"] = MESSAGES["Adam into ours"]
 
 
