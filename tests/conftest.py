@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rankwise.kernels import native
+
 # Lets tests in sub-directories import the helpers that lie beside this file (golden_io).
 _TESTS_DIR = str(Path(__file__).resolve().parent)
 if _TESTS_DIR not in sys.path:
@@ -32,6 +34,14 @@ os.environ.pop("COLUMNS", None)
 
 # The tests' tensors are tiny and their machines shared: threads would only add noise, in time and in rounding.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where nothing can be compiled, the tests of what is compiled are left out."""
+    marked = [item for item in items if item.get_closest_marker("compiled")]
+    if marked and not native.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no compiler, or RANKWISE_NATIVE=0"))
 
 
 @pytest.fixture

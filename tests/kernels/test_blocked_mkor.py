@@ -185,7 +185,9 @@ def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 @pytest.mark.parametrize("rescale", ["joint", None])
 @pytest.mark.parametrize("factor_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", [blocked, native, triton], ids=["blocked", "native", "triton"])
+@pytest.mark.parametrize(
+    "kernels", [blocked, pytest.param(native, marks=pytest.mark.compiled), triton], ids=["blocked", "native", "triton"]
+)
 def test_every_form_makes_the_same_step(
     kernels: Any, factor_dtype: str, rescale: str | None, request: pytest.FixtureRequest
 ) -> None:

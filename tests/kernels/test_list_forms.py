@@ -21,7 +21,9 @@ from rankwise.updates import ldadam as updates_ldadam
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 SIZES = st.lists(st.integers(0, 9), max_size=5)
 STEPS = 5
-FORMS = pytest.mark.parametrize("form", [foreach, blocked, native], ids=["foreach", "blocked", "native"])
+FORMS = pytest.mark.parametrize(
+    "form", [foreach, blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=["foreach", "blocked", "native"]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -265,6 +267,7 @@ def test_sonew_takes_the_same_arguments_everywhere() -> None:
     assert own == general
 
 
+@pytest.mark.compiled
 def test_the_form_follows_device_and_type() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert kernels.kernels_for(cpu, torch.float32) is kernels.kernels_for(cpu, torch.float64) is native

@@ -14,6 +14,8 @@ from rankwise.kernels.native import ldadam as native
 from rankwise.kernels.native.building import library
 from rankwise.updates import ldadam as updates
 
+pytestmark = pytest.mark.compiled
+
 GROUP = {"betas": (0.9, 0.99), "rho": 0.9, "eps": 1e-8, "error_feedback": True, "lr": 0.01}
 # Rows and columns on either side of a tile's 48 columns, 16 rows, 6 and 8 rows; rank 16 needs 16 of each.
 SIZES = st.integers(16, 115)

@@ -41,6 +41,7 @@ def _compiler(folder: Path, body: str) -> str:
     return str(path)
 
 
+@pytest.mark.compiled
 def test_a_library_is_built_once(cache: Path) -> None:
     assert isinstance(building.library("elementwise"), ctypes.CDLL)
     (built,) = cache.glob("*.so")
@@ -51,12 +52,14 @@ def test_a_library_is_built_once(cache: Path) -> None:
     assert [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")] == []
 
 
+@pytest.mark.compiled
 def test_every_source_has_its_flags(cache: Path) -> None:
     sources = {path.stem for path in Path(building.__file__).parent.glob("*.cpp")}
     assert sources == set(building._FLAGS)
     assert all(building.library(name) is not None for name in sources)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("change", ["flags", "processor", "source", "header"])
 def test_another_machine_or_source_is_another_library(
     cache: Path, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -75,6 +78,7 @@ def test_another_machine_or_source_is_another_library(
     assert building._fingerprint(source, command) != before
 
 
+@pytest.mark.compiled
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names sets of instructions of x86-64")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="nothing to list instructions with")
 def test_instructions_can_be_limited(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +137,7 @@ def test_a_killed_compiler_leaves_nothing_behind(cache: Path, monkeypatch: pytes
     assert list(cache.glob("*.so")) == []
 
 
+@pytest.mark.compiled
 def test_processes_that_start_together_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = tmp_path / "calls"
     body = f'case "$*" in *--version*) ;; *) echo built >> {calls};; esac\nexec c++ "$@"'

@@ -75,7 +75,7 @@ def _assert_alike(found: list[Tensor], expected: list[Tensor], signs: bool = Fal
         assert float(differing) <= (1e-3 if signs else 0.0) * own.numel()
 
 
-@pytest.mark.parametrize("form", [blocked, native], ids=["blocked", "native"])
+@pytest.mark.parametrize("form", [blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=["blocked", "native"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> None:
     expected, known = _steps(name, foreach)
@@ -146,6 +146,7 @@ def test_whatever_the_gradients(name: str, change: Change) -> None:
     assert counted["matrices_updated"] == known["matrices_updated"]
 
 
+@pytest.mark.compiled
 def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[list[float | None]] = []
     original = native_ldadam.ldadam_steps_
@@ -176,6 +177,7 @@ def test_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.compiled
 def test_directions_lie_where_they_lay() -> None:
     """Pages that are new at every step cost more than what is written to them."""
     places: list[list[int]] = []
@@ -199,6 +201,7 @@ class _Counted:
         return getattr(self._library, name)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["mars-adamw", "mars-lion", "sonew-tridiagonal", "sonew-band4", "ldadam"])
 def test_calls_do_not_depend_on_the_number_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
