@@ -16,6 +16,7 @@ from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_e
 from deepspeed_plugin.support import refuse_settings, refuse_wrapper
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.optimizers.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.optimizers.routing import annotate
 
 __all__ = ["attach", "prepare"]
@@ -65,6 +66,15 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
             engine.module.register_forward_hook(_LossRecorder(optimizer))
     if is_pipeline(engine):
         refuse_if_idle_everywhere(engine, optimizer)
+    _refuse_unmatched(engine, optimizer)
+
+
+def _refuse_unmatched(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+    """Refuse patterns of ``exclude`` without effect; frozen parameters count, which the optimizer was not given."""
+    names = [*optimizer.parameters_by_name, *(name for name, _ in engine.module.named_parameters())]
+    elsewhere = is_pipeline(engine) or engine.has_moe_layers
+    refuse = refuse_unmatched_everywhere if elsewhere else refuse_unmatched
+    refuse(type(optimizer).__name__, getattr(optimizer.options, "exclude", ()), list(dict.fromkeys(names)))
 
 
 class _LossRecorder:

@@ -27,10 +27,12 @@ from deepspeed_plugin.collectives import guard_build, unguard_build
 from deepspeed_plugin.engine import attach, prepare
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
+from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
 from rankwise.optimizers.groups import idle_allowed
 from rankwise.optimizers.options import OptionError
+from rankwise.optimizers.patterns import checked_later
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
 
@@ -91,6 +93,7 @@ def register() -> None:
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
     DeepSpeedEngine.save_checkpoint = _save_checkpoint
     guard_build()
+    watch()
 
 
 def unregister() -> None:
@@ -104,6 +107,7 @@ def unregister() -> None:
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))
     unguard_build()
+    stop_watching()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +135,7 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
     """DeepSpeed's method, with names attached before it and the layout after it."""
     if client_optimizer is None and engine.optimizer_name() in types_by_spelling():
         refuse_settings(engine, engine.optimizer_name())
-    with idle_allowed() if is_pipeline(engine) else nullcontext():
+    with checked_later(), idle_allowed() if is_pipeline(engine) else nullcontext():
         prepare(engine, client_optimizer)
         # Some wrappers step once on zero gradients while they are built: no state may come from that.
         with deferred_steps():

@@ -28,6 +28,7 @@ from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.groups import idle_allowed
 from rankwise.optimizers.options import OptionError, Options, check_given, check_keys, check_preset
+from rankwise.optimizers.patterns import checked_later
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
 
@@ -213,7 +214,7 @@ def get_megatron_optimizer(
     known.optimizer = "adam"
     if layer_wise:
         known.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
-    with idle_allowed(), _our_wrappers(functools.partial(_build, name, options), adoption):
+    with idle_allowed(), checked_later(), _our_wrappers(functools.partial(_build, name, options), adoption):
         built = _stock_factory(known, model_chunks, *args, **kwargs)
         if layer_wise:
             collection = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()

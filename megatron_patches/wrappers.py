@@ -39,6 +39,7 @@ from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.groups import idle_allowed
 from rankwise.optimizers.options import OptionError
+from rankwise.optimizers.patterns import refuse_unmatched_everywhere
 
 __all__ = ["Adoption", "LayerWise", "wrapper_classes"]
 
@@ -96,6 +97,15 @@ class Adoption:
             for inner in self._adopted:
                 inner.refuse_if_idle()
             raise OptionError("the optimizer would update none of the model's parameters with its own rule.")
+        self._refuse_unmatched()
+
+    def _refuse_unmatched(self) -> None:
+        """Refuse patterns of ``exclude`` that match no parameter on any rank. A collective."""
+        owner = next((type(inner).__name__ for inner in self._adopted), "the optimizer")
+        patterns = {pattern for inner in self._adopted for pattern in getattr(inner.options, "exclude", ())}
+        names = [parameter.info.name for parameter in self.parameters.values()]
+        names += [name for inner in self._adopted for name in inner.parameters_by_name]
+        refuse_unmatched_everywhere(owner, sorted(patterns), list(dict.fromkeys(names)))
 
     def _announce_once(self, text: str) -> None:
         # Dense and expert parameters have an optimizer each, with much the same to say.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,15 +13,25 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.optimizers.hints import OPTION_WORDS, nearest, shown
 from rankwise.optimizers.matrix_states import MatrixStates
 from rankwise.optimizers.options import OptionError, Options
+from rankwise.optimizers.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, describe, info_of, route
 from rankwise.optimizers.sources import LayoutSource, WholeParameters
 from rankwise.optimizers.unit import StepUnit
 
 __all__ = ["RoutedOptimizer", "idle_allowed"]
 
+logger = logging.getLogger(__name__)
 _allowances = 0
+# Schedulers' and frameworks' own keys of a param group that are spelt much like ours.
+_KEYS_OF_OTHERS = frozenset({"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name"})
+_NAMELESS = re.compile(r"group\d+\.param\d+(@.*)?")
+
+
+def _is_named(info: ParameterInfo) -> bool:
+    return _NAMELESS.fullmatch(info.name) is None
 
 
 @contextmanager
@@ -42,6 +54,8 @@ class RoutedOptimizer(Optimizer, ABC):
     options_type: ClassVar[type[Options]]
     group_options: ClassVar[tuple[str, ...]]
     """Options that may differ between param groups."""
+    idle_advice: ClassVar[Mapping[str, str]] = {}
+    """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
     structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
     """Keys of a param group on which routes and shapes of states depend."""
 
@@ -64,6 +78,7 @@ class RoutedOptimizer(Optimizer, ABC):
         defaults = {name: getattr(options, name) for name in self.group_options}
         super().__init__(params, {**defaults, **(extra_defaults or {})})
         self._refuse_if_idle()
+        self._refuse_unmatched()
 
     def _detach(self) -> None:
         """Belong to no framework and have nothing planned, as a new optimizer and a copy do."""
@@ -106,6 +121,7 @@ class RoutedOptimizer(Optimizer, ABC):
             self._route_group(index)
         self._forget_plans()
         self._refuse_if_idle()
+        self._refuse_unmatched()
 
     def names_by_group(self) -> list[list[str]]:
         """Names of the parameters each group was made of, also where a framework has put parts in their place."""
@@ -161,6 +177,7 @@ class RoutedOptimizer(Optimizer, ABC):
         self._loads = []
 
     def _validate_group(self, group: Mapping[str, Any]) -> None:
+        self._refuse_misspelt(group)
         values = {name: getattr(self.options, name) for name in self.options.names()}
         values.update({name: group[name] for name in self.group_options if name in group})
         type(self.options)(**values)
@@ -170,6 +187,35 @@ class RoutedOptimizer(Optimizer, ABC):
                     f"{type(self).__name__}: {name}={group[name]!r} in a param group is invalid: it must be the same "
                     f"for all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"
                 )
+
+    def _refuse_misspelt(self, group: Mapping[str, Any]) -> None:
+        """Refuse a key that nobody reads but that looks like one of ours; other programs add keys of their own."""
+        valid = {*self.group_options, "params", "param_names", "fallback"}
+        for key in group:
+            if key in valid or key in self.defaults or key in _KEYS_OF_OTHERS or key in self.options.names():
+                continue
+            near = nearest(key, valid, OPTION_WORDS, cutoff=0.8)
+            if near is not None:
+                raise OptionError(
+                    f"{type(self).__name__}: {shown(key)} in a param group is invalid: nothing reads it; "
+                    f"did you mean '{near}'?"
+                )
+
+    def _refuse_unmatched(self) -> None:
+        """Refuse patterns of ``exclude`` without effect, where all parameters are known by their names."""
+        patterns: Sequence[str] = getattr(self.options, "exclude", ())
+        if are_checked_later() or not patterns:
+            return
+        names = list(self._catalog)
+        if all(_is_named(info) for info, _ in self._catalog.values()):
+            refuse_unmatched(type(self).__name__, patterns, names)
+        elif unmatched(patterns, names):
+            # A framework may name them yet.
+            logger.warning(
+                "%s: exclude=%s has no effect on parameters without names; pass model.named_parameters().",
+                type(self).__name__,
+                unmatched(patterns, names),
+            )
 
     @property
     def is_idle(self) -> bool:
@@ -189,9 +235,11 @@ class RoutedOptimizer(Optimizer, ABC):
         if not self.is_idle:
             return
         reasons = ", ".join(sorted({chosen.reason for chosen in self._routes.values()}))
+        further = "".join(f" {advice}," for reason, advice in self.idle_advice.items() if reason in reasons)
         raise OptionError(
             f"{type(self).__name__} would update none of the {len(self._routes)} parameters with its own rule (all are "
-            f"on the first-order fallback: {reasons}). Pass parameters with matrices, loosen 'exclude', or use AdamW."
+            f"on the first-order fallback: {reasons}). Pass parameters with matrices, loosen 'exclude',{further} "
+            "or use AdamW."
         )
 
     def _base_name(self, key: str) -> str:

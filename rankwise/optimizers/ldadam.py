@@ -56,7 +56,7 @@ class LDAdam(ShardedOptimizer):
             halves its memory and rounds the momentum.
         comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
             nothing; "bfloat16" halves the bytes.
-        exclude: Name patterns sent to the fallback.
+        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
         capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
@@ -74,6 +74,7 @@ class LDAdam(ShardedOptimizer):
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     counted_states = ("step", "beta1")
     one_by_one = True
+    idle_advice: ClassVar[Mapping[str, str]] = {"saves nothing": "lower 'rank'"}
     structural_options = ("fallback", "rank", "error_feedback")
 
     def __init__(

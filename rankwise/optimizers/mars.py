@@ -78,7 +78,7 @@ class MARS(ShardedOptimizer):
             data-parallel ranks of both kinds must name a type.
         comm_dtype: Type in which straddling matrices of "shampoo" and "muon" travel to their owners and back.
             None: their own, which rounds nothing; "bfloat16" halves the bytes.
-        exclude: Name patterns sent to the fallback.
+        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
         capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the

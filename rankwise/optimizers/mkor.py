@@ -74,7 +74,7 @@ class MKOR(SwitchingOptimizer):
         weight_decay: Decoupled with "adamw"; inside the trust ratio with "lamb"; added to the gradient with "sgd".
         momentum: Of "sgd".
         nesterov: Of "sgd".
-        exclude: Name patterns that are not preconditioned.
+        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are not preconditioned.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
 

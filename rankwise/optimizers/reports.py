@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -105,17 +107,32 @@ class Reports(RoutedOptimizer):
     def summary(self) -> str:
         """One line: matrices routed, balance over owners, type of their products, state and bytes sent of this rank."""
         exchanges = [unit.exchange for unit in self._units.values() if unit.exchange is not None]
-        matrices = sum(len(unit.keys("matrix")) for unit in self._units.values())
-        total = sum(len(unit.layout.shapes) for unit in self._units.values())
         mean = sum(self._loads) / max(len(self._loads), 1)
         balance = f", owners' load max/mean {max(self._loads) / mean:.2f}" if mean else ""
         held = self.state_bytes()
         sent = sum(exchange.bytes_per_gather for exchange in exchanges)
         return (
-            f"rankwise {type(self).__name__}: {matrices} of {total} tensors take its rule, the rest the first-order "
-            f"fallback{balance}{self._product_types()}; state on this rank {held['element'] / 2**20:.1f} MiB by "
-            f"element and {held['matrix'] / 2**20:.1f} MiB in matrices; {sent / 2**20:.2f} MiB sent to owners per step"
+            f"rankwise {type(self).__name__}: {self._shares()}{balance}{self._product_types()}; state on this rank "
+            f"{held['element'] / 2**20:.1f} MiB by element and {held['matrix'] / 2**20:.1f} MiB in matrices; "
+            f"{sent / 2**20:.2f} MiB sent to owners per step"
         )
+
+    def _shares(self) -> str:
+        """How much of the model takes the optimizer's own rule, and why the rest does not."""
+        sizes: Counter[str] = Counter()
+        matrices = tensors = own = 0
+        for unit in self._units.values():
+            for key, shape in unit.layout.shapes.items():
+                chosen, size = unit.routes[key], prod(shape)
+                tensors += 1
+                if chosen.rule == "matrix":
+                    matrices, own = matrices + 1, own + size
+                else:
+                    sizes[chosen.reason] += size
+        total = max(own + sizes.total(), 1)
+        text = f"{own / total:.1%} of {own + sizes.total():,} weights ({matrices} of {tensors} tensors) take its rule"
+        rest = ", ".join(f"{size / total:.1%} {reason}" for reason, size in sizes.most_common())
+        return f"{text}, the rest the first-order fallback ({rest})" if rest else text
 
     def _product_types(self) -> str:
         types = {found: None for unit in self._units.values() if (found := self.product_type(unit)) is not None}

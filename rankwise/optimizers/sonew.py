@@ -66,7 +66,7 @@ class SONew(ShardedOptimizer):
         gamma: Edges whose relative conditional variance is not above this are dropped.
         chain: "row": chains end with the rows of a matrix, which makes row cuts free of communication; "tensor": one
             chain per parameter in row-major order, as in the paper. Either is exact under any cut.
-        exclude: Name patterns sent to the fallback.
+        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
         skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
             rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
         capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from cases import BY_NAME, advance, cases, net, setup
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.optimizers.options import OptionError
 from rankwise.optimizers.reports import Explanation
 from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, annotate, describe, route
 
@@ -307,7 +310,7 @@ def test_optimize_1d_takes_vectors_and_still_no_norm_of_two_dimensions() -> None
 @cases()
 def test_excluded_parameters_take_the_fallback(case) -> None:
     model = net()
-    optimizer = case.build(model.named_parameters(), model, exclude=["2.*", "nothing"])
+    optimizer = case.build(model.named_parameters(), model, exclude=["2.*"])
     rows = {row.name: row for row in optimizer.explain()}
     assert (rows["2.weight"].rule, rows["2.weight"].reason) == ("fallback", "excluded by '2.*'")
     assert rows["0.weight"].rule == "matrix"
@@ -426,8 +429,70 @@ def test_the_summary_is_announced_once() -> None:
     optimizer.announce = lines.append
     advance(model, optimizer, range(4))
     assert lines == [optimizer.summary()]
-    assert "rankwise LDAdam: 2 of 7 tensors take its rule" in lines[0]
+    assert re.match(r"rankwise LDAdam: \d+\.\d% of [\d,]+ weights \(2 of 7 tensors\) take its rule, the rest", lines[0])
     assert "MiB by element" in lines[0] and "sent to owners per step" in lines[0]
+
+
+def test_the_summary_counts_weights_and_says_why() -> None:
+    """Most tensors of a model of experts take the rule, and most of its weights do not."""
+    model = nn.Sequential(nn.Embedding(100, 10), nn.Linear(10, 20), nn.Linear(20, 10, bias=False), nn.Linear(10, 10))
+    annotate(model)
+    optimizer = SONew(model.named_parameters(), exclude=["2.*", "0.*"])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert (
+        "19.6% of 1,530 weights (2 of 6 tensors) take its rule, the rest the first-order fallback (65.4% excluded by "
+        "'0.*', 13.1% excluded by '2.*', 2.0% vector)"
+    ) in optimizer.summary()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("weight", r"it must match the whole name .* \(0.weight, 0.bias, 1.weight, ...\); '\*weight\*' would match 2"),
+        ("0.wieght", "did you mean '0.weight'?"),
+        ("*wieght*", r"did you mean '\*weight\*'\?"),
+        ("*lm_head*", "; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("cls", [MARS, SONew, LDAdam, MKOR])
+def test_patterns_that_exclude_nothing_are_refused(cls: type, pattern: str, words: str) -> None:
+    model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
+    with pytest.raises(OptionError, match=f"{cls.__name__}: exclude=.* is invalid: .*{words}"):
+        cls(model.named_parameters(), exclude=["0.weight", pattern])
+    cls(model.named_parameters(), exclude=["0.weight"])
+
+
+def test_patterns_cannot_be_judged_without_names(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = SONew(model.parameters(), exclude=["1.*"])
+    assert "exclude=['1.*'] has no effect on parameters without names; pass model.named_parameters()" in caplog.text
+    annotate(model)
+    optimizer.reroute()
+    assert [row.rule for row in optimizer.explain()] == ["matrix", "fallback", "fallback", "fallback"]
+    other = SONew(nn.Linear(8, 8).parameters(), exclude=["group0.param1"])
+    assert other.is_idle is False
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = SONew(model.parameters(), exclude=["1.*"])
+    annotate(model)
+    with pytest.raises(OptionError, match="exclude='1.*' is invalid"):
+        optimizer.reroute()
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("lrr", "did you mean 'lr'"), ("weight_decy", "did you mean 'weight_decay'"), ("learning_rate", "'lr'")],
+)
+@pytest.mark.parametrize("cls", [MARS, SONew, LDAdam, MKOR])
+def test_misspelt_keys_of_a_group_are_refused(cls: type, key: str, hint: str) -> None:
+    first, second = nn.Parameter(torch.ones(80, 80)), nn.Parameter(torch.ones(80, 80))
+    with pytest.raises(OptionError, match=f"{cls.__name__}: '{key}' in a param group is invalid: .*{hint}"):
+        cls([{"params": [first], key: 0.1}])
+    others = {"name": "decayed", "lr_mult": 2, "wd_mult": 0, "max_lr": 1, "min_lr": 0, "initial_lr": 1, "layer": 3}
+    optimizer = cls([{"params": [first], **others}])
+    optimizer.add_param_group({"params": [second], "max_momentum": 0.9, "base_momentum": 0.8, "moe": False})
+    assert optimizer.param_groups[0]["lr_mult"] == 2
 
 
 def test_two_parameters_of_one_name_stay_apart() -> None:
