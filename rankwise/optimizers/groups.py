@@ -79,6 +79,13 @@ class RoutedOptimizer(Optimizer, ABC):
         super().__init__(params, {**defaults, **(extra_defaults or {})})
         self._refuse_if_idle()
         self._refuse_unmatched()
+        for key in ("eps", "graft_eps"):
+            if getattr(options, key, None) == 0:
+                logger.warning(
+                    "%s: with %s=0 a weight whose gradients were all zero becomes 0 / 0, not a number.",
+                    type(self).__name__,
+                    key,
+                )
 
     def _detach(self) -> None:
         """Belong to no framework and have nothing planned, as a new optimizer and a copy do."""

@@ -95,6 +95,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"type": "MARS-M", "params": {"variant": "lion"}}, r"'variant', which .*variant='lion' under the name 'MARS'"),
         ({"type": "MARS", "params": {"lr": 10**400}}, r"lr=1000+\.\.\. \(401 characters\) is invalid: it must be"),
         ({"type": "MARS", "params": {"name": "x", "params": 3}}, "'MARS' has no option 'name'"),
+        ({"type": "MARS", "params": {"exact": True}}, "exact=True is invalid under DeepSpeed: an engine runs one"),
         ({"type": "muonn", "params": {}}, "did you mean 'muon'"),
         ({"type": "zzz"}, "rankwise adds MARS, "),
     ],
