@@ -150,6 +150,11 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 )
             continue
         resolved[key] = tuple(value) if isinstance(value, list) else value
+    if resolved.get("exact") is True:
+        raise OptionError(
+            f"{owner}: exact=True is invalid under DeepSpeed: an engine runs one backward pass per step, exact mode "
+            "needs the next batch's gradient too; leave it out"
+        )
     options_type: type[Options] = cls.options_type
     # What integrations fill in may stand there unread as long as it is the default.
     check_given(

@@ -192,6 +192,8 @@ class Checkpoints(RoutedOptimizer):
         theirs = state_dict.get("rankwise")
         # A dictionary that was put together by others holds no matrix states; some optimizers have none.
         if theirs != ours and (theirs is not None or (self.matrix_state_names and state_dict["state"])):
+            if theirs is None:
+                raise ValueError(self._refusal_of_anonymous(state_dict))
             raise ValueError(
                 f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
                 f"which must be {ours!r}; load it into that one, or load the weights alone"
@@ -261,6 +263,23 @@ class Checkpoints(RoutedOptimizer):
     @abstractmethod
     def _refuse_strange(self, unit: StepUnit, states: Mapping[str, MatrixState]) -> None:
         """Compare the states of matrices that this rank owns with what a planned unit expects of them."""
+
+    def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
+        """Of a dictionary that says nothing of who wrote it: another optimizer's, or ours, taken apart."""
+        groups = state_dict["param_groups"]
+        if groups and all(set(self.group_options) <= set(group) for group in groups):
+            return (
+                f"{self.identity}: the state dictionary has lost its matrix states "
+                f"({', '.join(self.matrix_state_names)}), as happens in torch.distributed.checkpoint's "
+                "get_optimizer_state_dict, which keeps states by parameter alone; save "
+                "optimizer.state_dict() itself, for example under a key of its own, and load that"
+            )
+        return (
+            f"{self.identity}: the state dictionary was written by another optimizer than rankwise's, "
+            "torch.optim.AdamW for example, whose states mean something else; "
+            "load it into that one, or load the weights alone and start "
+            "the states afresh"
+        )
 
     def extra_state(self) -> dict[str, Any]:
         """What is neither weight, element state nor matrix state, in plain data."""

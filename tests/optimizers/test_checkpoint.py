@@ -10,6 +10,9 @@ import pytest
 import torch
 from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from rankwise import LDAdam
 
 # Values of a group that a checkpoint must bring back.
 OTHER = {"lr": 0.7, "weight_decay": 0.9, "eps": 0.3}
@@ -152,7 +155,7 @@ def test_a_checkpoint_without_matrix_states_is_refused(name: str) -> None:
     model, optimizer = setup(BY_NAME[name])
     advance(model, optimizer, range(2))
     state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
-    _refused(optimizer, state, "rankwise=None is invalid")
+    _refused(optimizer, state, "(lost its matrix states|written by another optimizer)")
     setup(BY_NAME[name])[1].load_state_dict({**state, "state": {}})  # nothing in it to be misread
 
 
@@ -283,3 +286,17 @@ def test_hybrid_switch_is_part_of_the_checkpoint() -> None:
         advance(each, target, range(3, 9))
     assert_same(weights(other), weights(fresh))
     assert twin.matrix_states
+
+
+def test_dictionaries_of_others_are_told_in_a_sentence() -> None:
+    """Adam's states, and ours after a journey through functions that keep states by parameter alone."""
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24))
+    adamw, ours = torch.optim.AdamW(model.named_parameters()), LDAdam(model.named_parameters(), rank=4)
+    for optimizer in (adamw, ours):
+        model(torch.ones(2, 24)).square().sum().backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"LDAdam: .* written by another optimizer than rankwise's, torch.optim.AdamW"):
+        ours.load_state_dict(adamw.state_dict())
+    kept = get_optimizer_state_dict(model, ours)
+    with pytest.raises(ValueError, match=r"LDAdam: .* lost its matrix states \(basis, .*; save optimizer"):
+        set_optimizer_state_dict(model, ours, kept)
