@@ -15,16 +15,17 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
-from rankwise.optimizers.checkpoints import Checkpoints
 from rankwise.optimizers.element_states import ElementStates
 from rankwise.optimizers.entries import Entry, cut_into_entries
 from rankwise.optimizers.fitting import MisfitError, as_shapes, check_shape
+from rankwise.optimizers.groups import UnitKey
+from rankwise.optimizers.live_groups import LiveGroups, form_of
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.nonfinite import Unsettled, any_not_finite, undone_where, zeroed_where
 from rankwise.optimizers.options import Options
 from rankwise.optimizers.reports import Reports
 from rankwise.optimizers.routing import Rule
-from rankwise.optimizers.sources import TensorContents
+from rankwise.optimizers.sources import TensorContents, real_view, refuse_unreadable
 from rankwise.optimizers.unit import Bucket, StepUnit
 from rankwise.sharding import Layout, MatrixTask, SlicedMatrix
 
@@ -45,7 +46,7 @@ def deferred_steps() -> Iterator[None]:
         _deferrals -= 1
 
 
-class ShardedOptimizer(Checkpoints, Reports):
+class ShardedOptimizer(LiveGroups, Reports):
     """Base of all rankwise optimizers.
 
     Element states (one value per parameter element) live in ``self.state`` with the shape of the tensor the framework
@@ -86,18 +87,20 @@ class ShardedOptimizer(Checkpoints, Reports):
         """
         for members in units:
             tensors = [tensor for tensor, _ in members]
-            if _unit_key(tensors) not in self._units:
+            if _unit_key(tensors, [position for _, position in members]) not in self._units:
                 groups = {
                     position: self.param_groups[self._source.contents(tensor).group] for tensor, position in members
                 }
                 self._new_unit(tensors, [position for _, position in members], groups)
 
     def _unit(self) -> StepUnit:
-        tensors = self._tensors()
-        unit = self._units.get(_unit_key(tensors))
+        key = tuple((at, *map(id, group["params"])) for at, group in enumerate(self.param_groups) if group["params"])
+        unit = self._units.get(key)
+        if self._follow_changes(unit):
+            unit = None
         if unit is None:
             positions = [position for position, group in enumerate(self.param_groups) for _ in group["params"]]
-            return self._new_unit(tensors, positions, dict(enumerate(self.param_groups)))
+            return self._new_unit(self._tensors(), positions, dict(enumerate(self.param_groups)))
         if not self._announced:
             # The second visit: by now every group has been planned.
             self._announced = True
@@ -108,8 +111,9 @@ class ShardedOptimizer(Checkpoints, Reports):
         self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
     ) -> StepUnit:
         graphs.refuse_capture(_device_dtype(tensors or list(self.parameters_by_name.values()))[0], "the first step")
-        key, loads, owner_of = _unit_key(tensors), self._loads, dict(self._owner_of)
+        key, loads, owner_of = _unit_key(tensors, positions), self._loads, dict(self._owner_of)
         unit = self._units[key] = self._build_unit(tensors, positions, groups)
+        unit.key, unit.forms = key, list(map(form_of, tensors))
         try:
             self._plan(unit)
             unit.compare_across_ranks(self._settings(unit), self._trouble(unit))
@@ -215,6 +219,7 @@ class ShardedOptimizer(Checkpoints, Reports):
         entries: list[Entry],
         layout: Layout,
     ) -> StepUnit:
+        # Of groups whose tensors other ranks hold; parameters that were moved are registered with their group.
         position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
         names = {key: self._base_name(key) for key in layout.shapes}
         group_position = {key: self._group_position(self._catalog[name][1], position_of) for key, name in names.items()}
@@ -277,7 +282,7 @@ class ShardedOptimizer(Checkpoints, Reports):
             return loss
         unit = self._unit()
         self._prepare_for_graphs(unit)
-        self.settle([_unit_key(unit.tensors)])
+        self.settle([unit.key])
         opened = self._open(unit)
         if opened is not None:
             weights, grads = opened
@@ -330,8 +335,9 @@ class ShardedOptimizer(Checkpoints, Reports):
         zeros = unit.layout.world_size > 1 and not unit.layout.replicated
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
             return None
-        if any(tensor.grad is not None and tensor.grad.is_sparse for tensor in unit.tensors):
-            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use dense embeddings.")
+        for tensor in unit.tensors:
+            if tensor.grad is not None and (type(tensor.grad) is not Tensor or tensor.grad.is_sparse):
+                self._refuse_gradient(tensor, tensor.grad)
         weights: list[Tensor | None] = []
         grads: list[Tensor | None] = []
         stepped: list[Tensor] = []
@@ -341,14 +347,22 @@ class ShardedOptimizer(Checkpoints, Reports):
                 weights.append(None)
                 grads.append(None)
                 continue
-            weights.append(tensor.detach().to(unit.dtype).contiguous().view(-1))
+            weight = real_view(tensor.detach()).to(unit.dtype).contiguous().view(-1)
+            weights.append(weight)
             if grad is None:
-                grads.append(torch.zeros(tensor.numel(), dtype=unit.dtype, device=tensor.device))
+                grads.append(torch.zeros_like(weight))
             else:
-                grads.append(grad.detach().to(unit.dtype).reshape(-1))
+                # Gradients of complex parameters may be conjugates by name only.
+                grads.append(real_view(grad.detach().resolve_conj()).to(unit.dtype).reshape(-1))
             stepped.append(tensor)
         self._count_steps(unit, stepped)
         return weights, grads
+
+    def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
+        name = type(self).__name__
+        if grad.is_sparse:
+            raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
+        refuse_unreadable(name, f"{self._name_of(tensor) or 'parameter'}.grad", grad)
 
     def _update_if_finite(
         self, unit: StepUnit, weights: Sequence[Tensor | None], grads: Sequence[Tensor | None]
@@ -368,7 +382,7 @@ class ShardedOptimizer(Checkpoints, Reports):
         unsettled = Unsettled.of(broken, counts)
         with undone_where(broken, changed, self.matrix_states, counts, self.counted_states):
             self._update(unit, self._buckets(unit, weights, finite))
-        self._unsettled[_unit_key(unit.tensors)] = unsettled
+        self._unsettled[unit.key] = unsettled
 
     def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """What must be finite for a step to count."""
@@ -419,11 +433,15 @@ class ShardedOptimizer(Checkpoints, Reports):
     def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         for tensor, weight in zip(unit.tensors, weights, strict=True):
             if weight is not None and weight.data_ptr() != tensor.data_ptr():
-                tensor.copy_(weight.view(tensor.shape))
+                target = real_view(tensor)
+                target.copy_(weight.view(target.shape))
 
 
-def _unit_key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(id(tensor) for tensor in tensors)
+def _unit_key(tensors: Sequence[Tensor], positions: Sequence[int]) -> UnitKey:
+    members: dict[int, list[int]] = {}
+    for tensor, position in zip(tensors, positions, strict=True):
+        members.setdefault(position, [position]).append(id(tensor))
+    return tuple(tuple(members[position]) for position in sorted(members))
 
 
 def _device_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
@@ -432,5 +450,6 @@ def _device_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]
         raise RuntimeError(
             f"the parameters of one step lie on {sorted(map(str, devices))}; use one optimizer per device."
         )
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    wide = (torch.float64, torch.complex128)
+    dtype = torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32
     return (devices.pop() if devices else torch.device("cpu")), dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 from rankwise.optimizers.element_states import ElementStates, StateTypes, StoredRun
 from rankwise.optimizers.entries import cut_into_entries
 from rankwise.optimizers.fitting import MisfitError, check_shape, in_order_of, saved_groups_fit
-from rankwise.optimizers.groups import RoutedOptimizer
+from rankwise.optimizers.groups import RoutedOptimizer, UnitKey
 from rankwise.optimizers.matrix_states import MatrixState
 from rankwise.optimizers.nonfinite import Unsettled
 from rankwise.optimizers.routing import ParameterInfo, Rule
@@ -40,6 +40,7 @@ class Checkpoints(RoutedOptimizer):
         "matrix_states",
         "_catalog",
         "_routes",
+        "_structures",
         "parameters_by_name",
     )
     """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
@@ -54,13 +55,13 @@ class Checkpoints(RoutedOptimizer):
 
     def _detach(self) -> None:
         super()._detach()
-        self._unsettled: dict[tuple[int, ...], Unsettled] = {}
+        self._unsettled: dict[UnitKey, Unsettled] = {}
 
     def _forget_plans(self) -> None:
         self.settle()
         super()._forget_plans()
 
-    def settle(self, keys: Iterable[tuple[int, ...]] | None = None) -> None:
+    def settle(self, keys: Iterable[UnitKey] | None = None) -> None:
         """Take back the counts of steps that were undone; of all units, or some."""
         for key in list(self._unsettled) if keys is None else keys:
             unsettled = self._unsettled.pop(key, None)

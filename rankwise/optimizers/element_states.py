@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.optimizers.entries import Entry
+from rankwise.optimizers.sources import real_view
 
 __all__ = ["ElementStates", "StateTypes", "States", "StoredRun"]
 
@@ -99,15 +100,15 @@ class ElementStates:
                 f"the state {name!r} of a parameter has the shape {tuple(stored.shape)}, but must have {shape}: it was "
                 "replaced since the optimizer was built; build a new optimizer, or put the state of that shape back"
             )
-        if stored.dtype != slot.dtype:
+        if stored.dtype != slot.dtype or stored.device != owner.device:
             # Of a checkpoint, or of before the model was brought to another type.
             refuse_capture(owner.device, "the first step with states of another type")
-            stored = state[name] = stored.to(slot.dtype)
+            stored = state[name] = stored.to(owner.device, slot.dtype)
         return stored
 
     @staticmethod
     def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:
-        return tuple(owner.shape) if slot.compact_numel is None else (slot.compact_numel,)
+        return tuple(real_view(owner).shape) if slot.compact_numel is None else (slot.compact_numel,)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """The shape of every state of one tensor."""

@@ -18,10 +18,13 @@ from rankwise.optimizers.matrix_states import MatrixStates
 from rankwise.optimizers.options import OptionError, Options
 from rankwise.optimizers.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, describe, info_of, route
-from rankwise.optimizers.sources import LayoutSource, WholeParameters
+from rankwise.optimizers.sources import LayoutSource, WholeParameters, real_view, refuse_unreadable
 from rankwise.optimizers.unit import StepUnit
 
-__all__ = ["RoutedOptimizer", "idle_allowed"]
+__all__ = ["RoutedOptimizer", "UnitKey", "idle_allowed"]
+
+UnitKey = tuple[tuple[int, ...], ...]
+"""Position and tensors of every group that has any, by ``id``."""
 
 logger = logging.getLogger(__name__)
 _allowances = 0
@@ -74,6 +77,8 @@ class RoutedOptimizer(Optimizer, ABC):
         self.parameters_by_name: dict[str, Tensor] = {}
         self._catalog: dict[str, tuple[ParameterInfo, int]] = {}
         self._routes: dict[str, Route] = {}
+        # Values of the structural options that parameters were routed by.
+        self._structures: dict[str, tuple[Any, ...]] = {}
         self._detach()
         defaults = {name: getattr(options, name) for name in self.group_options}
         super().__init__(params, {**defaults, **(extra_defaults or {})})
@@ -91,7 +96,8 @@ class RoutedOptimizer(Optimizer, ABC):
         """Belong to no framework and have nothing planned, as a new optimizer and a copy do."""
         self._plain = WholeParameters()
         self._source: LayoutSource = self._plain
-        self._units: dict[tuple[int, ...], StepUnit] = {}
+        self._units: dict[UnitKey, StepUnit] = {}
+        self._planned_structure: list[tuple[Any, ...]] = []
         self._loads: list[float] = []
         # Outlives the plans: an owner keeps its matrices, whose states nobody else has.
         self._owner_of: dict[str, int] = {}
@@ -107,8 +113,23 @@ class RoutedOptimizer(Optimizer, ABC):
         if isinstance(param_group, dict):
             self._validate_group(param_group)
         super().add_param_group(param_group)
+        try:
+            self._refuse_unreadable(self.param_groups[-1])
+        except OptionError:
+            self.param_groups.pop()
+            raise
         self._route_group(len(self.param_groups) - 1)
         self._forget_plans()
+
+    def _refuse_unreadable(self, group: Mapping[str, Any]) -> None:
+        names: Sequence[str] = group.get("param_names") or [f"number {place}" for place in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            refuse_unreadable(type(self).__name__, name, parameter)
+            if parameter.is_complex() and group.get("fallback") is False:
+                raise OptionError(
+                    f"{type(self).__name__}: fallback=False in the param group of '{name}' is invalid: it must not be "
+                    "false for a complex parameter, which no matrix rule is made for; remove it"
+                )
 
     def reroute(self) -> None:
         """Route again by what is known of the parameters by now; see :func:`rankwise.optimizers.routing.annotate`.
@@ -122,6 +143,7 @@ class RoutedOptimizer(Optimizer, ABC):
             return
         self._catalog.clear()
         self._routes.clear()
+        self._structures.clear()
         self._owner_of.clear()
         self.parameters_by_name.clear()
         for index in range(len(self.param_groups)):
@@ -142,17 +164,25 @@ class RoutedOptimizer(Optimizer, ABC):
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
         for position, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
             info = info_of(parameter, name, f"group{index}.param{position}")
+            if parameter.is_complex():
+                info = replace(info, shape=tuple(real_view(parameter).shape))
             if info.name in self._catalog:
                 info = replace(info, name=f"{info.name}@group{index}.param{position}")
             self._catalog[info.name] = (info, index)
             self.parameters_by_name[info.name] = parameter
-            self._routes[info.name] = self._choose_rule(info, group)
+            self._route_one(info.name)
             self._plain.register(parameter, info.name, index)
 
     def _route_again(self) -> None:
-        for name, (info, index) in self._catalog.items():
-            self._routes[name] = self._choose_rule(info, self.param_groups[index])
+        for name in self._catalog:
+            self._route_one(name)
         self._forget_plans()
+
+    def _route_one(self, name: str) -> None:
+        info, index = self._catalog[name]
+        group = self.param_groups[index]
+        self._routes[name] = self._choose_rule(info, group)
+        self._structures[name] = self._structure_of(group)
 
     def _learn_roles(self, model: nn.Module) -> None:
         """Route by module type what the constructor knew by name or shape alone."""
@@ -164,6 +194,8 @@ class RoutedOptimizer(Optimizer, ABC):
         self._route_again()
 
     def _choose_rule(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
+        if self.parameters_by_name[info.name].is_complex():
+            return Route("fallback", "complex")
         return self._adjust_route(info, group, route(info, self.policy, group.get("fallback")))
 
     def _choose_in(self, name: str, group: Mapping[str, Any]) -> Route:
@@ -172,6 +204,11 @@ class RoutedOptimizer(Optimizer, ABC):
         if self._structure_of(group) == self._structure_of(self.param_groups[index]):
             return self._routes[name]
         return self._choose_rule(info, group)
+
+    @property
+    def _constant_options(self) -> frozenset[str]:
+        """Those that no group may set otherwise than the constructor."""
+        return frozenset(self.options.names()).difference(self.group_options, self.structural_options)
 
     def _structure_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(group.get(name) for name in self.structural_options)

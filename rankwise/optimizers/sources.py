@@ -6,10 +6,22 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LayoutSource", "Slice", "TensorContents", "TensorParallel", "WholeParameters", "framework_advice"]
+from rankwise.optimizers.options import OptionError
+
+__all__ = [
+    "LayoutSource",
+    "Slice",
+    "TensorContents",
+    "TensorParallel",
+    "WholeParameters",
+    "framework_advice",
+    "real_view",
+    "refuse_unreadable",
+]
 
 
 # By the module that a program using the framework has imported.
@@ -27,6 +39,36 @@ def framework_advice() -> str:
     """
     loaded = [advice for module, advice in _ADVICE.items() if module in sys.modules]
     return " or ".join(loaded or _ADVICE.values())
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """A tensor, or of a complex one its real and imaginary parts along a last dimension; the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
+    """Refuse tensors whose values are not where a plain tensor has them.
+
+    Args:
+        owner: Of the message: the optimizer.
+        name: The parameter.
+        tensor: The parameter, or what is to be its gradient.
+
+    Raises:
+        OptionError: It is a tensor subclass that holds its values elsewhere, or is flattened and sharded by FSDP.
+    """
+    kind = type(tensor)
+    sharded = any(getattr(tensor, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
+    if sharded or "_flat_param" in name or "_fsdp_wrapped_module" in name:
+        kind_of = "a parameter that FSDP has flattened"
+    elif getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__:
+        kind_of = f"a {kind.__name__}, a tensor subclass, as fully_shard makes them"
+    else:
+        return
+    raise OptionError(
+        f"{owner}: the parameter '{name}' is invalid, being {kind_of}: it must be a plain tensor with all of its "
+        "values; train with DistributedDataParallel, ZeRO or a distributed optimizer that rankwise supports instead"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +156,7 @@ class WholeParameters:
 
     def register(self, tensor: Tensor, name: str, group: int) -> None:
         """Name a parameter of the constructor."""
-        whole = Slice(name, 0, tensor.numel(), 0)
+        whole = Slice(name, 0, real_view(tensor).numel(), 0)
         self._names[id(tensor)] = name
         self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
 

@@ -90,6 +90,8 @@ class StepUnit:
     device: torch.device
     dtype: torch.dtype
     sum_all: bool = False
+    forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
+    key: Any = ()  # among the optimizer's units
     apart: bool = False  # its ranks are some of the optimizer's ranks only
     sums: FragmentSums = field(init=False)
     exchange: MatrixExchange | None = None
