@@ -19,6 +19,7 @@ from rankwise.optimizers.entries import Entry
 from rankwise.optimizers.fitting import MisfitError
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
 from rankwise.sharding import (
+    DeviceIndices,
     FragmentSums,
     HaloExchange,
     Layout,
@@ -94,6 +95,7 @@ class StepUnit:
     key: Any = ()  # among the optimizer's units
     apart: bool = False  # its ranks are some of the optimizer's ranks only
     sums: FragmentSums = field(init=False)
+    indices: DeviceIndices = field(init=False)
     exchange: MatrixExchange | None = None
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
     halo: HaloExchange | None = None
@@ -101,6 +103,7 @@ class StepUnit:
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.indices = DeviceIndices(self.device)
         keys = self.layout.shapes if self.sum_all else self.keys("matrix")
         self.sums = FragmentSums(self.layout, self.device, set(keys))
 
@@ -137,12 +140,9 @@ class StepUnit:
         return self.sums(partial).index_select(1, index)
 
     def _device_index(self, positions: tuple[int, ...]) -> Tensor:
-        # Kept: copying it to the device anew would stall the host at every step.
-        cache: dict[tuple[int, ...], Tensor] = self.scratch.setdefault("indices", {})
-        if positions not in cache:
+        if positions not in self.indices:
             refuse_capture(self.device, "a step with gradients for another set of parameters than before")
-            cache[positions] = torch.tensor(positions, dtype=torch.long, device=self.device)
-        return cache[positions]
+        return self.indices.of(positions)
 
     def common_step(self, states: States) -> int:
         """The step all ranks are at; a rank that holds no tensor has no count of its own."""

@@ -2,6 +2,7 @@
 
 from .exchange import MatrixExchange
 from .halo import Halo, HaloExchange
+from .indices import DeviceIndices
 from .layout import Fragment, Layout, LayoutError, Place
 from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .reduce import FragmentSums
@@ -11,6 +12,7 @@ from .volume import halo_volume, matrix_volume, sums_volume
 
 __all__ = [
     "Batch",
+    "DeviceIndices",
     "Fragment",
     "FragmentSums",
     "Halo",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from .indices import DeviceIndices
 from .layout import Layout
 from .pieces import BatchPlan, Piece, plan_batch
 from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces
@@ -122,7 +123,7 @@ class MatrixExchange:
         self.traffic = Traffic()
         self._device, self._dtype, self._wire = device, dtype, wire_dtype or dtype
         self.one_by_one = one_by_one
-        self._indices: dict[tuple[int, ...], Tensor] = {}
+        self._indices = DeviceIndices(device)
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._batches = [
             plan_batch(layout, plan.owners, number, batch, index_of, device)
@@ -138,7 +139,8 @@ class MatrixExchange:
             # Slices are computed together with those of other ranks.
             alone = one_by_one and not batch.partners
             apart = [task for task in batch.tasks if alone and self._lies_whole(task)]
-            straddling = tuple(task for task in batch.tasks if task not in apart)
+            here = {task.key for task in apart}
+            straddling = tuple(task for task in batch.tasks if task.key not in here)
             if straddling:
                 # First, so that they travel while the others are computed.
                 yield replace(batch, tasks=straddling)
@@ -290,16 +292,10 @@ class MatrixExchange:
             # Nobody reads it, but the message has the size that was planned.
             return stack.new_zeros(len(plan.owned), reply.whole or reply.values * plan.length)
         rows = tuple(sorted(live))
-        index = self._index_of(rows)
+        index = self._indices.of(rows)
         chosen = stack.index_select(0, index)
         part = compute(plan.batch, [plan.owned[row] for row in rows], chosen).to(self._dtype)
         return part.new_zeros(len(plan.owned), part.shape[1]).index_copy_(0, index, part)
-
-    def _index_of(self, rows: tuple[int, ...]) -> Tensor:
-        # Kept: copying it to the device anew would stall the host at every step.
-        if rows not in self._indices:
-            self._indices[rows] = torch.tensor(rows, dtype=torch.long, device=self._device)
-        return self._indices[rows]
 
     def _start_return(self, plan: BatchPlan, result: Tensor, reply: Reply) -> _Return:
         with _phase(plan, "return"):

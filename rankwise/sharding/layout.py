@@ -69,7 +69,9 @@ class Fragment:
     @property
     def row_length(self) -> int:
         """Elements from one row to the next in the flattened parameter or block."""
-        return self.shape[-1] if self.columns is None else self.columns[1] - self.columns[0]
+        if self.columns is not None:
+            return self.columns[1] - self.columns[0]
+        return self.shape[-1] if self.shape else 1
 
     @property
     def block_numel(self) -> int:

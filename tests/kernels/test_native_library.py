@@ -49,7 +49,31 @@ def test_a_library_is_built_once(cache: Path) -> None:
     building.library.cache_clear()
     assert building.library("elementwise") is not None
     assert [path.stat().st_mtime_ns for path in cache.glob("*.so")] == [changed]
-    assert [path for path in cache.iterdir() if path.suffix not in (".so", ".lock")] == []
+    assert [path for path in cache.iterdir() if path.suffix not in (".so", ".lock", ".sha256")] == []
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut short", "other bytes", "not a library", "no checksum"])
+def test_a_damaged_library_is_built_again(cache: Path, damage: str) -> None:
+    assert building.library("products") is not None or not cache.exists()
+    (built,) = cache.glob("*.so")
+    whole = built.read_bytes()
+    middle = len(whole) // 2
+    broken = {
+        "emptied": b"",
+        "cut short": whole[:middle],
+        "other bytes": whole[:64] + bytes(255 - byte for byte in whole[64:128]) + whole[128:],
+        "not a library": b"not a library",
+        "no checksum": whole,
+    }[damage]
+    # Another file: the one that this process has loaded stays as it is.
+    built.unlink()
+    built.write_bytes(broken)
+    if damage == "no checksum":
+        built.with_suffix(".sha256").unlink()
+    os.utime(built, ns=(0, 0))
+    building.library.cache_clear()
+    assert building.library("products") is not None
+    assert built.read_bytes() == whole and built.stat().st_mtime_ns > 0
 
 
 @pytest.mark.compiled

@@ -92,11 +92,11 @@ def _built(name: str) -> Path:
     source = _FOLDER / f"{name}.cpp"
     command = [compiler, *_COMMON, *_instruction_flags(), *_FLAGS[name]]
     target = _cache_folder() / f"{name}-{_fingerprint(source, command)}.so"
-    if not target.exists():
+    if not _is_sound(target):
         with open(target.with_suffix(".lock"), "w") as lock:
             # Released by the system if its holder dies; the others of the machine's ranks wait for the first.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
+            if not _is_sound(target):
                 _compile(command, source, target)
     return target
 
@@ -116,7 +116,24 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
         unfinished = Path(folder) / target.name
         whole = [*command, str(source), "-o", str(unfinished)]
         subprocess.run(whole, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+        checksum = Path(folder) / "checksum"
+        checksum.write_bytes(_checksum(unfinished))
+        os.replace(checksum, _checksum_of(target))
         os.replace(unfinished, target)
+
+
+def _is_sound(target: Path) -> bool:
+    """Whether a library is as it was compiled; loading one that was cut short may end the process."""
+    checksum = _checksum_of(target)
+    return target.exists() and checksum.exists() and checksum.read_bytes() == _checksum(target)
+
+
+def _checksum_of(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def _checksum(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
 def _compiler() -> str:
