@@ -6,8 +6,9 @@ is read back depends on names and positions alone, so that data-, tensor- and pi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.param_groups import Group, match_groups
+from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.named_states import (
@@ -34,7 +36,6 @@ from rankwise.sharding import Fragment
 
 __all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
 
-_RECORD = "rankwise"
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -63,8 +64,9 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
         return {}
     places = slice_places(inner)
     state: dict[str, Any] = {
-        _RECORD: {
+        RECORD: {
             "identity": inner.identity,
+            PLAIN_NAMES: True,
             "step": step,
             "groups": [_settings(group) for group in inner.param_groups],
             "members": [sorted(names) for names in wrapper.members],
@@ -95,9 +97,9 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
         ValueError: Another optimizer has written the checkpoint.
     """
     inner: ShardedOptimizer = wrapper.optimizer
-    if _RECORD not in state:
+    if RECORD not in state:
         raise ValueError(_refusal([], inner.identity))
-    saved = state[_RECORD]
+    saved = state[RECORD]
     if saved["identity"] != inner.identity:
         raise ValueError(_refusal([saved["identity"]], inner.identity))
     before = [dict(group) for group in inner.param_groups]
@@ -121,8 +123,10 @@ def overrides(wrapper: MegatronOptimizer) -> bool:
 
 
 @contextmanager
-def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
+def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callable[[Any], None]]:
     """Check a checkpoint before anything of it is read, and say what did not fit if reading it fails.
+
+    What is yielded is to be called with what was read: it puts our records where this run looks for them.
 
     Args:
         requested: What is to be loaded: the model's and optimizers' sharded state.
@@ -133,13 +137,13 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
             of any of several.
     """
     stored = _common_state(requested, folder)
-    placed, theirs = dict(_records(requested)), dict(_records(stored))
+    placed, theirs = dict(find_records(requested)), dict(find_records(stored))
     wanted, saved = list(placed.values()), list(theirs.values())
     _refuse_another(wanted, saved, "optimizer" in stored)
-    for place in placed.keys() & theirs.keys():
-        match_groups(_recorded_groups(placed[place]), _recorded_groups(theirs[place]))
+    for place, record in wanted_records(placed, theirs).items():
+        match_groups(_recorded_groups(placed[place]), _recorded_groups(record))
     try:
-        yield
+        yield partial(relocate_records, requested=placed, stored=theirs)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception.
@@ -152,7 +156,7 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[None]:
 
 
 def _common_state(requested: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
-    if any(_records(requested)):
+    if any(find_records(requested)):
         return load_common_state_dict(folder)
     if not requested.get("optimizer"):
         return {}
@@ -176,20 +180,6 @@ def _refusal(saved: Sequence[str], wanted: str) -> str:
         f"{wanted} cannot continue with the checkpoint's optimizer states, which were written by {author}; continue "
         "with the --optimizer that wrote them, or pass --no-load-optim to start the states afresh"
     )
-
-
-def _records(state: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """The records of optimizers of ours anywhere in nested dictionaries and lists, and where they lie."""
-    if isinstance(state, Mapping):
-        record = state.get(_RECORD)
-        if isinstance(record, Mapping) and "identity" in record:
-            yield place, record
-        else:
-            for key, value in state.items():
-                yield from _records(value, (*place, key))
-    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
-        for index, value in enumerate(state):
-            yield from _records(value, (*place, index))
 
 
 def _step(inner: ShardedOptimizer | None) -> int:

@@ -119,8 +119,10 @@ def _load(stock: Function) -> Function:
     def load(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         from megatron_patches.checkpoint import explained_load
 
-        with explained_load(sharded_state_dict, str(checkpoint_dir)):
-            return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        with explained_load(sharded_state_dict, str(checkpoint_dir)) as relocate:
+            loaded = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            relocate(loaded[0] if isinstance(loaded, tuple) else loaded)
+            return loaded
 
     return load
 
@@ -137,6 +139,21 @@ def _training_log(stock: Function) -> Function:
         return result
 
     return training_log
+
+
+def _content_metadata(stock: Function) -> Function:
+    @functools.wraps(stock)
+    def load_content_metadata(checkpoint_dir: Any = None, *, preloaded_state_dict: Any = None) -> Any:
+        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+        from megatron_patches.records import any_layout
+
+        if preloaded_state_dict is None and checkpoint_dir is not None:
+            preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+        metadata = stock(checkpoint_dir, preloaded_state_dict=preloaded_state_dict)
+        return any_layout(metadata, preloaded_state_dict)
+
+    return load_content_metadata
 
 
 _TESTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
@@ -167,6 +184,16 @@ PATCHES: tuple[Patch, ...] = (
         replace=_load,
         command_line=False,
         open_end=True,
+    ),
+    Patch(
+        module="megatron.core.dist_checkpointing.serialization",
+        name="load_content_metadata",
+        parameters=("checkpoint_dir", "preloaded_state_dict"),
+        tested=_TESTED,
+        reason="Megatron takes our states for a format of its own that belongs to one tensor- and pipeline-parallel "
+        "size, and has no word for those written without the distributed optimizer",
+        replace=_content_metadata,
+        command_line=False,
     ),
     Patch(
         module="megatron.training.arguments",

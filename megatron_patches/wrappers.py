@@ -32,6 +32,7 @@ from megatron_patches.monitor import health_of
 from megatron_patches.offloading import Offloading
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
+from megatron_patches.records import plain_names
 from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
@@ -157,7 +158,11 @@ class _Healthy:
 
 
 class Chained(_Healthy, ChainedOptimizer):
-    """Megatron's optimizer of several parts of a model, experts among them."""
+    """Megatron's optimizer of dense and of expert parameters, whose states are told apart by name alone."""
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrappers' own."""
+        return super().sharded_state_dict(*args, **{**kwargs, "metadata": plain_names(kwargs.get("metadata"))})
 
 
 class _Adopted:
@@ -309,7 +314,8 @@ class LayerWise(_Healthy, LayerWiseDistributedOptimizer):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrappers' own, whose replica ids are true already."""
-        return ChainedOptimizer.sharded_state_dict(self, *args, **kwargs)
+        plain = {**kwargs, "metadata": plain_names(kwargs.get("metadata"))}
+        return ChainedOptimizer.sharded_state_dict(self, *args, **plain)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """The wrappers' own."""

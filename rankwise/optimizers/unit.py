@@ -146,7 +146,8 @@ class StepUnit:
 
     def common_step(self, states: States) -> int:
         """The step all ranks are at; a rank that holds no tensor has no count of its own."""
-        counts = [int(states[tensor]["step"]) for tensor in self.tensors if tensor in states]
+        # Where a checkpoint was asked for before the first step, there are states without a count.
+        counts = [int(states[tensor].get("step", 0)) for tensor in self.tensors if tensor in states]
         step = max(counts, default=0)
         if all(self.layout.ranks):
             return step

@@ -1,0 +1,115 @@
+"""Checkpoints on other sizes of expert, tensor and pipeline parallelism, as Megatron's own loop asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron_cells import Cell
+from megatron_harness import Result, Trainer, largest_gap, opened, trained
+from megatron_types import maker
+from megatron_weights import bare
+from ranks import run_ranks
+
+import megatron_patches
+from megatron_patches.cpu import cpu_megatron
+
+# As in test_megatron_checkpoints: roundings of sums in another order.
+LARGEST_MOVE = 1e-6
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
+MOE: dict[str, Any] = {"moe": 4}
+# Optimizer, and the layouts it is saved in and resumed on.
+MOVES: dict[str, tuple[str, Cell, Cell]] = {
+    "EP2 to EP1": ("ldadam", Cell(ep=2, **MOE, **DISTRIBUTED), Cell(**MOE, **DISTRIBUTED)),
+    "EP1 to EP2": ("ldadam", Cell(**MOE, **DISTRIBUTED), Cell(ep=2, **MOE, **DISTRIBUTED)),
+    "EP2 to EP1, whole": ("sonew", Cell(ep=2, **MOE), Cell(**MOE, **DISTRIBUTED)),
+    "EP1 to EP2 fp16": ("mars-m", Cell(precision="fp16", **MOE), Cell(ep=2, precision="fp16", **MOE)),
+    "EP2, whole to distributed": ("ldadam", Cell(ep=2, **MOE), Cell(ep=2, **MOE, **DISTRIBUTED)),
+    "PP2 to TP2": ("ldadam", Cell(pp=2, **DISTRIBUTED), Cell(tp=2, **DISTRIBUTED)),
+    "PP2, whole to distributed": ("ldadam", Cell(pp=2), Cell(pp=2, **DISTRIBUTED)),
+    "stock PP2": ("adam", Cell(pp=2), Cell(pp=2)),
+}
+SHARDING = "distrib_optim_sharding_type"
+
+
+def _metadata(cell: Cell) -> dict[str, Any]:
+    """What Megatron's loop stores of a run."""
+    stored: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return {**stored, SHARDING: "dp_reshardable"} if cell.use_distributed_optimizer else stored
+
+
+def _save(trainer: Trainer, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    dist_checkpointing.save(trainer.sharded_state(), str(folder), content_metadata=_metadata(trainer.cell))
+
+
+def _load(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """As Megatron's loop: the checkpoint's metadata tell how to ask for the rest."""
+    metadata = dist_checkpointing.load_content_metadata(
+        preloaded_state_dict=dist_checkpointing.load_common_state_dict(str(folder))
+    )
+    state = trainer.sharded_state(True)
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(metadata))
+    state = dist_checkpointing.load(state, str(folder))
+    bare(trainer.chunks[0]).load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.scheduler.load_state_dict(state["opt_param_scheduler"])
+    trainer.step = state["iteration"]
+    return dict(metadata)
+
+
+def _moved(rank: int, world: int, folder: Path) -> dict[str, tuple[Result | None, Result | None, dict[str, Any]]]:
+    megatron_patches.apply()
+    found = {}
+    with cpu_megatron():
+        for label, (name, cell, other) in MOVES.items():
+            with opened(cell, maker(name)) as trainer:
+                trained(trainer, 2)
+                _save(trainer, folder / label)
+                whole = trained(trainer, 2)
+            with opened(other, maker(name)) as trainer:
+                metadata = _load(trainer, folder / label)
+                found[label] = whole, trained(trainer, 2), metadata
+    return found
+
+
+def test_states_move_to_any_layout(tmp_path: Path) -> None:
+    for label, (whole, again, metadata) in run_ranks(2, _moved, tmp_path)[0].items():
+        assert whole is not None and again is not None
+        if MOVES[label][0] == "adam":
+            assert SHARDING not in metadata
+            continue
+        # What Megatron's loop looks for before it lets the distributed optimizer resume on other sizes.
+        assert metadata[SHARDING] == "fully_reshardable"
+        limit = LARGEST_MOVE if MOVES[label][1].precision == "fp32" else 1e-3
+        assert largest_gap(again.weights, whole.weights) <= limit, label
+
+
+def _numbered(rank: int, world: int, folder: Path) -> bool:
+    """A checkpoint of two optimizers as it was written when Megatron put their numbers before the names."""
+    megatron_patches.apply()
+    cell = Cell(ep=2, **MOE, **DISTRIBUTED)
+    with cpu_megatron():
+        with opened(cell, maker("ldadam")) as trainer:
+            trained(trainer, 2)
+            state = trainer.sharded_state()
+            own, trainer.optimizer.__class__ = trainer.optimizer.__class__, ChainedOptimizer
+            state["optimizer"] = trainer.optimizer.sharded_state_dict(state, metadata=_metadata(cell))
+            trainer.optimizer.__class__ = own
+            for part in state["optimizer"].values():
+                del part["rankwise"]["plain_names"], part["rankwise"]["members"]
+            keys = [tensor.key for part in state["optimizer"].values() for tensor in part["elements"].values()]
+            assert keys and all(key.startswith("chained_") for key in keys)
+            dist_checkpointing.save(state, str(folder), content_metadata=_metadata(cell))
+            whole = trained(trainer, 2)
+        with opened(cell, maker("ldadam")) as trainer:
+            _load(trainer, folder)
+            again = trained(trainer, 2)
+        return whole is None or all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
+
+
+def test_checkpoints_with_numbered_names_still_load(tmp_path: Path) -> None:
+    assert all(run_ranks(2, _numbered, tmp_path))
