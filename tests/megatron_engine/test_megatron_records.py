@@ -96,9 +96,8 @@ def _numbered(rank: int, world: int, folder: Path) -> bool:
         with opened(cell, maker("ldadam")) as trainer:
             trained(trainer, 2)
             state = trainer.sharded_state()
-            own, trainer.optimizer.__class__ = trainer.optimizer.__class__, ChainedOptimizer
-            state["optimizer"] = trainer.optimizer.sharded_state_dict(state, metadata=_metadata(cell))
-            trainer.optimizer.__class__ = own
+            metadata = _metadata(cell)
+            state["optimizer"] = ChainedOptimizer.sharded_state_dict(trainer.optimizer, state, metadata=metadata)
             for part in state["optimizer"].values():
                 del part["rankwise"]["plain_names"], part["rankwise"]["members"]
             keys = [tensor.key for part in state["optimizer"].values() for tensor in part["elements"].values()]
