@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_plugin.reading import load_file
 from deepspeed_plugin.stock_form import from_stock
 
 __all__ = ["RECORD", "CheckpointError", "SavedCheckpoint", "newest_model_file", "read", "tag_in"]
@@ -35,10 +35,7 @@ def read(path: Path) -> dict[str, Any]:
         CheckpointError: It is missing, cut off or otherwise damaged.
     """
     try:
-        # DeepSpeed's files hold its own classes; mapped, so that a rank reads only the bytes it needs, unless they are
-        # in the old format, which cannot be.
-        mapped = zipfile.is_zipfile(path)
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)
+        content: dict[str, Any] = load_file(path)
     except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{path} cannot be read: the checkpoint was not written to the end, or is damaged ({error}). Load an "
