@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
-from torch import nn
+from torch import Tensor
 
 from deepspeed_plugin.experts import name_experts
 from deepspeed_plugin.layouts import layout_of, logical_shape
+from deepspeed_plugin.losses import BackwardLosses
 from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
+from deepspeed_plugin.state_access import StateAccess
 from deepspeed_plugin.support import refuse_settings, refuse_wrapper
 from rankwise import MKOR
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.optimizers.routing import annotate
 
-__all__ = ["attach", "prepare"]
+__all__ = ["attach", "backward", "detach", "prepare"]
+
+_HOOKS = "_rankwise_hooks"
+"""Attribute of an engine with what is to be removed when it is destroyed."""
 
 
 def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
@@ -53,17 +58,19 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     refuse_settings(engine, type(optimizer).__name__)
     refuse_wrapper(engine, type(optimizer).__name__)
     optimizer.leave_out_empty_groups()
-    optimizer.attach(layout_of(engine, optimizer))
+    layout = layout_of(engine, optimizer)
+    optimizer.attach(layout)
     report_health(engine, optimizer)
     optimizer.announce = lambda text: log_dist(text, ranks=[0])
+    hooks: list[Any] = [StateAccess(engine, optimizer, layout)]
     if isinstance(optimizer, MKOR):
         # A pipeline's stages run several micro-batches at once: none is the last.
         last = None if is_pipeline(engine) else engine.is_gradient_accumulation_boundary
         optimizer.capture(engine.module, window=lambda: engine.global_steps, last_micro_batch=last)
-        if optimizer.options.hybrid and is_pipeline(engine):
-            StageLosses(engine, optimizer)
-        elif optimizer.options.hybrid:
-            engine.module.register_forward_hook(_LossRecorder(optimizer))
+        hooks.append(_Captured(optimizer))
+        if optimizer.options.hybrid:
+            hooks.append((StageLosses if is_pipeline(engine) else BackwardLosses)(engine, optimizer))
+    setattr(engine, _HOOKS, hooks)
     if is_pipeline(engine):
         refuse_if_idle_everywhere(engine, optimizer)
     _refuse_unmatched(engine, optimizer)
@@ -77,16 +84,34 @@ def _refuse_unmatched(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> N
     refuse(type(optimizer).__name__, getattr(optimizer.options, "exclude", ()), list(dict.fromkeys(names)))
 
 
-class _LossRecorder:
-    """Forward hook that reports the model's loss: a scalar output, its ``.loss``, or the first of a tuple."""
+def backward(original: Callable[..., Any], engine: DeepSpeedEngine, loss: Tensor, *args: Any, **options: Any) -> Any:
+    """DeepSpeed's ``backward``, which also tells MKOR-H the loss.
+
+    Args:
+        original: DeepSpeed's method.
+        engine: The engine.
+        loss: As for DeepSpeed, like the rest.
+        args: ``retain_graph`` and ``scale_wrt_gas``.
+        options: The same by name.
+    """
+    losses = next((hook for hook in getattr(engine, _HOOKS, ()) if isinstance(hook, BackwardLosses)), None)
+    if losses is None:
+        return original(engine, loss, *args, **options)
+    with losses.given(loss, args[1] if len(args) > 1 else options.get("scale_wrt_gas", True)):
+        return original(engine, loss, *args, **options)
+
+
+def detach(engine: DeepSpeedEngine) -> None:
+    """Take everything off the model that :func:`attach` put there; it may be trained on by others."""
+    for hook in engine.__dict__.pop(_HOOKS, ()):
+        hook.remove()
+
+
+class _Captured:
+    """MKOR's hooks on the model."""
 
     def __init__(self, optimizer: MKOR) -> None:
         self._optimizer = optimizer
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        first = output[0] if isinstance(output, tuple | list) and output else output
-        loss = getattr(output, "loss", first)
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-            self._optimizer.record_loss(loss)
+    def remove(self) -> None:
+        self._optimizer.release()

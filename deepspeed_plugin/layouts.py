@@ -85,6 +85,10 @@ class DeepSpeedLayout(ABC):
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
 
+    def tensor_of(self, parameter: Tensor) -> Tensor | None:
+        """The tensor of the param groups that stores a parameter of the model, on this rank or on another."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no partitions")
+
     def publish_weights(self) -> None:
         """Copy the optimizer's weights, changed from outside, to the model."""
         self._engine.optimizer.update_lp_params()
@@ -122,7 +126,10 @@ class DeepSpeedLayout(ABC):
     def _verify(name: str, full_precision: Tensor, model_weight: Tensor) -> None:
         """The optimizer's copy and the model's weight must be the same numbers, or the layout was misread."""
         expected = full_precision.detach().to(device=model_weight.device, dtype=model_weight.dtype)
-        if not torch.equal(expected, model_weight):
+        # A NaN is not equal to itself, and no sign of a misread layout.
+        if not torch.equal(expected, model_weight) and not torch.allclose(
+            expected, model_weight, rtol=0.0, atol=0.0, equal_nan=True
+        ):
             raise LayoutError(
                 f"the optimizer's copy of '{name}' differs from the model's weight: the partition layout of DeepSpeed "
                 f"{_version()} was misread, or the weights were changed behind its back. Training would corrupt the "
@@ -187,8 +194,18 @@ class _FlatPartition(DeepSpeedLayout):
     """One flat partition per param group: equal cuts of a buffer whose views the model's weights are."""
 
     @abstractmethod
+    def _partitions(self) -> Sequence[tuple[Tensor, Sequence[Tensor]]]:
+        """The flat tensor of each param group, and the group's parameters."""
+
     def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
-        """Index of the param group a flat tensor is of, and the group's parameters."""
+        index = self._position(tensor, (flat for flat, _ in self._partitions()))
+        return index, self._partitions()[index][1]
+
+    def tensor_of(self, parameter: Tensor) -> Tensor | None:
+        for flat, parameters in self._partitions():
+            if any(candidate is parameter for candidate in parameters):
+                return flat
+        return None
 
     def contents(self, tensor: Tensor) -> TensorContents:
         index, parameters = self._group(tensor)
@@ -207,10 +224,11 @@ class _FlatPartition(DeepSpeedLayout):
             weight = parameter.data.reshape(-1)[start - position : end - position]
             self._verify(name, tensor.detach()[offset : offset + end - start], weight)
             slices.append(Slice(name, start - position, end - position, offset))
-        return TensorContents(index, tuple(slices), self._ranks_apart(index))
+        return TensorContents(index, tuple(slices))
 
-    def _ranks_apart(self, index: int) -> dist.ProcessGroup | None:
+    def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """The ranks among which a group of experts is cut; None for the data-parallel ranks."""
+        index, _ = self._group(tensor)
         group: dist.ProcessGroup = self._engine.optimizer.real_dp_process_group[index]
         if not self._engine.has_moe_layers or group is self._engine.seq_data_parallel_group:
             return None
@@ -227,10 +245,9 @@ class _ZeroOneTwo(_FlatPartition):
         # The wrapper narrows param_groups to one group per call.
         return [[(tensor, 0)] for tensor in self._engine.optimizer.single_partition_of_fp32_groups]
 
-    def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
+    def _partitions(self) -> Sequence[tuple[Tensor, Sequence[Tensor]]]:
         wrapper = self._engine.optimizer
-        index = self._position(tensor, wrapper.single_partition_of_fp32_groups)
-        return index, wrapper.bit16_groups[index]
+        return list(zip(wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, strict=True))
 
 
 class _Bf16(_FlatPartition):
@@ -241,10 +258,9 @@ class _Bf16(_FlatPartition):
     def loss_scale(self) -> float:
         return self._mean_share()
 
-    def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
+    def _partitions(self) -> Sequence[tuple[Tensor, Sequence[Tensor]]]:
         wrapper = self._engine.optimizer
-        index = self._position(tensor, wrapper.fp32_groups_flat_partition)
-        return index, wrapper.bf16_groups[index]
+        return list(zip(wrapper.fp32_groups_flat_partition, wrapper.bf16_groups, strict=True))
 
 
 class _ZeroThree(DeepSpeedLayout):
@@ -267,6 +283,11 @@ class _ZeroThree(DeepSpeedLayout):
             pieces = wrapper.fp16_partitioned_groups[index]
             for piece, updated in zip(pieces, wrapper.unflatten(flat, pieces), strict=True):
                 piece.data = updated.data
+
+    def tensor_of(self, parameter: Tensor) -> Tensor | None:
+        wrapper = self._engine.optimizer
+        place = wrapper.grad_position.get(wrapper.get_param_id(parameter))
+        return None if place is None else wrapper.fp32_partitioned_groups_flat[place[0]]
 
     def contents(self, tensor: Tensor) -> TensorContents:
         wrapper = self._engine.optimizer

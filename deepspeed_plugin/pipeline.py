@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,16 +67,22 @@ class StageLosses:
         self._optimizer = optimizer
         self._losses: list[Tensor] = []
         self._window = self._sent = -1
+        self._undo: list[Callable[[], None]] = []
         if engine.mpu.get_pipe_parallel_rank() == engine.mpu.get_pipe_parallel_world_size() - 1:
             self._listen(engine.module)
-        optimizer.register_step_pre_hook(self._send)
+        self._undo.append(optimizer.register_step_pre_hook(self._send).remove)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        while self._undo:
+            self._undo.pop()()
 
     def _listen(self, module: PipelineModule) -> None:
         loss_fn = module.loss_fn
         if loss_fn is None:  # the last layer computes the loss
-            module.register_forward_hook(lambda _module, _inputs, output: self._record(output))
+            self._hook(module)
         elif isinstance(loss_fn, nn.Module):
-            loss_fn.register_forward_hook(lambda _module, _inputs, output: self._record(output))
+            self._hook(loss_fn)
         else:
 
             def recording(*args: Any, **kwargs: Any) -> Any:
@@ -84,6 +91,11 @@ class StageLosses:
                 return result
 
             module.loss_fn = recording
+            self._undo.append(lambda: setattr(module, "loss_fn", loss_fn))
+
+    def _hook(self, module: nn.Module) -> None:
+        handle = module.register_forward_hook(lambda _module, _inputs, output: self._record(output))
+        self._undo.append(handle.remove)
 
     def _record(self, output: Any) -> None:
         loss = output[0] if isinstance(output, tuple | list) and output else output

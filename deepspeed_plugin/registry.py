@@ -24,7 +24,7 @@ from deepspeed_plugin.blocks import (
 )
 from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
 from deepspeed_plugin.collectives import guard_build, unguard_build
-from deepspeed_plugin.engine import attach, prepare
+from deepspeed_plugin.engine import attach, backward, detach, prepare
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
@@ -41,6 +41,8 @@ _WRAPPED: Mapping[str, type] = {
     "_initialize_params": DeepSpeedConfig,
     "_configure_optimizer": DeepSpeedEngine,
     "_is_supported_optimizer": DeepSpeedEngine,
+    "backward": DeepSpeedEngine,
+    "destroy": DeepSpeedEngine,
     "load_checkpoint": DeepSpeedEngine,
     "save_checkpoint": DeepSpeedEngine,
 }
@@ -71,9 +73,9 @@ def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps five methods: one to check the optimizer block first, one to learn parameter names and
-    layouts, one for its error message, two for checkpoints; and the build of its collectives, which would wait for a
-    dead process.
+    that ZeRO accepts, and wraps seven methods: one to check the optimizer block first, one to learn parameter names and
+    layouts, one for its error message, one for the loss, two for checkpoints, and one to leave the model as it was; and
+    the build of its collectives, which would wait for a dead process.
     """
     if _originals:
         return
@@ -90,6 +92,8 @@ def register() -> None:
     DeepSpeedConfig._initialize_params = _initialize_params
     DeepSpeedEngine._configure_optimizer = _configure_optimizer
     DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
+    DeepSpeedEngine.backward = _backward
+    DeepSpeedEngine.destroy = _destroy
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
     DeepSpeedEngine.save_checkpoint = _save_checkpoint
     guard_build()
@@ -143,6 +147,17 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
         refuse_replaced(engine)
         if isinstance(engine.basic_optimizer, ShardedOptimizer):
             attach(engine, engine.basic_optimizer)
+
+
+@functools.wraps(DeepSpeedEngine.backward)
+def _backward(engine: DeepSpeedEngine, loss: Any, *args: Any, **options: Any) -> Any:
+    return backward(_originals["backward"], engine, loss, *args, **options)
+
+
+@functools.wraps(DeepSpeedEngine.destroy)
+def _destroy(engine: DeepSpeedEngine) -> None:
+    detach(engine)
+    _originals["destroy"](engine)
 
 
 def _load_checkpoint(engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:

@@ -21,6 +21,7 @@ from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, re
 from deepspeed_plugin.saved import CheckpointError, SavedCheckpoint
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.portable import Vectors, check_stored, merge_vectors, restore, saved_vectors
+from rankwise.sharding import together as all_together
 from rankwise.sharding.state import StorageError, save_vectors
 
 __all__ = ["fill", "open_engine", "own_error", "reshard", "together", "vectors_of"]
@@ -28,24 +29,20 @@ __all__ = ["fill", "open_engine", "own_error", "reshard", "together", "vectors_o
 _T = TypeVar("_T")
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], _T]) -> _T:
-    """Do something on every rank that may fail on some of them; then it fails on all, with the first one's reason.
+def together(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> _T:
+    """Read or write files on every rank, which may fail on some of them; then it fails on all, with the first reason.
 
     Raises:
-        CheckpointError: On every rank, if ``work`` raised on any.
+        CheckpointError: On every rank, if ``work`` met bad files on any.
     """
-    failure: str | None = None
-    result: _T | None = None
-    try:
-        result = work()
-    except (CheckpointError, StorageError, OSError) as error:
-        failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    first = next((found for found in failures if found is not None), None)
-    if first is not None:
-        raise CheckpointError(first)
-    return result  # type: ignore[return-value]
+
+    def with_own_errors() -> _T:
+        try:
+            return work()
+        except (StorageError, OSError) as error:
+            raise CheckpointError(str(error)) from error
+
+    return all_together(with_own_errors, group)
 
 
 def vectors_of(saved: SavedCheckpoint, ranks: range) -> Vectors:

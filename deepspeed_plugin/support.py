@@ -168,10 +168,10 @@ def _refuse(name: str, key: str, value: Any, reason: str, fix: str) -> None:
 
 
 def refuse_replaced(engine: DeepSpeedEngine) -> None:
-    """Refuse an engine whose optimizer is not ours although one of ours was built for the same parameters.
+    """Refuse an engine whose optimizer was made of one of ours.
 
-    accelerate replaces a user's optimizer by DeepSpeedCPUAdam when the configuration offloads the optimizer, and keeps
-    only lr and weight decay.
+    accelerate replaces a user's optimizer by DeepSpeedCPUAdam when the configuration offloads the optimizer: it hands
+    over the param groups, and keeps only lr and weight decay.
 
     Args:
         engine: The engine, its optimizer chosen.
@@ -181,9 +181,10 @@ def refuse_replaced(engine: DeepSpeedEngine) -> None:
     """
     if isinstance(engine.basic_optimizer, ShardedOptimizer) or engine.basic_optimizer is None:
         return
-    mine = {id(parameter) for parameter in engine.module.parameters()}
+    # torch keeps the dictionaries it is given: that one of ours has the same ones shows of what this one was made.
+    groups = {id(group) for group in engine.basic_optimizer.param_groups}
     for optimizer in list(ShardedOptimizer.instances):
-        if any(id(parameter) in mine for parameter in optimizer.parameters_by_name.values()):
+        if any(id(group) in groups for group in optimizer.param_groups):
             raise OptionError(
                 f"{type(optimizer).__name__} was built for this model, but the engine got "
                 f"{type(engine.basic_optimizer).__name__}: a framework replaced it (accelerate does, under optimizer "

@@ -17,7 +17,7 @@ from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
 from rankwise.optimizers.element_states import ElementStates
 from rankwise.optimizers.entries import Entry, cut_into_entries
-from rankwise.optimizers.fitting import MisfitError, as_shapes, check_shape
+from rankwise.optimizers.fitting import as_shapes, check_shape
 from rankwise.optimizers.groups import UnitKey
 from rankwise.optimizers.live_groups import LiveGroups, form_of
 from rankwise.optimizers.matrix_states import MatrixState
@@ -27,7 +27,7 @@ from rankwise.optimizers.reports import Reports
 from rankwise.optimizers.routing import Rule
 from rankwise.optimizers.sources import TensorContents, real_view, refuse_unreadable
 from rankwise.optimizers.unit import Bucket, StepUnit
-from rankwise.sharding import Layout, MatrixTask, SlicedMatrix
+from rankwise.sharding import Fragment, Layout, MatrixTask, SlicedMatrix
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
 
@@ -87,11 +87,9 @@ class ShardedOptimizer(LiveGroups, Reports):
         """
         for members in units:
             tensors = [tensor for tensor, _ in members]
-            if _unit_key(tensors, [position for _, position in members]) not in self._units:
-                groups = {
-                    position: self.param_groups[self._source.contents(tensor).group] for tensor, position in members
-                }
-                self._new_unit(tensors, [position for _, position in members], groups)
+            positions = [position for _, position in members]
+            if _unit_key(tensors, positions) not in self._units:
+                self._new_unit(tensors, positions)
 
     def _unit(self) -> StepUnit:
         key = tuple((at, *map(id, group["params"])) for at, group in enumerate(self.param_groups) if group["params"])
@@ -108,29 +106,26 @@ class ShardedOptimizer(LiveGroups, Reports):
         return unit
 
     def _new_unit(
-        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
+        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]] | None = None
     ) -> StepUnit:
         graphs.refuse_capture(_device_dtype(tensors or list(self.parameters_by_name.values()))[0], "the first step")
         key, loads, owner_of = _unit_key(tensors, positions), self._loads, dict(self._owner_of)
         unit = self._units[key] = self._build_unit(tensors, positions, groups)
         unit.key, unit.forms = key, list(map(form_of, tensors))
-        try:
+
+        def plan() -> dict[str, str]:
             self._plan(unit)
-            unit.compare_across_ranks(self._settings(unit), self._trouble(unit))
+            self._refuse_strange(unit, self.matrix_states.everything())
+            return self._settings(unit)
+
+        try:
+            unit.compare_across_ranks(plan)
         except BaseException:
             # A half-planned unit must not be found by the next step, which would train without the matrix rule.
             del self._units[key]
             self._loads, self._owner_of = loads, owner_of
             raise
         return unit
-
-    def _trouble(self, unit: StepUnit) -> str:
-        """Why this rank cannot go on with a unit that it has planned; empty if it can."""
-        try:
-            self._refuse_strange(unit, self.matrix_states.everything())
-        except MisfitError as error:
-            return str(error)
-        return ""
 
     def _settings(self, unit: StepUnit) -> dict[str, str]:
         """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
@@ -170,13 +165,23 @@ class ShardedOptimizer(LiveGroups, Reports):
             self._owner_of.update(unit.exchange.plan.owners)
 
     def _build_unit(
-        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]]
+        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]] | None
     ) -> StepUnit:
-        contents = [self._source.contents(tensor) for tensor in tensors]
-        entries = self._entries(contents)
-        apart = next((content.ranks for content in contents if content.ranks is not None), None)
-        fragments = [entry.fragment for entry in entries]
-        layout = Layout.share(fragments, apart or self._source.group, self._source.replicated)
+        contents: list[TensorContents] = []
+        entries: list[Entry] = []
+
+        def look() -> list[Fragment]:
+            # What the framework stores is checked here, and may be wrong on one rank alone.
+            contents.extend(self._source.contents(tensor) for tensor in tensors)
+            entries.extend(self._entries(contents))
+            return [entry.fragment for entry in entries]
+
+        ranks_apart: Callable[[Tensor], Any] = getattr(self._source, "ranks_apart", lambda tensor: None)
+        apart = next((ranks for ranks in map(ranks_apart, tensors) if ranks is not None), None)
+        layout = Layout.share(look, apart or self._source.group, self._source.replicated)
+        if groups is None:
+            places = zip(positions, contents, strict=True)
+            groups = {position: self.param_groups[content.group] for position, content in places}
         unit = self._assemble(tensors, contents, positions, groups, entries, layout)
         unit.apart = apart is not None
         return unit

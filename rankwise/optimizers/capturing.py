@@ -98,6 +98,11 @@ class CapturingOptimizer(ShardedOptimizer):
     def _captured(self) -> None:
         """Called at the end of :meth:`capture`."""
 
+    def release(self) -> None:
+        """Take the hooks of :meth:`capture` off the model: others will train it."""
+        if self._capture is not None:
+            self._capture.remove()
+
     def _reduce_early(self, is_last: Callable[[], bool] | None) -> BackwardReduction | None:
         group = self._source.group
         if is_last is None or group is None or group.size() == 1 or not self._records:

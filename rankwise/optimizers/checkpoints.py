@@ -143,6 +143,38 @@ class Checkpoints(RoutedOptimizer):
         declared = [self.element_states(entry.info, entry.route.rule, group) for entry in entries]
         return ElementStates([tensor], entries, declared, tensor.dtype)
 
+    def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:
+        """Where an element state of one parameter lies.
+
+        Args:
+            tensor: A tensor of the param groups, stepped or loaded before.
+            name: A parameter.
+            state: One of its :meth:`kept_states`.
+
+        Returns:
+            The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.
+        """
+        for unit in self._units.values():
+            for index, candidate in enumerate(unit.tensors):
+                if candidate is tensor:
+                    return unit.states.of_parameter(self.state, index, name, state)
+        # States were loaded and no step has planned since.
+        content = self._source.contents(tensor)
+        kept = self._kept_in(tensor, content, self.param_groups[content.group], self._infos())
+        return kept.of_parameter(self.state, 0, name, state)
+
+    def kept_states(self, name: str) -> StateTypes:
+        """The element states that a parameter's rule keeps, the same on every rank.
+
+        Args:
+            name: The parameter's.
+
+        Raises:
+            KeyError: The optimizer has no such parameter.
+        """
+        info, index = self._catalog[name]
+        return self.element_states(info, self._routes[name].rule, self.param_groups[index])
+
     @abstractmethod
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Names of a parameter's per-element states, and their type (None: that of the computation)."""

@@ -127,6 +127,16 @@ class ElementStates:
             for entry in self._by_tensor[index]
         ]
 
+    def of_parameter(self, states: States, index: int, name: str, state: str) -> list[tuple[int, Tensor]]:
+        """First elements of the runs of one parameter in one tensor, with views of a state its rule keeps."""
+        found = []
+        for entry in self._by_tensor[index]:
+            if entry.info.name == name:
+                # A matrix of a stack counts from its own first element.
+                before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.fragment.shape)
+                found.append((before + entry.fragment.start, self.views(states, state, [entry])[0]))
+        return found
+
     def runs(self, states: States, index: int) -> list[StoredRun]:
         """The runs in one tensor with views of their states, allocated if they were not."""
         found = []

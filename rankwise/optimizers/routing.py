@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -32,6 +33,8 @@ _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "
 _END_NAMES = frozenset({"head", "output", "decoder"})
 _INNER_NAMES = ("attn", "attention", "mlp", "ffn", "expert")
 _NORM_NAMES = ("norm", "ln_")
+# What PEFT puts between a module's name and the module: a copy to be trained, the original, what an adapter adds to.
+_WRAPPER = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
 
 
 class Role(StrEnum):
@@ -144,11 +147,14 @@ def describe(
     found: dict[nn.Parameter, ParameterInfo] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     head = _output_head(model)
+    # A wrapped head is a wrapper, and what it wraps has the weight.
+    heads = {_unwrapped(name) for name, module in model.named_modules() if module is head}
     for module_name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             if parameter not in names:
                 continue
-            role = _role_by_module(module, module_name, module is head)
+            outer = _unwrapped(module_name)
+            role = _role_by_module(module, outer, outer in heads)
             is_weight = local == "weight"
             bias = getattr(module, "bias", None)
             info = ParameterInfo(
@@ -214,7 +220,7 @@ def _role_by_module(module: nn.Module, name: str, is_head: bool) -> Role:
 
 def _role_by_name(name: str) -> Role:
     lowered = name.lower()
-    module = lowered.rpartition(".")[0]
+    module = _unwrapped(lowered.rpartition(".")[0])
     if not _HEAD_NAMES.isdisjoint(module.split(".")) or _ends_the_model(module):
         return Role.HEAD
     if any(hint in lowered for hint in _EMBEDDING_NAMES):
@@ -222,6 +228,11 @@ def _role_by_name(name: str) -> Role:
     if any(hint in lowered for hint in _NORM_NAMES):
         return Role.NORM
     return Role.UNKNOWN
+
+
+def _unwrapped(module: str) -> str:
+    """The name a module had before it was wrapped."""
+    return _WRAPPER.sub("", module)
 
 
 def _ends_the_model(module: str) -> bool:

@@ -95,13 +95,10 @@ class TensorContents:
     Attributes:
         group: Index of the param group it came from, as passed to the constructor.
         slices: The runs of parameters in it; padding belongs to none.
-        ranks: The ranks that hold the rest of these parameters, where they are not those of the whole layout, as of
-            experts; all tensors of one ``step()`` call have the same.
     """
 
     group: int
     slices: tuple[Slice, ...]
-    ranks: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,9 @@ class TensorParallel:
 
 class LayoutSource(Protocol):
     """What a framework tells the optimizer about the tensors it put into the param groups.
+
+    A source may have a method ``ranks_apart(tensor)``: the ranks that hold the rest of a tensor's parameters where they
+    are not those of the whole layout, as of experts, else None; all tensors of one ``step()`` call have the same.
 
     Attributes:
         group: Of the ranks that hold pieces or copies of the parameters; None for a single process.

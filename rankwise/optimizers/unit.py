@@ -16,7 +16,6 @@ from rankwise.kernels import kernels_for
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.optimizers.element_states import ElementStates, States
 from rankwise.optimizers.entries import Entry
-from rankwise.optimizers.fitting import MisfitError
 from rankwise.optimizers.routing import ParameterInfo, Route, Rule
 from rankwise.sharding import (
     DeviceIndices,
@@ -27,6 +26,7 @@ from rankwise.sharding import (
     MatrixTask,
     SlicedMatrix,
     Traffic,
+    gather_together,
     in_slices,
     plan_matrices,
 )
@@ -187,31 +187,29 @@ class StepUnit:
         )
         return loads
 
-    def compare_across_ranks(self, settings: Mapping[str, str], trouble: str = "") -> None:
-        """Make sure that all ranks will enter the same collectives, before anything is sent.
+    def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:
+        """Plan, and make sure that all ranks will enter the same collectives, before anything is sent.
 
         Args:
-            settings: What else must be alike on all ranks that have it, by a name for the message.
-            trouble: Why this rank cannot enter them; empty if it can.
+            plan: Plans the unit's collectives without entering one. Returns what else must be alike on all ranks that
+                have it, by a name for the message.
 
         Raises:
-            MisfitError: A rank is in trouble; all raise.
             RuntimeError: The ranks planned differently.
+            Exception: Planning failed on some rank; raised on every rank.
         """
-        if self.layout.world_size == 1:
-            if trouble:
-                raise MisfitError(trouble)
+
+        def planned() -> tuple[str, Mapping[str, str]]:
+            settings = plan()
+            exchange = "" if self.exchange is None else self.exchange.plan.digest()
+            routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
+            return hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest(), settings
+
+        everyone = gather_together(planned, self.layout.group)
+        if len(everyone) == 1:
             return
-        planned = "" if self.exchange is None else self.exchange.plan.digest()
-        routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
-        digest = hashlib.sha256(repr((routes, str(self.dtype), planned)).encode()).hexdigest()
-        everyone: list[tuple[str, Mapping[str, str], str]] = [("", {}, "")] * self.layout.world_size
-        dist.all_gather_object(everyone, (digest, settings, trouble), group=self.layout.group)
-        for rank, (_, _, theirs) in enumerate(everyone):
-            if theirs:
-                raise MisfitError(f"rank {rank}: {theirs}")
-        differing = _differing([theirs for _, theirs, _ in everyone])
-        signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others, _ in everyone]
+        differing = _differing([theirs for _, theirs in everyone])
+        signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
         if len(set(signs)) > 1:
             usual = max(signs, key=signs.count)
             odd = [rank for rank, other in enumerate(signs) if other != usual]

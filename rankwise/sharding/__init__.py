@@ -1,5 +1,6 @@
 """Partitioning of optimizer work and state over data-parallel ranks; knows no optimizer and no framework."""
 
+from .agreement import gather_together, together
 from .exchange import MatrixExchange
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
@@ -27,10 +28,12 @@ __all__ = [
     "SlicedMatrix",
     "Traffic",
     "find_slices",
+    "gather_together",
     "halo_volume",
     "in_slices",
     "matrix_volume",
     "own_pieces",
     "plan_matrices",
     "sums_volume",
+    "together",
 ]

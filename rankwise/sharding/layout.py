@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+
+from .agreement import gather_together
 
 __all__ = ["Fragment", "Layout", "LayoutError", "Place"]
 
@@ -124,24 +126,27 @@ class Layout:
         return cls(ranks=(tuple(fragments),))
 
     @classmethod
-    def share(cls, fragments: Sequence[Fragment], group: dist.ProcessGroup | None, replicated: bool = False) -> Layout:
+    def share(
+        cls,
+        fragments: Sequence[Fragment] | Callable[[], Sequence[Fragment]],
+        group: dist.ProcessGroup | None,
+        replicated: bool = False,
+    ) -> Layout:
         """Exchange fragment lists once over ``group`` and build the common layout.
 
         Args:
-            fragments: This rank's fragments, possibly none.
+            fragments: This rank's fragments, possibly none; or what finds them, and may fail on some ranks.
             group: Data-parallel process group; None or a group of one stays local.
             replicated: See the class.
 
         Raises:
             LayoutError: The fragments of some parameter overlap or leave a gap.
+            Exception: ``fragments`` raised it on some rank; on every rank.
         """
-        world = dist.get_world_size(group) if group is not None else 1
-        if world == 1:
-            return cls.single(fragments)
-        everyone: list[tuple[Fragment, ...]] = [()] * world
-        rank = dist.get_rank(group)
-        dist.all_gather_object(everyone, tuple(fragments), group=group)
-        return cls(ranks=tuple(everyone), rank=rank, group=group, replicated=replicated)
+        everyone = gather_together(lambda: tuple(fragments() if callable(fragments) else fragments), group)
+        if len(everyone) == 1:
+            return cls.single(everyone[0])
+        return cls(ranks=tuple(everyone), rank=dist.get_rank(group), group=group, replicated=replicated)
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import ds_harness as ds
@@ -110,31 +111,66 @@ def test_bad_blocks_end_before_the_first_step_on_every_rank(tmp_path: Path) -> N
             assert "LDAdam would update none of the 2 parameters" in message and "vector" in message, message
 
 
-def _corrupted(rank: int, world: int, config: dict[str, Any]) -> list[str]:
-    """Change one model weight behind the wrapper's back, and take a step."""
+def _told(work: Callable[..., Any], *args: Any) -> str:
+    try:
+        work(*args)
+    except LayoutError as failure:
+        return str(failure)
+    return "accepted"
+
+
+def _corrupted(rank: int, world: int, config: dict[str, Any], folder: str) -> list[str]:
+    """Change one model weight behind the wrapper's back, on all ranks or on one, and take a step, or save."""
     deepspeed.init_distributed("gloo")
     found = []
-    for name in ("MARS-AdamW", "MKOR"):
+    for name, culprit in (("MARS-AdamW", None), ("MKOR", None), ("MKOR", 0), ("LDAdam", 1)):
         job = ds.Job(name, ds.TYPES[name], config=config, dtype=torch.bfloat16)
         engine = ds.engine_of(job, world)
         for parameter in engine.module.parameters():
             held = getattr(parameter, "ds_tensor", parameter)
             with torch.no_grad():
-                held.add_(1.0)
-        try:
-            ds.train_step(engine, rank, world, 0)
-            found.append("accepted")
-        except LayoutError as failure:
-            found.append(str(failure))
+                held.add_(1.0 if culprit in (None, rank) else 0.0)
+        if culprit is not None:
+            found.append(_told(engine.save_checkpoint, folder))
+        found.append(_told(ds.train_step, engine, rank, world, 0))
         engine.destroy()
     return found
 
 
+def _not_a_number(rank: int, world: int) -> list[str]:
+    """A NaN in the weights, in the model and in the optimizer's copy alike, is no sign of another layout."""
+    deepspeed.init_distributed("gloo")
+    found = []
+    for stage in range(4):
+        config = {"zero_optimization": {"stage": stage}}
+        job = ds.Job("MARS-AdamW", ds.TYPES["MARS-AdamW"], config, dtype=torch.bfloat16)
+        with mock.patch.object(ds, "model_of", _with_a_nan):
+            engine = ds.engine_of(job, world)
+        found.append(_told(ds.train_step, engine, rank, world, 0))
+        engine.destroy()
+    return found
+
+
+def _with_a_nan(job: ds.Job) -> nn.Module:
+    torch.manual_seed(job.seed)
+    model = ds.Net()
+    with torch.no_grad():
+        model.up.weight[3, 3] = torch.nan
+    return model
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_numbers_are_not_taken_for_a_misread_layout() -> None:
+    assert run_ranks(2, _not_a_number) == [["accepted"] * 4] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "BF16_Optimizer"])
-def test_a_misread_layout_is_refused(stage: int | str) -> None:
+def test_a_misread_layout_is_refused(stage: int | str, tmp_path: Path) -> None:
+    """By every rank, whichever met it: none waits for one that gave up."""
     config: dict[str, Any] = {"zero_optimization": {"stage": 1 if stage == "BF16_Optimizer" else stage}}
     if stage == "BF16_Optimizer":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    for messages in run_ranks(2, _corrupted, config, timeout=60.0):
+    for messages in run_ranks(2, _corrupted, config, str(tmp_path)):
         assert all("differs from the model's weight" in message for message in messages), messages
+        assert [message[-11:] for message in messages[2:]] == ["(on rank 0)"] * 2 + ["(on rank 1)"] * 2

@@ -75,7 +75,7 @@ def _replaced(rank: int, world: int) -> str:
     deepspeed.init_distributed("gloo")
     model = ds.model_of(ds.ours()[0])
     mine = MARS(model.parameters())
-    theirs = torch.optim.AdamW(model.parameters())
+    theirs = torch.optim.AdamW(mine.param_groups)  # as accelerate does under optimizer offload
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     try:
         deepspeed.initialize(model=model, optimizer=theirs, config=config)

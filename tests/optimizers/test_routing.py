@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -190,6 +191,54 @@ def test_a_stack_called_decoder_is_no_head() -> None:
     assert {info.role for info in described(model).values()} == {Role.LINEAR}
     for name in ("model.decoder.layers.0.fc1.weight", "decoder.fc.weight", "decoder"):
         assert route(ParameterInfo(name, (4, 4)), MATRICES).rule == "matrix"
+
+
+class SavedWhole(nn.Module):
+    """As PEFT wraps a module that is to be trained whole: the original beside copies by adapter."""
+
+    def __init__(self, module: nn.Linear | nn.Embedding) -> None:
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a linear layer that gets a low-rank addition."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+
+class Wrapped(nn.Module):
+    def __init__(self, named: str, wrap: type[nn.Module], getter: bool) -> None:
+        super().__init__()
+        self.q_proj = wrap(nn.Linear(6, 6))
+        self.embed_tokens = SavedWhole(nn.Embedding(20, 6))
+        self.add_module(named, wrap(nn.Linear(6, 20)))
+        if getter:  # gives the wrapper, which has no weight
+            self.get_output_embeddings = lambda: getattr(self, named)
+
+
+@pytest.mark.parametrize("wrap", [SavedWhole, Adapted])
+@pytest.mark.parametrize(
+    ("named", "annotated"), [("lm_head", False), ("score", True), ("head", False), ("words", True)]
+)
+def test_a_wrapped_head_is_a_head(named: str, annotated: bool, wrap: type[nn.Module]) -> None:
+    model = Wrapped(named, wrap, getter=named == "words")
+    if annotated:
+        annotate(model)
+    rules = {row.name: (row.rule, row.reason) for row in MARS(model.named_parameters(), variant="muon").explain()}
+    for name, (rule, reason) in rules.items():
+        if not name.endswith("weight"):
+            continue
+        module, inner, *_ = name.split(".")
+        if module == "q_proj" or (annotated and inner.startswith("lora_")):
+            assert rule == "matrix", name
+        elif not inner.startswith("lora_"):
+            assert (rule, reason) == ("fallback", "head" if module == named else "embedding"), name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,203 @@
+"""``deepspeed.utils.safe_get_*_optimizer_state`` and ``safe_set_*``, where some parameters keep a state and others not.
+
+DeepSpeed looks a state up by the parameter's offset in the flat partition. Ours are stored without gaps where only some
+of a partition's parameters keep them, and a rank may hold no part of a parameter: by offset one would read, and write,
+another weight's state, or a rank would raise while the others wait for it. DeepSpeed hangs on each parameter what the
+accessors call; for parameters of our optimizers that asks the optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import get_full_hp_param, set_full_hp_param
+from torch import Tensor
+
+from deepspeed_plugin.layouts import DeepSpeedLayout, logical_shape
+from rankwise.optimizers.base import ShardedOptimizer
+
+__all__ = ["StateAccess"]
+
+_LINK = "_link_all_hp_params"
+
+
+class StateAccess:
+    """Serves DeepSpeed's accessors for one engine's partitioned parameters.
+
+    Args:
+        engine: The engine, its wrapper built.
+        optimizer: Its basic optimizer, attached to ``layout``.
+        layout: Of that wrapper.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer, layout: DeepSpeedLayout) -> None:
+        self._wrapper, self._optimizer, self._layout = engine.optimizer, optimizer, layout
+        self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
+        self._link = getattr(self._wrapper, _LINK, None)
+        if self._link is not None:  # stage 0 has nothing to link
+            setattr(self._wrapper, _LINK, self._link_all)
+            self._install()
+
+    def remove(self) -> None:
+        """Leave the parameters as DeepSpeed had them."""
+        if self._link is not None:
+            self._wrapper.__dict__.pop(_LINK, None)
+            for parameter in self._optimizer.parameters_by_name.values():
+                if isinstance(getattr(parameter, "_z3_optimizer", None), _StageThree):
+                    parameter._z3_optimizer = self._wrapper  # type: ignore[attr-defined]
+                for stock in (get_full_hp_param, set_full_hp_param):
+                    if isinstance(getattr(parameter, stock.__name__, None), functools.partial):
+                        setattr(parameter, stock.__name__, stock.__get__(parameter))
+            self._link = None
+
+    def _link_all(self) -> None:
+        # DeepSpeed links again when it has loaded a checkpoint or moved buffers.
+        assert self._link is not None
+        self._link()
+        self._install()
+
+    def _install(self) -> None:
+        for parameter in self._optimizer.parameters_by_name.values():
+            if hasattr(parameter, "_z3_optimizer"):
+                parameter._z3_optimizer = _StageThree(self._wrapper, self)
+            elif hasattr(parameter, "_hp_mapping"):
+                parameter.get_full_hp_param = functools.partial(self._get_full_or_weight, parameter)  # type: ignore[attr-defined]
+                parameter.set_full_hp_param = functools.partial(self._set_full_or_weight, parameter)  # type: ignore[attr-defined]
+
+    def serves(self, parameter: Tensor, state: str | None) -> bool:
+        """Whether a state of one of the optimizer's parameters is meant, not a weight or a frozen parameter."""
+        return state is not None and id(parameter) in self._names
+
+    def get_full(self, parameter: Tensor, state: str) -> Tensor | None:
+        """Collective: a state of a whole parameter, fp32; None on every rank if the parameter has none."""
+        if self._tensor(parameter, state) is None:
+            return None
+        whole = torch.zeros(_numel(parameter), dtype=torch.float32, device=parameter.device)
+        for start, values in self._pieces(parameter, state):
+            whole[start : start + values.numel()] = values
+        dist.all_reduce(whole, group=_group(parameter))
+        return whole.view(tuple(logical_shape(parameter)))
+
+    def set_full(self, parameter: Tensor, value: Tensor, state: str) -> None:
+        """Write this rank's part of a whole parameter's state.
+
+        Raises:
+            ValueError: The parameter keeps no such state, or has another size; on every rank.
+        """
+        self._require(parameter, state, value.numel(), _numel(parameter))
+        flat = value.detach().reshape(-1)
+        for start, values in self._pieces(parameter, state):
+            values.copy_(flat[start : start + values.numel()])
+
+    def get_local(self, parameter: Any, state: str) -> Tensor | None:
+        """ZeRO-3: this rank's piece of a state, with the padding that equal pieces take; None if there is none."""
+        if self._tensor(parameter, state) is None:
+            return None
+        pieces, size = self._pieces(parameter, state), parameter.ds_tensor.numel()
+        first = size * dist.get_rank(_group(parameter))
+        if len(pieces) == 1 and pieces[0][1].numel() == size:
+            return pieces[0][1].to(parameter.device)
+        found = torch.zeros(size, dtype=torch.float32, device=parameter.device)
+        for start, values in pieces:
+            found[start - first : start - first + values.numel()] = values
+        return found
+
+    def set_local(self, parameter: Any, value: Tensor, state: str) -> None:
+        """ZeRO-3: write this rank's piece of a state.
+
+        Raises:
+            ValueError: As :meth:`set_full`.
+        """
+        size = parameter.ds_tensor.numel()
+        self._require(parameter, state, value.numel(), size)
+        first, flat = size * dist.get_rank(_group(parameter)), value.detach().reshape(-1)
+        for start, values in self._pieces(parameter, state):
+            values.copy_(flat[start - first : start - first + values.numel()])
+
+    def _require(self, parameter: Tensor, state: str, given: int, wanted: int) -> None:
+        name = self._names[id(parameter)]
+        kept = self._optimizer.kept_states(name)
+        if state not in kept:
+            raise ValueError(
+                f"'{name}' keeps no state '{state}' under {type(self._optimizer).__name__}: its rule keeps "
+                f"{', '.join(kept) or 'none'}; nothing was set"
+            )
+        if self._tensor(parameter, state) is None:
+            raise ValueError(f"'{name}' has no state '{state}' before its first step; set it after engine.step()")
+        if given != wanted:
+            raise ValueError(f"'{state}' of '{name}' has {wanted} elements, the value {given}; nothing was set")
+
+    def _tensor(self, parameter: Tensor, state: str) -> Tensor | None:
+        """The tensor whose state is meant; None where the parameter has no such state: the same on every rank."""
+        if state not in self._optimizer.kept_states(self._names[id(parameter)]):
+            known = sorted({key for name in self._names.values() for key in self._optimizer.kept_states(name)})
+            if state not in known:
+                raise ValueError(
+                    f"'{state}' is no element state of {type(self._optimizer).__name__}; it keeps {', '.join(known)}"
+                )
+            return None
+        tensor = self._layout.tensor_of(parameter)
+        return tensor if tensor is not None and "step" in self._optimizer.state.get(tensor, {}) else None
+
+    def _pieces(self, parameter: Tensor, state: str) -> list[tuple[int, Tensor]]:
+        tensor = self._tensor(parameter, state)
+        assert tensor is not None
+        return self._optimizer.stored_states(tensor, self._names[id(parameter)], state)
+
+    def _get_full_or_weight(self, parameter: Tensor, optim_state_key: str | None = None) -> Tensor | None:
+        if optim_state_key is not None:
+            return self.get_full(parameter, optim_state_key)
+        weight: Tensor = get_full_hp_param(parameter)
+        return weight
+
+    def _set_full_or_weight(self, parameter: Tensor, value: Tensor, optim_state_key: str | None = None) -> None:
+        if optim_state_key is not None:
+            self.set_full(parameter, value, optim_state_key)
+        else:
+            set_full_hp_param(parameter, value)
+
+
+class _StageThree:
+    """ZeRO-3's wrapper as its parameters know it: all its own, but for states of our parameters."""
+
+    def __init__(self, wrapper: Any, access: StateAccess) -> None:
+        self._wrapper, self._access = wrapper, access
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
+
+    def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Any:
+        if not self._access.serves(param, optim_state_key):
+            return self._wrapper.get_full_hp_param(param, optim_state_key)
+        return self._access.get_full(param, str(optim_state_key))
+
+    def set_full_hp_param(self, value: Tensor, param: Tensor, optim_state_key: str | None = None) -> None:
+        if not self._access.serves(param, optim_state_key):
+            self._wrapper.set_full_hp_param(value, param, optim_state_key)
+        else:
+            self._access.set_full(param, value, str(optim_state_key))
+
+    def get_local_fp32_param(self, param: Tensor, optim_state_key: str | None = None) -> Any:
+        if not self._access.serves(param, optim_state_key):
+            return self._wrapper.get_local_fp32_param(param, optim_state_key)
+        return self._access.get_local(param, str(optim_state_key))
+
+    def set_local_hp_param(self, value: Tensor, param: Tensor, optim_state_key: str | None = None) -> None:
+        if not self._access.serves(param, optim_state_key):
+            self._wrapper.set_local_hp_param(value, param, optim_state_key)
+        else:
+            self._access.set_local(param, value, str(optim_state_key))
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _group(parameter: Any) -> dist.ProcessGroup:
+    """The ranks among which the parameter's partition is cut."""
+    group: dist.ProcessGroup = parameter.ds_process_group if hasattr(parameter, "ds_id") else parameter._dp_group
+    return group

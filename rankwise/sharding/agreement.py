@@ -1,0 +1,69 @@
+"""Work that may fail on some ranks ends alike on all: nobody waits in the next collective for one that gave up."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["gather_together", "together"]
+
+_T = TypeVar("_T")
+_Failure = tuple[type[Exception], str]
+
+
+def together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> _T:
+    """Collective: do something on every rank; if it fails on any, it fails on all.
+
+    Args:
+        work: Enters no collective of the ranks.
+        group: The ranks, which call this together; None for one process.
+
+    Returns:
+        What ``work`` returned on this rank.
+
+    Raises:
+        Exception: On every rank, with the type and the text of the first rank's that failed.
+    """
+    result, _ = _run(work, group, lambda _: None)
+    return result
+
+
+def gather_together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_T]:
+    """As :func:`together`; returns what ``work`` returned on every rank, in rank order."""
+    return _run(work, group, lambda result: result)[1]
+
+
+def _run(
+    work: Callable[[], _T], group: dist.ProcessGroup | None, shared: Callable[[_T], _T | None]
+) -> tuple[_T, list[_T]]:
+    if group is None or dist.get_world_size(group) == 1:
+        result = work()
+        return result, [result]
+    failure: Exception | None = None
+    outcome: tuple[_T | None, _Failure | None]
+    try:
+        result = work()
+        outcome = (shared(result), None)
+    except Exception as error:
+        failure, outcome = error, (None, (_sendable(type(error)), str(error)))
+    everyone: list[tuple[_T | None, _Failure | None]] = [(None, None)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, outcome, group=group)
+    failed = [rank for rank, (_, theirs) in enumerate(everyone) if theirs is not None]
+    if failed:
+        kind, text = everyone[failed[0]][1] or (RuntimeError, "")
+        where = "" if len(failed) == len(everyone) else f" (on rank {failed[0]})"
+        raise kind(f"{text}{where}") from failure
+    return result, [value for value, _ in everyone]  # type: ignore[misc]
+
+
+def _sendable(kind: type[Exception]) -> type[Exception]:
+    """A type that every rank can build from a text: the error's own, if possible."""
+    try:
+        pickle.dumps(kind)
+        kind("")
+    except Exception:
+        return RuntimeError
+    return kind
