@@ -36,6 +36,8 @@ from rankwise.sharding import Fragment
 
 __all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
 
+# Megatron rounds their rows up to a multiple of the tensor-parallel size, as many as the vocabulary has or not.
+_PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -73,7 +75,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any
             "options": options_record(inner),
             "extra": inner.extra_state(),
         },
-        "elements": {str(index): _sharded(piece) for index, piece in enumerate(_pieces(wrapper))},
+        "elements": {str(index): _sharded(piece, is_loading) for index, piece in enumerate(_pieces(wrapper))},
         "matrices": {
             f"{key}/{name}": _matrix_state(inner, key, name, value, places.get(key))
             for key, values in owned_states(inner).items()
@@ -246,16 +248,19 @@ def _rectangles(fragment: Fragment, copy: int | tuple[int, int], name: str, valu
         position += rows * part
 
 
-def _sharded(piece: _Piece) -> ShardedTensor:
+def _sharded(piece: _Piece, is_loading: bool) -> ShardedTensor:
+    padded = piece.name.endswith(_PADDED)
     return ShardedTensor(
         key=piece.name,
-        data=piece.values,
+        # Megatron empties what it may fill in part, before it knows whether the rest of the checkpoint fits.
+        data=piece.values.clone() if padded and is_loading else piece.values,
         dtype=piece.values.dtype,
         local_shape=tuple(piece.values.shape),
         global_shape=piece.shape,
         global_offset=piece.offset,
         axis_fragmentations=None,
         replica_id=piece.copy,
+        allow_shape_mismatch=padded,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megatron_harness
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -112,3 +113,34 @@ def _numbered(rank: int, world: int, folder: Path) -> bool:
 
 def test_checkpoints_with_numbered_names_still_load(tmp_path: Path) -> None:
     assert all(run_ranks(2, _numbered, tmp_path))
+
+
+def _padded(rank: int, world: int, folder: Path) -> None:
+    """To a layout for which Megatron rounds the vocabulary up, and back again."""
+    megatron_patches.apply()
+    vocabulary = megatron_harness.VOCABULARY
+    plain, rounded = Cell(precision="bf16", **DISTRIBUTED), Cell(tp=2, precision="bf16", **DISTRIBUTED)
+    with cpu_megatron():
+        with opened(plain, maker("ldadam")) as trainer:
+            trained(trainer, 2)
+            _save(trainer, folder / "plain")
+            before = [value.clone() for value in _states(trainer)]
+        megatron_harness.VOCABULARY = vocabulary + vocabulary // 2
+        with opened(rounded, maker("ldadam")) as trainer:
+            _load(trainer, folder / "plain")
+            _save(trainer, folder / "rounded")
+        megatron_harness.VOCABULARY = vocabulary
+        with opened(plain, maker("ldadam")) as trainer:
+            _load(trainer, folder / "rounded")
+            after = _states(trainer)
+        assert len(before) == len(after) > 10 and all(map(torch.equal, before, after))
+
+
+def _states(trainer: Trainer) -> list[torch.Tensor]:
+    inner = trainer.optimizer.chained_optimizers[0].optimizer
+    states = [inner.state[weight] for group in inner.param_groups for weight in group["params"]]
+    return [state[name] for state in states for name in sorted(state)]
+
+
+def test_a_vocabulary_rounded_up_for_another_layout(tmp_path: Path) -> None:
+    run_ranks(2, _padded, tmp_path)
