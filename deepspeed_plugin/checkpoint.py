@@ -22,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import log_dist
 
+from deepspeed_plugin.intact import require_intact
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.resharding import reshard, together
@@ -173,10 +174,14 @@ def _find(engine: DeepSpeedEngine, load_dir: str, tag: str | None, wanted: Wante
             saved.require_complete()
         if ours and states and saved.author is not None and saved.zero_files:
             saved.optimizer(engine.global_rank % len(saved.zero_files))  # cut off or damaged files end here
+        if ours:
+            # All of them before anything changes, each by one rank.
+            for path in saved.files(states)[dist.get_rank() :: dist.get_world_size()]:
+                require_intact(path)
         return saved
 
     if ours:
-        return together(engine.seq_data_parallel_group, look)
+        return together(dist.group.WORLD, look)
     try:
         SavedCheckpoint.find(load_dir, tag)
     except CheckpointError:

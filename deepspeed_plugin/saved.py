@@ -143,6 +143,19 @@ class SavedCheckpoint:
                 "end, or files were deleted. Load an earlier tag, or the weights with load_optimizer_states=False."
             )
 
+    def files(self, states: bool) -> list[Path]:
+        """All files of the checkpoint, the same on every rank: models' and, if wanted, optimizers'."""
+        models = self.folder.glob("*model_states.pt")
+        found = {path for path in models if path.name.startswith("zero_pp_rank") == self.partitioned_weights}
+        if states and self.zero_files:
+            # Of every stage of a pipeline, and of experts; not of a run of another size that wrote this tag before.
+            prefix = self.zero_files[0].name.startswith("bf16_")
+            for path in self.folder.glob("*_optim_states.pt"):
+                match = re.match(r"(?:bf16_)?zero_pp_rank_(\d+)_", path.name)
+                if path.name.startswith("bf16_") == prefix and (match is None or int(match[1]) < len(self.zero_files)):
+                    found.add(path)
+        return sorted(found)
+
     def optimizer(self, rank: int) -> tuple[dict[str, Any], list[Tensor]]:
         """The base optimizer's dictionary saved by one rank, and the flat weights of its param groups."""
         if not self.zero_files:

@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 from torch import Tensor
 
+from deepspeed_plugin.intact import require_intact
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.resharding import fill, open_engine, own_error, reshard, together, vectors_of
 from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, restore_module, restore_scaler
@@ -49,6 +50,8 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
     if saved is None:
         raise CheckpointError(f"{source} holds no checkpoint; name the folder of a tag, such as …/global_step100.")
     saved.require_complete()
+    for path in saved.files(states=True):
+        require_intact(path)
     if not saved.zero_files:
         raise CheckpointError(
             f"{source} was written at stage 0 and needs no conversion: it can be loaded at any stage on any ranks."

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
+import zipfile
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import run_ranks
+
+from deepspeed_plugin.checkpoint import CheckpointError
 
 TYPES = ("MARS-AdamW", "LDAdam", "MKOR")
 EVENTS = ("forward", "update", "save")
@@ -128,3 +132,68 @@ def test_killed_rank(tmp_path: Path, index: int) -> None:
     assert 0 < first < ds.STEPS
     for key, value in uninterrupted.items():
         np.testing.assert_array_equal(resumed[key], value, err_msg=key)
+
+
+def _zeroed(path: Path, folder: Path) -> list[str]:
+    """A copy of the checkpoint for each tensor of the file that is large enough, 64 of its bytes set to zero."""
+    made = []
+    with zipfile.ZipFile(path) as archive:
+        records = [record for record in archive.infolist() if "/data/" in record.filename and record.file_size >= 256]
+    for number, record in enumerate(records):
+        copy = folder / f"damaged{number}"
+        shutil.copytree(path.parent, copy / path.parent.name)
+        damaged = copy / path.parent.name / path.name
+        content = bytearray(damaged.read_bytes())
+        start = record.header_offset + 30 + int.from_bytes(content[record.header_offset + 26 :][:2], "little")
+        start += int.from_bytes(content[record.header_offset + 28 :][:2], "little")
+        middle = start + record.file_size // 2 - 32
+        if any(content[middle : middle + 64]):
+            content[middle : middle + 64] = bytes(64)
+            damaged.write_bytes(content)
+            made.append(str(copy))
+    return made
+
+
+def _load_damaged(rank: int, world: int, stage: int, folder: str) -> list[tuple[str, str, bool]]:
+    """Of every damaged copy: where it is, what loading it said, and whether anything changed."""
+    deepspeed.init_distributed("gloo")
+    engine = ds.engine_of(_job("LDAdam", stage), world)
+    for step in range(2):
+        ds.train_step(engine, rank, world, step)
+    engine.save_checkpoint(folder, tag="good")
+    before, found = ds.digest(engine.basic_optimizer), []
+    chosen: list[Any] = [None]
+    if rank == 0:
+        last = "*pp_rank_1_mp_rank_00_optim_states.pt"
+        paths = [next(Path(folder, "good").glob(last)), next(Path(folder, "good").glob("*0_model_states.pt"))]
+        chosen = [[copy for path in paths for copy in _zeroed(path, Path(folder) / path.name)]]
+    dist.broadcast_object_list(chosen, src=0)
+    for copy in chosen[0]:
+        try:
+            engine.load_checkpoint(copy, tag="good")
+            told = "accepted"
+        except CheckpointError as error:
+            told = str(error)
+        found.append((copy, told, ds.digest(engine.basic_optimizer) == before))
+    path, _ = engine.load_checkpoint(folder, tag="good")
+    assert path is not None
+    engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zeroed_bytes_are_noticed_before_anything_changes(tmp_path: Path, stage: int) -> None:
+    """On every rank, whichever of them reads the file, with the file's name and the tensor's."""
+    first, second = run_ranks(2, _load_damaged, stage, str(tmp_path))
+    assert first == second
+    for copy, told, unchanged in first:
+        assert unchanged and told.startswith(f"{copy}/good/"), told
+        assert "is damaged" in told and "checksum" in told, told
+    text = " ".join(told for _, told, _ in first)
+    for part in (
+        "matrix_states",
+        "element_states.0.exp_avg_sq (of ",
+        "fp32_flat_groups" if stage == 3 else "single_part",
+    ):
+        assert part in text, text
