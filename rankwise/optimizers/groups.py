@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _allowances = 0
 # Schedulers' and frameworks' own keys of a param group that are spelt much like ours.
 _KEYS_OF_OTHERS = frozenset({"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name"})
+_SMALLEST = torch.finfo(torch.float32).tiny
 _NAMELESS = re.compile(r"group\d+\.param\d+(@.*)?")
 
 
@@ -85,11 +87,13 @@ class RoutedOptimizer(Optimizer, ABC):
         self._refuse_if_idle()
         self._refuse_unmatched()
         for key in ("eps", "graft_eps"):
-            if getattr(options, key, None) == 0:
+            value = getattr(options, key, 1.0)
+            if value < _SMALLEST:
                 logger.warning(
-                    "%s: with %s=0 a weight whose gradients were all zero becomes 0 / 0, not a number.",
+                    "%s: with %s=%g, nothing in float32, a weight whose gradients were all zero becomes 0 / 0.",
                     type(self).__name__,
                     key,
+                    value,
                 )
 
     def _detach(self) -> None:

@@ -90,6 +90,7 @@ class MKOR(SwitchingOptimizer):
     group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
     copied_attributes = (*SwitchingOptimizer.copied_attributes, "_first_order", "_factors")
     one_by_one = True
+    idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
     def __init__(

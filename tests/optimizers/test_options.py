@@ -340,3 +340,9 @@ def test_an_empty_parameter_list_is_refused_as_in_torch() -> None:
 def test_a_torch_dtype_means_its_name() -> None:
     optimizer = LDAdam(parameters(), error_dtype=torch.bfloat16, comm_dtype=torch.float16)  # type: ignore[arg-type]
     assert (optimizer.options.error_dtype, optimizer.options.comm_dtype) == ("bfloat16", "float16")
+
+
+@pytest.mark.parametrize(("cls", "key"), [(SONew, "eps"), (SONew, "graft_eps"), (LDAdam, "eps"), (MKOR, "eps")])
+def test_divisors_that_vanish_are_announced(cls: type, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    cls(parameters(), **{key: 1e-300})
+    assert f"{cls.__name__}: with {key}=1e-300" in caplog.text and "0 / 0" in caplog.text
