@@ -86,6 +86,8 @@ class BackwardReduction:
         self._results: dict[str, ReducedSums] = {}
         self.failures: dict[str, float] = {}
         """Failed factor steps in a row by weight, as told by their owners in the last window."""
+        self.tokens: dict[str, float] = {}
+        """Their numbers in the last window by weight, over all ranks."""
         self.open = False
         """Whether this rank has begun a window that every rank must complete."""
 
@@ -153,9 +155,12 @@ class BackwardReduction:
     def _finish(self, failures: Callable[[str], Tensor | None]) -> None:
         late = any(self._records[name].touched for bucket in self._buckets[: self._next] for name in bucket.names)
         tail, self._results = self._complete(late, failures)
-        self.failures = dict(zip(self._records, tail[2:], strict=True))
+        weights = len(self._records)
+        self.failures = dict(zip(self._records, tail[2 : 2 + weights], strict=True))
+        self.tokens = dict(zip(self._records, tail[2 + weights :], strict=True))
         if tail[0]:
             self._add_late()
+            self.tokens = dict(zip(self._records, self._token_counts(self._results).tolist(), strict=True))
         busiest = self._expected or self._seen
         self._expected = {name: max(count, self._seen[name]) for name, count in busiest.items()}
         self._reset()
@@ -178,13 +183,16 @@ class BackwardReduction:
             for index, name in enumerate(bucket.names):
                 found[name] = (parts[3 * index], parts[3 * index + 1], parts[3 * index + 2])
         # The one wait for the device of a factor step.
-        tail: list[float] = torch.cat(parts[3 * len(self._buckets[-1].names) :]).tolist()
+        tail: list[float] = torch.cat([*parts[3 * len(self._buckets[-1].names) :], self._token_counts(found)]).tolist()
         if tail[1] != self._windows * dist.get_world_size(self.group):
             raise RuntimeError(
                 "MKOR: data-parallel ranks are at different steps of their statistics; one of them ran a backward pass "
                 "or a step() that the others did not. Call both alike on every rank."
             )
         return tail, found
+
+    def _token_counts(self, found: Mapping[str, ReducedSums]) -> Tensor:
+        return torch.cat([found[name][1] for name in self._records])
 
     def _add_late(self) -> None:
         parts = [part for record in self._records.values() for part in self._hand_over(record)]
@@ -195,6 +203,10 @@ class BackwardReduction:
             own = zip(self._results[name], pieces[3 * index : 3 * index + 3], strict=True)
             inputs, tokens, outputs = (one + more for one, more in own)
             self._results[name] = (inputs, tokens, outputs)
+
+    def forget_results(self) -> None:
+        """Drop what nobody has taken by the end of a step."""
+        self._results = {}
 
     def abandon(self) -> None:
         """Complete and drop the window, if one is open: its step is skipped, or needs no statistics."""

@@ -16,7 +16,7 @@ that :math:`g` is the gradient the layer's bias has, or would have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -171,6 +171,11 @@ class Capture:
     ) -> None:
         self.enabled = True
         self.listener: CommitListener | None = None
+        self.on_training_forward: Callable[[list[Parameter]], None] | None = None
+        """Called with the weights of a module whose output wants a gradient."""
+        self._chosen: frozenset[Record] | None = None
+        self._in_company = True
+        self._judged = False
         self.records: dict[Parameter, Record] = {}
         self._window = window
         self._window_id: Hashable = None
@@ -198,6 +203,22 @@ class Capture:
             handle.remove()
         self._handles = []
         self.clear()
+
+    def listen_to(self, records: Collection[Record], in_company: bool) -> None:
+        """Collect the statistics of some weights, until told otherwise; of all at first.
+
+        Args:
+            records: Those wanted; none switches everything off.
+            in_company: Whether the listener is to follow, because it is known that this window's sums will be used.
+        """
+        self.enabled = bool(records)
+        self._chosen = None if len(records) == len(self.records) else frozenset(records)
+        self._in_company = in_company
+
+    def listen_to_all(self) -> None:
+        """Collect the statistics of all weights."""
+        self.listen_to(self.records.values(), True)
+        self.enabled = True
 
     def window_id(self) -> Hashable:
         """The present accumulation window, as `window` names it; None without one."""
@@ -264,8 +285,9 @@ class Capture:
 
     def _on_window(self, module: nn.Module, args: Any) -> None:
         # Every rank comes by here, also one whose backward pass will reach no captured layer.
-        if self.listener is not None and self.enabled and module.training and torch.is_grad_enabled():
-            assert self._window is not None
+        follows = self.listener is not None and self.enabled and self._in_company
+        if follows and module.training and torch.is_grad_enabled():
+            assert self._window is not None and self.listener is not None
             self.begin_window(self._window())
             self.listener.open = True
 
@@ -275,14 +297,20 @@ class Capture:
         result = output[0] if isinstance(output, tuple) else output
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
+        if self.on_training_forward is not None:
+            self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
+        if self._window is None and not _in_backward():
+            self._drop_what_was_skipped(module)
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
         for view, record in self._by_module.get(module, ()):
+            if not self._wants(record):
+                continue
             rows = None if view.rows is None else view.rows(args, kwargs)
             call = _input_call(view, record, _as_rows(inputs, rows))
             result.register_hook(partial(self._on_output_grad, call, rows))
 
     def _on_output_grad(self, call: _Call, rows: slice | None, grad: Tensor | None) -> None:
-        if grad is None or not self.enabled or not self._handles:
+        if grad is None or not self.enabled or not self._handles or not self._wants(call.record):
             return
         if self._window is not None:
             self.begin_window(self._window())
@@ -296,8 +324,25 @@ class Capture:
             record.sum_input += call.sum_input
             record.count += call.count
         record.touched = True
-        if self.listener is not None:
+        self._judged = False
+        if self.listener is not None and self._in_company:
             self.listener.committed(record)
+
+    def _drop_what_was_skipped(self, module: nn.Module) -> None:
+        """Forget a window whose gradients are gone and whose sums are not finite: a gradient scaler skipped its step.
+
+        Finite ones stay: gradients may have been moved to where they are accumulated.
+        """
+        views = self._by_module.get(module, ())
+        if not any(record.touched and record.parameter.grad is None for _, record in views) or self._judged:
+            return
+        self._judged = True  # once per backward pass, as this waits for the device
+        sums = [s for r in self.records.values() if r.touched for s in (r.sum_input, r.sum_output_grad)]
+        if not all(torch.stack([total.isfinite().all().cpu() for total in sums]).tolist()):
+            self.clear()
+
+    def _wants(self, record: Record) -> bool:
+        return self._chosen is None or record in self._chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         # Hooks travel with a copied model; its modules are unknown here and commit nothing.
@@ -316,6 +361,11 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
         yield from model.named_modules()
     else:
         yield from ((str(index), module) for index, module in enumerate(model))
+
+
+def _in_backward() -> bool:
+    """Whether this is a forward pass repeated by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroup
 from rankwise.optimizers.backward_reduction import BackwardReduction, twin_group
 from rankwise.optimizers.base import ShardedOptimizer
 from rankwise.optimizers.capture import Capture, Describe, Record, describe_linear
+from rankwise.optimizers.factor_schedule import FactorSchedule
 from rankwise.optimizers.factors import LayerSignature
 from rankwise.optimizers.layer_statistics import (
+    GLIMPSE,
     LayerVectors,
     layer_vectors,
     reduce_statistics,
@@ -36,6 +38,11 @@ class CapturingOptimizer(ShardedOptimizer):
     """An optimizer whose matrix rule needs the inputs and the output gradients of linear layers."""
 
     options: MKOROptions
+    copied_attributes: ClassVar[tuple[str, ...]] = (*ShardedOptimizer.copied_attributes, "_schedule")
+
+    def __init__(self, params: Any, options: MKOROptions) -> None:
+        self._schedule = FactorSchedule(options.update_interval)
+        super().__init__(params, options)
 
     def _detach(self) -> None:
         super()._detach()
@@ -86,11 +93,13 @@ class CapturingOptimizer(ShardedOptimizer):
         if self._capture is not None:
             self._capture.remove()
         self._capture = Capture(model, wanted, window, describe)
+        self._capture.on_training_forward = self._refuse_unknown_replicas
         self._records = {names[id(parameter)]: record for parameter, record in self._capture.records.items()}
         self._reduction = self._capture.listener = self._reduce_early(last_micro_batch)
         for name, chosen in self._routes.items():
             if chosen.rule == "matrix" and name not in self._records:
                 self._routes[name] = Route("fallback", "no linear module uses it")
+        self._route_left_out()
         self._forget_plans()
         self._refuse_if_idle()
         self._captured()
@@ -102,6 +111,23 @@ class CapturingOptimizer(ShardedOptimizer):
         """Take the hooks of :meth:`capture` off the model: others will train it."""
         if self._capture is not None:
             self._capture.remove()
+
+    def _refuse_unknown_replicas(self, weights: Sequence[nn.Parameter]) -> None:
+        """Refuse a model whose gradients are averaged over ranks of which the optimizer was told nothing.
+
+        Raises:
+            OptionError: ``DistributedDataParallel`` runs these layers, and the model it wraps was captured, not itself.
+        """
+        wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+        if wrapper is None or self._source.group is not None or wrapper.process_group.size() == 1:
+            return
+        replicated = {id(parameter) for parameter in wrapper.parameters()}
+        if any(id(weight) in replicated for weight in weights):
+            raise OptionError(
+                "MKOR: capture() was given the model inside a DistributedDataParallel: every rank would precondition "
+                "the same gradients by the statistics of its own batch, and the copies drift apart. Call "
+                "optimizer.capture(ddp_model) with the wrapped model, before the first step."
+            )
 
     def _reduce_early(self, is_last: Callable[[], bool] | None) -> BackwardReduction | None:
         group = self._source.group
@@ -140,19 +166,19 @@ class CapturingOptimizer(ShardedOptimizer):
                 "optimizer.capture(model) again after add_param_group."
             )
         tasks = []
+        names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
         for key in unit.keys("matrix"):
             record, position = self._records[key], unit.group_position[key]
-            bias = self._bundled_bias(key, unit)
+            bias = self._bundled_bias(key, unit, names)
             inputs, outputs, transposed = record.shape
             signature = LayerSignature(outputs, inputs, bias is not None, transposed, position)
             tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, signature.cost))
         return tasks
 
-    def _bundled_bias(self, key: str, unit: StepUnit) -> str | None:
+    def _bundled_bias(self, key: str, unit: StepUnit, names: Mapping[int, str]) -> str | None:
         record = self._records[key]
         if record.bias is None:
             return None
-        names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
         name = names.get(id(record.bias))
         if name in unit.layout.shapes:
             return name if unit.group_position[name] == unit.group_position[key] else None
@@ -170,38 +196,134 @@ class CapturingOptimizer(ShardedOptimizer):
         """See the base class: the statistics."""
         return [] if self._reduction is None else [self._reduction.traffic]
 
-    # --- statistics ---------------------------------------------------------------------------------------------
+    # --- when ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> None:
+        """Plan which statistics the unit's steps look at: those of its matrices, and of layers not heard of yet."""
+        left_out = self._schedule.left_out.intersection(unit.layout.shapes, self._records)
+        keys = sorted({task.key for task in tasks} | left_out)
+        places = {entry.key: entry.fragment.tensor for entry in unit.entries} if unit.tensors else {}
+        unit.scratch["statistics"] = keys
+        unit.scratch["tensors"] = {key: unit.tensors[places[key]] for key in keys} if places and _is_whole(unit) else {}
+
+    def _step_counts(self, unit: StepUnit) -> dict[str, int]:
+        """The number of this step of every watched matrix that takes it."""
+        if not _is_whole(unit):
+            return dict.fromkeys(unit.scratch["statistics"], unit.common_step(self.state))
+        tensors: dict[str, Tensor] = unit.scratch["tensors"]
+        return {key: int(self.state[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
+
+    def _prepare_capture(self, unit: StepUnit, counts: Mapping[str, int]) -> None:
+        """Listen to what may be due at the next step."""
+        assert self._capture is not None
+        tensors: dict[str, Tensor] = unit.scratch["tensors"]
+        awaited = []
+        for key in unit.scratch["statistics"]:
+            count = counts[key] if key in counts else int(self.state.get(tensors[key], {}).get("step", 0))
+            # A factor step that turns out to have been undone comes again.
+            again = self.options.skip_nonfinite and self._schedule.is_due(key, count)
+            if again or self._schedule.is_due(key, count + 1):
+                awaited.append(key)
+        # Vectors leave early only if they will be wanted: a layer that is not in use now may stay so.
+        unit.scratch["certain"] = any(key in counts for key in awaited)
+        unit.scratch["awaited"] = sorted({*awaited, *self._schedule.missed.intersection(unit.scratch["statistics"])})
+        units = list(self._units.values())
+        known = [other.scratch.get("awaited", other.scratch.get("statistics", ())) for other in units]
+        records = [self._records[key] for keys in known for key in keys]
+        self._capture.listen_to(records, any(other.scratch.get("certain", True) for other in units))
 
     def _drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
-        if self._reduction is not None:
+        if self._reduction is not None and unit is next(reversed(self._units.values()), unit):
             self._reduction.abandon()
+            self._reduction.forget_results()
         for key in unit.scratch["statistics"]:
-            self._records[key].clear()
+            record = self._records[key]
+            if record.count and key in self._schedule.missed:
+                self._schedule.glimpsed.add(key)
+            record.clear()
 
-    def _prepare_capture(self, step: int) -> None:
-        assert self._capture is not None
-        # A factor step that turns out to have been undone comes again.
-        again = self.options.skip_nonfinite and (step - 1) % self.options.update_interval == 0
-        self._capture.enabled = again or step % self.options.update_interval == 0
+    def _own_report(self, key: str) -> Tensor | None:
+        """What this rank adds to the numbers of a matrix that all ranks are told: see :meth:`_note`."""
+        failures = self.matrix_states.get(key, {}).get("failures")
+        if key not in self._schedule.glimpsed:
+            return failures
+        device = self._records[key].sum_input.device
+        return torch.full((), GLIMPSE, device=device) + (0 if failures is None else failures.to(device))
 
-    def _reduced_statistics(self, unit: StepUnit) -> dict[str, LayerVectors]:
-        """Statistics of every matrix of the unit over all ranks."""
+    def _note(
+        self, unit: StepUnit, counts: Mapping[str, int], reports: Sequence[float], tokens: Sequence[float]
+    ) -> None:
+        """Learn from a factor step; the numbers are over all ranks, so that all of them decide alike."""
+        schedule, keys = self._schedule, list(counts)
+        refuse_broken_factors(keys, [float(int(report)) for report in reports])
+        for key, report, number in zip(keys, reports, tokens, strict=True):
+            schedule.note(key, counts[key], number > 0, report % 1 > 0)
+        silent = sorted(counts.keys() - schedule.heard - schedule.left_out)
+        found = sorted(schedule.left_out & schedule.heard)
+        if silent and unit.layout.rank == 0:
+            logger.warning(
+                "MKOR: no input of %s has come by, which only %s sees therefore: its weight is used without calling "
+                "its module (as nn.MultiheadAttention uses out_proj), or it is not in use yet. It gets factors once "
+                "its module is called.",
+                ", ".join(silent),
+                self.options.backend,
+            )
+        if silent or found:
+            schedule.left_out = (schedule.left_out | set(silent)) - set(found)
+            for name in found:
+                info, index = self._catalog[name]
+                self._routes[name] = self._choose_rule(info, self.param_groups[index])
+            self._route_left_out()
+            unit.scratch["stale"] = True
+
+    def _drop_untouched(self, keys: Sequence[str]) -> None:
+        """Called with matrices that are left out: what was never changed of their states need not be kept."""
+
+    def _route_left_out(self) -> None:
+        for name in self._schedule.left_out.intersection(self._records):
+            self._routes[name] = Route("fallback", "no input has come by: its module has not been called")
+
+    def _unit(self) -> StepUnit:
+        # Here, between two rounds of steps: until then the units of one round are planned by the same routes.
+        for old in [unit for unit in self._units.values() if unit.scratch.get("stale")]:
+            self._drop_untouched(sorted(self._schedule.left_out.intersection(old.layout.shapes)))
+            new = self._new_unit(old.tensors, old.positions, old.planned_groups)
+            new.traffic = old.total_traffic
+        return super()._unit()
+
+    def read_health(self) -> dict[str, float]:
+        """As in the base class, and ``layers_never_seen``: captured layers of which no input has come by so far."""
+        unheard = self._records.keys() - self._schedule.heard if self._capture is not None else ()
+        return {**super().read_health(), "layers_never_seen": float(len(unheard))}
+
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def _reduced_statistics(self, unit: StepUnit, counts: Mapping[str, int]) -> dict[str, LayerVectors]:
+        """Statistics over all ranks of some matrices of the unit.
+
+        Args:
+            unit: The unit.
+            counts: The numbers of their steps.
+        """
         assert self._capture is not None
-        keys: list[str] = unit.scratch["statistics"]
+        keys = list(counts)
+        if not keys:
+            return {}
         divisor = self._gradient_divisor(unit)
         if self._reduction is not None:
             first = unit is next(iter(self._units.values()))
-            reduced = self._reduction.take(keys, first, lambda key: self.matrix_states.get(key, {}).get("failures"))
-            refuse_broken_factors(keys, [self._reduction.failures[key] for key in keys])
+            reduced = self._reduction.take(keys, first, self._own_report)
+            numbers_of = self._reduction.failures, self._reduction.tokens
+            self._note(unit, counts, *([numbers[key] for key in keys] for numbers in numbers_of))
             like = torch.empty(0, dtype=unit.dtype, device=unit.device)
             found = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in reduced]
             return dict(zip(keys, found, strict=True))
         sums = [self._capture.take(self._records[key].parameter) for key in keys]
-        failures = [self.matrix_states.get(key, {}).get("failures") for key in keys]
-        vectors, failures_of_all = reduce_statistics(unit, sums, failures, divisor)
+        failures = [self._own_report(key) for key in keys]
+        vectors, numbers = reduce_statistics(unit, sums, failures, divisor)
         # The one wait for the device of a factor step.
-        refuse_broken_factors(keys, failures_of_all.tolist())
+        self._note(unit, counts, *numbers.tolist())
         return dict(zip(keys, vectors, strict=True))
 
     def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:
@@ -211,3 +333,32 @@ class CapturingOptimizer(ShardedOptimizer):
             return told()
         loss_scale = self._loss_scale or getattr(self._source, "loss_scale", None)
         return unit.layout.world_size * (float(loss_scale()) if callable(loss_scale) else 1.0)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        """When factors are due."""
+        return {**super().extra_state(), "factor_schedule": self._schedule.state_dict()}
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """When factors are due; statistics gathered since the last step are dropped."""
+        super().load_extra_state(state_dict)
+        self._discard_window()
+        if self._capture is not None:
+            self._capture.listen_to_all()
+        before = set(self._schedule.left_out)
+        self._schedule.load_state_dict(state_dict.get("factor_schedule", {}))
+        for unit in self._units.values():
+            unit.scratch.pop("awaited", None)
+            unit.scratch.pop("certain", None)
+        if self._schedule.left_out != before:
+            for name in before - self._schedule.left_out:
+                info, index = self._catalog[name]
+                self._routes[name] = self._choose_rule(info, self.param_groups[index])
+            self._route_left_out()
+            self._forget_plans()
+
+
+def _is_whole(unit: StepUnit) -> bool:
+    """Whether every rank has the whole parameters, so that each has a count of the steps in which it had a gradient."""
+    return unit.layout.world_size == 1 or unit.layout.replicated

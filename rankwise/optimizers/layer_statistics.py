@@ -10,10 +10,13 @@ from torch import Tensor
 
 from rankwise.optimizers.unit import StepUnit
 
-__all__ = ["CapturedSums", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
+__all__ = ["GLIMPSE", "CapturedSums", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
 
 # Consecutive factor steps a matrix may fail before the run stops with an explanation.
 TOLERATED_FAILURES = 3
+
+GLIMPSE = 2.0**-20
+"""What a rank adds to a matrix's number of failures if it has glimpsed it; float32 holds the sum of up to a million."""
 
 CapturedSums = tuple[Tensor, int, Tensor]
 """See :meth:`rankwise.optimizers.capture.Capture.take`."""
@@ -46,7 +49,7 @@ def reduce_statistics(
         divisor: What output gradients were multiplied by, over and above the mean over the batch.
 
     Returns:
-        The vectors of every matrix, and the failures of all, ``(matrices,)``.
+        The vectors of every matrix; the failures of all and their numbers of tokens, ``(2, matrices)``.
     """
     like = torch.empty(0, dtype=unit.dtype, device=unit.device)
     parts: list[Tensor] = []
@@ -63,7 +66,7 @@ def reduce_statistics(
         layer_vectors(inputs, tokens, outputs, divisor)
         for inputs, outputs, tokens in zip(pieces[0::4], pieces[1::4], pieces[2::4], strict=True)
     ]
-    return vectors, torch.cat(pieces[3::4])
+    return vectors, torch.stack([torch.cat(pieces[3::4]), torch.cat(pieces[2::4])])
 
 
 def refuse_broken_factors(keys: Sequence[str], failures: Sequence[float]) -> None:

@@ -193,7 +193,7 @@ class MKOR(SwitchingOptimizer):
             return
         tasks = self._matrix_tasks(unit)
         self._choose_owners(unit, tasks)
-        unit.scratch["statistics"] = [task.key for task in sorted(tasks, key=lambda task: task.key)]
+        self._watch(unit, tasks)
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: LAMB's norms, the factors, and the vectors of factor steps."""
@@ -220,7 +220,7 @@ class MKOR(SwitchingOptimizer):
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         self._maybe_switch(unit)
-        if unit.exchange is not None and not self._switched:
+        if unit.scratch.get("statistics") and not self._switched:
             buckets = self._precondition(unit, buckets)
         else:
             unit.scratch.pop("space", None)
@@ -236,11 +236,13 @@ class MKOR(SwitchingOptimizer):
         Returns:
             What the first-order rule has yet to step.
         """
-        assert unit.exchange is not None
-        step = unit.common_step(self.state)
-        due = (step - 1) % self.options.update_interval == 0
-        vectors = self._reduced_statistics(unit) if due else {}
+        counts = self._step_counts(unit)
+        due = {key: count for key, count in counts.items() if self._schedule.is_due(key, count)}
+        vectors = self._reduced_statistics(unit, due)
         self._drop_statistics(unit)
+        self._prepare_capture(unit, counts)
+        if unit.exchange is None:
+            return buckets
         gradients = Preconditioned(unit, buckets, self._first_order)
         space: Workspace = unit.scratch.setdefault("space", Workspace())
         product = self.product_type(unit)
@@ -249,8 +251,9 @@ class MKOR(SwitchingOptimizer):
             self.health.add("matrices_updated", len(tasks))
             fresh = partial(self._factors.fresh, tasks[0].signature, unit.device)
             states = [self.matrix_states.obtain(task.key, fresh) for task in tasks]
-            if due:
-                self._move_factors(tasks, states, vectors)
+            moving = [place for place, task in enumerate(tasks) if task.key in vectors]
+            if moving:
+                self._move_factors([tasks[place] for place in moving], [states[place] for place in moving], vectors)
             return states
 
         def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
@@ -264,7 +267,6 @@ class MKOR(SwitchingOptimizer):
 
         in_place = is_for_cpus(unit.kernels)
         unit.exchange.run(gradients.sources, compute, gradients.receive, at_once=at_once if in_place else None)
-        self._prepare_capture(step)
         return gradients.remaining()
 
     def _move_factors(
@@ -273,6 +275,13 @@ class MKOR(SwitchingOptimizer):
         updated, skipped = self._factors.move(tasks, states, vectors)
         self.health.add("factors_updated", updated)
         self.health.add("factors_skipped", skipped)
+
+    def _drop_untouched(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            state = self.matrix_states.get(key, {})
+            factors = [value for side, value in state.items() if side != "failures"]
+            if all(torch.equal(factor, torch.eye(len(factor)).to(factor)) for factor in factors):
+                self.matrix_states.pop(key, None)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -35,6 +35,9 @@ _INNER_NAMES = ("attn", "attention", "mlp", "ffn", "expert")
 _NORM_NAMES = ("norm", "ln_")
 # What PEFT puts between a module's name and the module: a copy to be trained, the original, what an adapter adds to.
 _WRAPPER = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
+_TABLE_NAMES = ("bias_table", "position_table", "relative_position_bias", "relative_attention_bias")
+# Values per channel of state-space and linear-attention layers, kept as tables; they multiply no vector.
+_CHANNEL_NAMES = frozenset({"a_log", "a_logs", "dt_bias", "time_decay", "time_first", "time_faaaa"})
 
 
 class Role(StrEnum):
@@ -46,6 +49,8 @@ class Role(StrEnum):
     NORM = "norm"
     CONV = "conv"
     EXPERT = "expert"
+    ROUTER = "router"
+    VECTOR = "vector"
     UNKNOWN = "unknown"
 
 
@@ -117,15 +122,16 @@ def route(info: ParameterInfo, policy: RoutingPolicy, fallback: bool | None = No
     for pattern in policy.exclude:
         if fnmatch(info.name, pattern):
             return Route("fallback", f"excluded by '{pattern}'")
-    role = info.role if info.role is not Role.UNKNOWN else _role_by_name(info.name)
+    role = info.role if info.role is not Role.UNKNOWN else _role_by_name(info.name, info.shape)
     dimensions = len(info.shape)
-    if dimensions < 2:
+    # Whatever its shape says: a matrix with a side of 1 is a vector, too.
+    if role is Role.VECTOR or dimensions < 2 or (dimensions < 4 and 1 in info.matrix_shape):
         return Route("matrix" if policy.vectors else "fallback", "vector")
     if role is Role.CONV or dimensions > 3:
         return Route("fallback", "convolution" if role is Role.CONV else f"{dimensions}-D tensor")
     if role is Role.NORM:
         return Route("fallback", "norm")
-    if role in (Role.EMBEDDING, Role.HEAD) and not policy.embeddings:
+    if role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER) and not policy.embeddings:
         return Route("fallback", role.value)
     if policy.max_dim is not None and max(info.matrix_shape) > policy.max_dim:
         return Route("fallback", f"side above {policy.max_dim}")
@@ -154,12 +160,13 @@ def describe(
             if parameter not in names:
                 continue
             outer = _unwrapped(module_name)
-            role = _role_by_module(module, outer, outer in heads)
+            shape = tuple(int(size) for size in shape_of(parameter))
+            role = _role_by_module(module, outer, outer in heads, shape)
             is_weight = local == "weight"
             bias = getattr(module, "bias", None)
             info = ParameterInfo(
                 name=names[parameter],
-                shape=tuple(int(size) for size in shape_of(parameter)),
+                shape=shape,
                 role=role,
                 transposed=is_weight and type(module).__name__ == "Conv1D",
                 bias=names.get(bias) if is_weight and isinstance(bias, nn.Parameter) else None,
@@ -203,8 +210,10 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _role_by_module(module: nn.Module, name: str, is_head: bool) -> Role:
+def _role_by_module(module: nn.Module, name: str, is_head: bool, shape: tuple[int, ...]) -> Role:
     kind = type(module).__name__
+    if "Router" in kind or _is_router(name.lower(), shape):
+        return Role.ROUTER
     if is_head or name.rpartition(".")[2] in _HEAD_NAMES or _ends_the_model(name):
         return Role.HEAD
     if isinstance(module, nn.Embedding) or kind.endswith("Embedding"):
@@ -218,9 +227,18 @@ def _role_by_module(module: nn.Module, name: str, is_head: bool) -> Role:
     return Role.UNKNOWN
 
 
-def _role_by_name(name: str) -> Role:
+def _role_by_name(name: str, shape: tuple[int, ...]) -> Role:
     lowered = name.lower()
-    module = _unwrapped(lowered.rpartition(".")[0])
+    module, _, local = lowered.rpartition(".")
+    module = _unwrapped(module)
+    if _is_router(module, shape):
+        return Role.ROUTER
+    if local.endswith("bias") or local in _CHANNEL_NAMES:
+        return Role.VECTOR
+    if module.rpartition(".")[2].startswith("conv") and len(shape) > 2:
+        return Role.CONV
+    if module == "shared" or any(hint in lowered for hint in _TABLE_NAMES):  # T5 shares its embedding under that name
+        return Role.EMBEDDING
     if not _HEAD_NAMES.isdisjoint(module.split(".")) or _ends_the_model(module):
         return Role.HEAD
     if any(hint in lowered for hint in _EMBEDDING_NAMES):
@@ -233,6 +251,14 @@ def _role_by_name(name: str) -> Role:
 def _unwrapped(module: str) -> str:
     """The name a module had before it was wrapped."""
     return _WRAPPER.sub("", module)
+
+
+def _is_router(module: str, shape: tuple[int, ...]) -> bool:
+    """Whether a module sends tokens to experts. Other gates are called so too, but they have no fewer outputs."""
+    parts = module.split(".")
+    if "router" in parts:
+        return True
+    return parts[-1] in ("gate", "wg") and len(shape) == 2 and shape[0] < shape[1]
 
 
 def _ends_the_model(module: str) -> bool:

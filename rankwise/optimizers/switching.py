@@ -84,8 +84,8 @@ class SwitchingOptimizer(CapturingOptimizer):
         return {**super().state_dict(), **self.extra_state()}
 
     def extra_state(self) -> dict[str, Any]:
-        """The hybrid switch."""
-        return {"hybrid": {"switched": self._switched, **self._detector.state_dict()}}
+        """The hybrid switch, and what the base class has."""
+        return {**super().extra_state(), "hybrid": {"switched": self._switched, **self._detector.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in the base class; statistics gathered since the last step are dropped."""
@@ -93,10 +93,8 @@ class SwitchingOptimizer(CapturingOptimizer):
         self.load_extra_state(state_dict)
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """The hybrid switch; statistics gathered since the last step are dropped."""
-        self._discard_window()
-        if self._capture is not None:
-            self._capture.enabled = True
+        """The hybrid switch, and what the base class has."""
+        super().load_extra_state(state_dict)
         hybrid = dict(state_dict.get("hybrid", {}))
         if hybrid:
             self._switched = bool(hybrid["switched"])

@@ -272,3 +272,56 @@ def _timeouts(rank: int, world: int) -> float:
     assert isinstance(group, dist.ProcessGroup)
     twin = backward_reduction.twin_group(group)
     return float(twin._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+class Mixed(Net):
+    """A layer whose weight is used without calling it, and two that ranks use in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent = nn.Linear(7, 7).double()
+        self.turns = nn.ModuleList(nn.Linear(7, 7) for _ in range(2)).double()
+
+    def run(self, x: Tensor, which: int) -> Tensor:
+        h = torch.tanh(torch.nn.functional.linear(self.first(x), self.silent.weight, self.silent.bias))
+        return self.last(torch.tanh(self.turns[which](h)))
+
+    def forward(self, x: Tensor, branch: bool = False, idle: bool = False) -> Tensor:
+        return self.run(x, int(branch))
+
+
+def _mixed(rank: int, world: int, by: str) -> tuple[list[Tensor], list[str], dict[str, float]]:
+    backward_reduction.BUCKET_ELEMENTS = SMALL_BUCKETS
+    model = DistributedDataParallel(Mixed(), find_unused_parameters=True)
+    optimizer = _optimizer(model.module)
+    optimizer.capture(model)
+    for step in range(8):
+        optimizer.zero_grad()
+        # In turns over steps, on all ranks; or over ranks, so that no step is without either.
+        model(_data(step, 0, rank)[0], bool((step if by == "steps" else rank) % 2)).square().mean().backward()
+        optimizer.step()
+    weights = [parameter.detach() for parameter in model.module.parameters()]
+    return weights, sorted(optimizer.matrix_states.everything()), optimizer.read_health()
+
+
+@pytest.mark.parametrize("by", ["steps", "ranks"])
+def test_ranks_agree_on_which_layers_report(by: str) -> None:
+    ranks = run_ranks(2, _mixed, by)
+    model = Mixed()
+    optimizer = _optimizer(model)
+    optimizer.capture(model)
+    for step in range(8):
+        optimizer.zero_grad()
+        inputs = [_data(step, 0, rank)[0] for rank in range(2)]
+        (
+            sum(model.run(x, (step if by == "steps" else r) % 2).square().mean() for r, x in enumerate(inputs)) / 2
+        ).backward()
+        optimizer.step()
+    for weights, _, health in ranks:
+        assert all(torch.equal(*pair) for pair in zip(weights, ranks[0][0], strict=True))
+        for one, other in zip(weights, model.parameters(), strict=True):
+            assert float((one - other.detach()).abs().max()) <= 1e-11
+        assert health["layers_never_seen"] == optimizer.read_health()["layers_never_seen"]
+    held = [key for _, keys, _ in ranks for key in keys]
+    assert sorted(held) == sorted(optimizer.matrix_states) and "silent.weight" not in held
+    assert {"turns.0.weight", "turns.1.weight"} <= set(held)

@@ -762,3 +762,42 @@ def test_unscaled_gradients_of_a_scaled_loss(scale: float) -> None:
 
     for plain, scaled in zip(run(1.0), run(scale), strict=True):
         assert torch.equal(plain, scaled)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_step_skipped_without_a_word_leaves_no_statistics(checkpointed: bool) -> None:
+    """As a gradient scaler skips it, where the gradients are dropped by the model's own ``zero_grad()``."""
+    model, other = make(), make()
+    expected = train(model, build(model, update_interval=1))
+    optimizer = build(other, update_interval=1)
+
+    def value(step: int) -> Tensor:
+        if not checkpointed:
+            return loss(other, step)
+        x, y = data(step)
+        return (checkpoint(other, x, use_reentrant=False) - y).square().mean() * 4
+
+    for step in range(STEPS):
+        (value(step + 70) * float("inf")).backward()
+        other.zero_grad()
+        value(step).backward()
+        optimizer.step()
+        other.zero_grad()
+    assert_same(weights(other), expected)
+    assert optimizer.read_health()["factors_skipped"] == 0.0
+
+
+def test_micro_batches_add_up_without_a_word_of_a_window() -> None:
+    model, other = make(), make()
+    expected = train(model, build(model, update_interval=1), backward=lambda step: halves(model, step))
+    optimizer = build(other, update_interval=1)
+    for step in range(STEPS):
+        halves(other, step)
+        optimizer.step()
+        other.zero_grad()
+    assert_same(weights(other), expected)
+
+
+def halves(model: nn.Module, step: int) -> None:
+    for part in (slice(0, 4), slice(4, 8)):
+        (loss(model, step, part) / 2).backward()
