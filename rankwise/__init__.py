@@ -3,7 +3,8 @@
 from rankwise.optimizers.ldadam import LDAdam
 from rankwise.optimizers.mars import MARS
 from rankwise.optimizers.mkor import MKOR
+from rankwise.optimizers.routing import annotate
 from rankwise.optimizers.sonew import SONew
 
-__all__ = ["LDAdam", "MARS", "MKOR", "SONew", "__version__"]
+__all__ = ["LDAdam", "MARS", "MKOR", "SONew", "__version__", "annotate"]
 __version__ = "0.1.0"

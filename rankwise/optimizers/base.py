@@ -115,6 +115,7 @@ class ShardedOptimizer(LiveGroups, Reports):
 
         def plan() -> dict[str, str]:
             self._plan(unit)
+            self._warn_of_nameless()
             self._refuse_strange(unit, self.matrix_states.everything())
             return self._settings(unit)
 

@@ -33,6 +33,8 @@ __all__ = ["CapturingOptimizer"]
 
 logger = logging.getLogger(__name__)
 
+_FROZEN = "frozen when capture() was called; call it again once it is trained"
+
 
 class CapturingOptimizer(ShardedOptimizer):
     """An optimizer whose matrix rule needs the inputs and the output gradients of linear layers."""
@@ -49,6 +51,7 @@ class CapturingOptimizer(ShardedOptimizer):
         self._capture: Capture | None = None
         self._loss_scale: Callable[[], float] | None = None
         self._records: dict[str, Record] = {}
+        self._told_of_unfrozen: set[str] = set()
         self._reduction: BackwardReduction | None = None
         self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
 
@@ -98,7 +101,8 @@ class CapturingOptimizer(ShardedOptimizer):
         self._reduction = self._capture.listener = self._reduce_early(last_micro_batch)
         for name, chosen in self._routes.items():
             if chosen.rule == "matrix" and name not in self._records:
-                self._routes[name] = Route("fallback", "no linear module uses it")
+                frozen = not self.parameters_by_name[name].requires_grad
+                self._routes[name] = Route("fallback", _FROZEN if frozen else "no linear module uses it")
         self._route_left_out()
         self._forget_plans()
         self._refuse_if_idle()
@@ -284,7 +288,25 @@ class CapturingOptimizer(ShardedOptimizer):
         for name in self._schedule.left_out.intersection(self._records):
             self._routes[name] = Route("fallback", "no input has come by: its module has not been called")
 
+    def _warn_of_unfrozen(self) -> None:
+        thawed = [
+            name
+            for name, chosen in self._routes.items()
+            if chosen.reason == _FROZEN
+            and self.parameters_by_name[name].requires_grad
+            and name not in self._told_of_unfrozen
+        ]
+        if thawed:
+            self._told_of_unfrozen.update(thawed)
+            logger.warning(
+                "MKOR: %s was frozen when capture() was called and takes %s alone; call optimizer.capture(model) again "
+                "for it to get factors.",
+                ", ".join(thawed),
+                self.options.backend,
+            )
+
     def _unit(self) -> StepUnit:
+        self._warn_of_unfrozen()
         # Here, between two rounds of steps: until then the units of one round are planned by the same routes.
         for old in [unit for unit in self._units.values() if unit.scratch.get("stale")]:
             self._drop_untouched(sorted(self._schedule.left_out.intersection(old.layout.shapes)))

@@ -51,6 +51,11 @@ class FirstOrder:
         return ("momentum_buffer",) if self.backend == "sgd" else ("exp_avg", "exp_avg_sq")
 
     @property
+    def rates(self) -> tuple[str, ...]:
+        """Names of the options it reads from a param group. Schedulers look for what they may cycle among them."""
+        return ("weight_decay", "momentum") if self.backend == "sgd" else ("betas", "eps", "weight_decay")
+
+    @property
     def is_elementwise(self) -> bool:
         """Whether any part of the buckets may be stepped for itself."""
         return self.backend != "lamb"

@@ -20,6 +20,7 @@ from rankwise.optimizers.options import OptionError, Options
 from rankwise.optimizers.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, describe, info_of, route
 from rankwise.optimizers.sources import LayoutSource, WholeParameters, real_view, refuse_unreadable
+from rankwise.optimizers.stored_shapes import transposed_by_name
 from rankwise.optimizers.unit import StepUnit
 
 __all__ = ["RoutedOptimizer", "UnitKey", "idle_allowed"]
@@ -57,7 +58,7 @@ class RoutedOptimizer(Optimizer, ABC):
     """The part of :class:`rankwise.optimizers.base.ShardedOptimizer` that names parameters and picks their rules."""
 
     options_type: ClassVar[type[Options]]
-    group_options: ClassVar[tuple[str, ...]]
+    group_options: tuple[str, ...]
     """Options that may differ between param groups."""
     idle_advice: ClassVar[Mapping[str, str]] = {}
     """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
@@ -105,6 +106,7 @@ class RoutedOptimizer(Optimizer, ABC):
         self._loads: list[float] = []
         # Outlives the plans: an owner keeps its matrices, whose states nobody else has.
         self._owner_of: dict[str, int] = {}
+        self._warned_of_nameless = False
 
     # --- param groups -------------------------------------------------------------------------------------------
 
@@ -176,6 +178,35 @@ class RoutedOptimizer(Optimizer, ABC):
             self.parameters_by_name[info.name] = parameter
             self._route_one(info.name)
             self._plain.register(parameter, info.name, index)
+        self._turn_by_name()
+
+    def _turn_by_name(self) -> None:
+        """Take GPT-2's ``Conv1D`` weights for what they are where nobody has shown the modules."""
+        turned = transposed_by_name(info for info, _ in self._catalog.values() if not info.transposed)
+        for name in turned:
+            info, position = self._catalog[name]
+            self._catalog[name] = (replace(info, transposed=True), position)
+        if turned:
+            logger.info(
+                "%s: %s and %d more are taken for (inputs, outputs), as GPT-2's Conv1D stores them, by their names and "
+                "shapes; rankwise.annotate(model) before the optimizer is built says it for certain.",
+                type(self).__name__,
+                turned[0],
+                len(turned) - 1,
+            )
+
+    def _warn_of_nameless(self) -> None:
+        """Say once that embeddings and heads cannot be told from other matrices; before the first step."""
+        judged = [info for info, _ in self._catalog.values() if info.role is Role.UNKNOWN and not _is_named(info)]
+        blind = [info for info in judged if self._routes[info.name].rule == "matrix" and len(info.shape) > 1]
+        if blind and not self.policy.embeddings and not self._warned_of_nameless:
+            self._warned_of_nameless = True
+            logger.warning(
+                "%s: %d parameters without names take its matrix rule by their shapes alone, an embedding or output "
+                "head among them, too; pass model.named_parameters(), or call rankwise.annotate(model) first.",
+                type(self).__name__,
+                len(blind),
+            )
 
     def _route_again(self) -> None:
         for name in self._catalog:
@@ -227,10 +258,12 @@ class RoutedOptimizer(Optimizer, ABC):
     def _validate_group(self, group: Mapping[str, Any]) -> None:
         self._refuse_misspelt(group)
         values = {name: getattr(self.options, name) for name in self.options.names()}
-        values.update({name: group[name] for name in self.group_options if name in group})
+        # Those of the class: what a backend does not read is for the options to refuse, with the reason.
+        variable = type(self).group_options
+        values.update({name: group[name] for name in variable if name in group})
         type(self.options)(**values)
         for name in self.options.names():
-            if name in group and name not in self.group_options and group[name] != getattr(self.options, name):
+            if name in group and name not in variable and group[name] != getattr(self.options, name):
                 raise OptionError(
                     f"{type(self).__name__}: {name}={group[name]!r} in a param group is invalid: it must be the same "
                     f"for all groups; pass it to the constructor (groups may set {', '.join(self.group_options)})"

@@ -87,8 +87,8 @@ class MKOR(SwitchingOptimizer):
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")
-    group_options = ("lr", "betas", "eps", "weight_decay", "momentum")
-    copied_attributes = (*SwitchingOptimizer.copied_attributes, "_first_order", "_factors")
+    group_options: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "momentum")
+    copied_attributes = (*SwitchingOptimizer.copied_attributes, "group_options", "_first_order", "_factors")
     one_by_one = True
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
@@ -154,6 +154,7 @@ class MKOR(SwitchingOptimizer):
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
         self._first_order = FirstOrder(options.backend, options.nesterov)
+        self.group_options = ("lr", *self._first_order.rates)
         self._factors = KroneckerFactors(options)
         super().__init__(params, options)
 

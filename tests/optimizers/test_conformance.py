@@ -271,7 +271,8 @@ def test_lambda_schedule_is_setting_lr_by_hand(case: Case) -> None:
 
 @cases()
 def test_one_cycle_moves_lr_and_betas(case: Case) -> None:
-    """Values taken from the same schedule on torch.optim.AdamW."""
+    """Values taken from the same schedule on torch.optim.AdamW, or on its SGD where that is the backend."""
+    key = "momentum" if case.options.get("backend") == "sgd" else "betas"
 
     def one_cycle(target: torch.optim.Optimizer) -> lr_scheduler.OneCycleLR:
         return lr_scheduler.OneCycleLR(target, max_lr=2 * case.options["lr"], total_steps=10)
@@ -279,16 +280,20 @@ def test_one_cycle_moves_lr_and_betas(case: Case) -> None:
     model, optimizer = setup(case)
     schedule = one_cycle(optimizer)
     other, manual = setup(case)
-    beta2 = manual.param_groups[0]["betas"][1]
-    twin = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], betas=(0.9, beta2))
+    single = [nn.Parameter(torch.zeros(1))]
+    twin: torch.optim.Optimizer
+    if key == "betas":
+        twin = torch.optim.AdamW(single, betas=(0.9, manual.param_groups[0]["betas"][1]))
+    else:
+        twin = torch.optim.SGD(single, momentum=0.9)
     twin_schedule = one_cycle(twin)
     seen = set()
     for index in STEPS:
         advance(model, optimizer, [index])
         schedule.step()
         for group in manual.param_groups:
-            group["lr"], group["betas"] = twin.param_groups[0]["lr"], twin.param_groups[0]["betas"]
-        seen.add(manual.param_groups[0]["betas"])
+            group["lr"], group[key] = twin.param_groups[0]["lr"], twin.param_groups[0][key]
+        seen.add(manual.param_groups[0][key])
         advance(other, manual, [index])
         twin.step()
         twin_schedule.step()
