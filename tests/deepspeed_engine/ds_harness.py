@@ -260,8 +260,8 @@ class Recorder:
             for entry, weight in zip(bucket.entries, bucket.weights, strict=True):
                 record.final.append((entry.key, entry.fragment.shape, entry.fragment.start, weight.numpy().copy()))
 
-    def statistics(self, unit: Any) -> Any:
-        found = self._statistics(unit)
+    def statistics(self, unit: Any, due: Any) -> Any:
+        found = self._statistics(unit, due)
         self.record.statistics[-1].update(
             {key: tuple(value.numpy().copy() for value in values) for key, values in found.items()}
         )
@@ -608,7 +608,7 @@ def replay(job: Job, ranks: list[Record]) -> dict[str, np.ndarray]:
     now = {"step": 0}
     if isinstance(optimizer, MKOR):
         optimizer.capture(model)
-        optimizer._reduced_statistics = lambda unit: {  # type: ignore[method-assign]
+        optimizer._reduced_statistics = lambda unit, due: {  # type: ignore[method-assign]
             key: tuple(torch.from_numpy(value) for value in values)
             for key, values in ranks[0].statistics[now["step"]].items()
         }

@@ -189,7 +189,7 @@ def replay(job: PipelineJob, ranks: list[ds.Record]) -> dict[str, np.ndarray]:
     now = {"step": 0}
     if isinstance(optimizer, MKOR):
         optimizer.capture(model)
-        optimizer._reduced_statistics = lambda unit: {  # type: ignore[method-assign]
+        optimizer._reduced_statistics = lambda unit, due: {  # type: ignore[method-assign]
             key: tuple(torch.from_numpy(value) for value in values)
             for record in ranks
             for key, values in record.statistics[now["step"]].items()

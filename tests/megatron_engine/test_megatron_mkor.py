@@ -80,8 +80,8 @@ def _watch(trainer: Trainer, before: Callable[[Trainer], None] | None = None) ->
     gradients: dict[str, Tensor] = {}
     optimizers = inner_optimizers(trainer)
 
-    def recording(inner: MKOR, unit: Any) -> Any:
-        vectors = MKOR._reduced_statistics(inner, unit)
+    def recording(inner: MKOR, unit: Any, due: Any) -> Any:
+        vectors = MKOR._reduced_statistics(inner, unit, due)
         found.update({key: (a.clone(), g.clone(), float(count)) for key, (a, g, count) in vectors.items()})
         return vectors
 
