@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["choose_cpu", "prepare_ranks"]
@@ -33,6 +35,10 @@ def prepare_ranks() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        # Engines ask whether their optimizer is Muon: seconds of imports (of a compiler) that each rank would pay for.
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if not prepare_shm_build() and builder is not None:
         builder.load(verbose=False)
