@@ -196,5 +196,49 @@ def megatron_parity(
     page.write_text(megatron_page(json.loads(figures.read_text())))
 
 
+@app.command()
+def soak(
+    rows: Annotated[Path, typer.Argument(help="JSON lines to add to; what is in it already is not done again.")],
+    folder: Annotated[Path, typer.Argument(help="For the checkpoints.")],
+    steps: Annotated[int, typer.Option(min=10, help="Of every run.")] = 5000,
+    restarts: Annotated[int, typer.Option(min=0, help="Kills and stops of a disturbed run.")] = 25,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Option("--run", help="undisturbed, disturbed, one rank; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    report_every: Annotated[int, typer.Option(min=1, help="Steps between reports of the loss.")] = 100,
+) -> None:
+    """A tiny GPT under ZeRO-3 whose ranks are killed, stopped, become more and fewer, beside an undisturbed one."""
+    from benchmarks.soak import RUNS
+    from benchmarks.soak import soak as run_soak
+    from benchmarks.soak_rank import TYPES, import_early
+
+    import_early()
+    every = report_every, save_every
+    for row in run_soak(types or list(TYPES), runs or RUNS, steps, restarts, rows, folder, every, seed):
+        if row["kind"] in ("loss", "segment"):
+            print(" ".join(f"{key} {value}" for key, value in row.items() if key not in ("kind", "rank")), flush=True)
+
+
+@app.command()
+def soak_figures(
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines written by soak, one file or several.", exists=True)],
+    folder: Annotated[Path, typer.Option(help="The folder of the checkpoints.", exists=True)],
+    output: Annotated[Path, typer.Option(help="JSON file of the figures.")] = Path("docs/data/soak.json"),
+) -> None:
+    """Condense the rows of soak for the documentation; print the section and what has grown, which is an error."""
+    from benchmarks.soak import final_weights
+    from benchmarks.soak_page import condensed, faults, soak_section
+
+    found = [json.loads(line) for file in rows for line in file.read_text().splitlines()]
+    kept = [*condensed(found), *final_weights(found, folder)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+    print(soak_section(kept))
+    raise typer.Exit(bool(faults(found)))
+
+
 if __name__ == "__main__":
     app()

@@ -1,0 +1,179 @@
+"""The soak as a section of the documentation: the runs side by side, and what must not have grown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["condensed", "distance", "faults", "losses", "soak_section"]
+
+Row = Mapping[str, Any]
+
+_GROWTH = 4 * 2**20
+"""Bytes that the allocator may hold more after hundreds of steps; a leak of a kilobyte a step takes more."""
+
+_COUNTED = (
+    "units",
+    "index tables",
+    "entries of units",
+    "module hooks",
+    "states",
+    "matrix states",
+    "tensors",
+    "objects",
+)
+
+_TEXT = """## Soak
+
+A small GPT (2 blocks of width 32, 30 thousand weights) on real text under DeepSpeed ZeRO-3: gloo, a batch of 12 × 16
+tokens, gradient clipping, a learning-rate schedule, a checkpoint every 50 steps. It starts on four ranks and is
+disturbed at random: one rank is killed (`SIGKILL`, a third of the times while a checkpoint is being written), or all
+save and end; what follows continues the last checkpoint on one to four ranks, drawn anew, with the same samples a step.
+Beside it runs one that nothing disturbs and, for what another order of the sums alone does, one on a single rank.
+
+```sh
+python -m benchmarks soak soak.jsonl checkpoints --type MARS-M --type MKOR
+python -m benchmarks soak-figures soak.jsonl --folder checkpoints
+```
+
+The loss is that of text held out. A difference of losses that does not grow, and is of the size that summation order
+alone makes, is rounding: it decides individual weights of a run of thousands of steps, not how well it trains.
+"""
+
+
+def _of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def losses(rows: Iterable[Row], kind: str, run: str) -> dict[int, float]:
+    """Loss by step; of a step taken twice, the last counts."""
+    return {row["step"]: row["loss"] for row in _of(rows, kind="loss", type=kind, run=run)}
+
+
+def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> Row:
+    """How far weights lie apart: the largest difference over the largest change, and the mean over the mean change."""
+
+    def flat(of: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([of[name].double().flatten() for name in sorted(expected)])
+
+    apart, changed = (flat(got) - flat(expected)).abs(), (flat(expected) - flat(initial)).abs()
+    return {"largest": float(apart.max() / changed.max()), "mean": float(apart.mean() / changed.mean())}
+
+
+def condensed(rows: Sequence[Row]) -> list[Row]:
+    """What the documentation keeps: losses, ends of segments, and the first and last counts of each segment."""
+    kept = [row for row in rows if row["kind"] not in ("counts", "started")]
+    by_segment: dict[tuple[Any, ...], list[Row]] = {}
+    for row in _of(rows, kind="counts"):
+        by_segment.setdefault(tuple(row[key] for key in ("type", "run", "segment")), []).append(row)
+    # Allocators and caches settle while a segment is young.
+    for counts in by_segment.values():
+        kept += [counts[0], counts[-1]] if len(counts) > 1 else counts
+    return kept
+
+
+def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """First and last counts of each segment."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in _of(rows, kind="counts"):
+        found.setdefault((row["type"], row["run"], row["segment"]), []).append(row)
+    return [(counts[0], counts[-1]) for counts in found.values() if len(counts) > 1]
+
+
+def faults(rows: Sequence[Row]) -> list[str]:
+    """What is more at the end of a segment than at its start, or differs between segments on as many ranks."""
+    found = []
+    for first, last in _pairs(rows):
+        place = f"{last['type']}, {last['run']}, steps {first['step']} to {last['step']} on {last['world']} ranks"
+        grown = {name: last["counts"][name] - first["counts"][name] for name in _COUNTED}
+        # Every save logs; a few objects come with the first.
+        allowed = {"objects": 500}
+        found += [f"{place}: {more} more {name}" for name, more in grown.items() if more > allowed.get(name, 0)]
+        if (more := last["resident"] - first["resident"]) > _GROWTH:
+            found.append(f"{place}: {more / 2**20:.1f} MiB more memory")
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for row in _of(rows, kind="counts"):
+        sizes.setdefault((row["type"], row["world"]), set()).add(row["state_bytes"])
+    for (kind, world), bytes_ in sizes.items():
+        if len(bytes_) > 1:
+            found.append(f"{kind} on {world} ranks: rank 0 held {sorted(bytes_)} bytes of state")
+    return found
+
+
+def soak_section(rows: Sequence[Row]) -> str:
+    """The section of the page.
+
+    Args:
+        rows: As :func:`benchmarks.soak.soak` yields them, all or condensed.
+    """
+    kinds = list(dict.fromkeys(row["type"] for row in rows))
+    parts = [_TEXT, _line(["", *kinds]), _line(["---"] * (1 + len(kinds)))]
+    columns = [dict(_summary(rows, kind)) for kind in kinds]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    parts += [_line([name, *(column.get(name, "") for column in columns)]) for name in names]
+    parts += [f"\n{text}" for text in _found(rows)]
+    for kind in kinds:
+        parts += ["", f"Loss, {kind}:", "", *_loss_table(rows, kind)]
+    return "\n".join(parts) + "\n"
+
+
+def _found(rows: Sequence[Row]) -> list[str]:
+    wrong = faults(rows)
+    return ["Found: " + "; ".join(wrong) + "."] if wrong else ["Nothing that is counted grew within a segment."]
+
+
+def _summary(rows: Sequence[Row], kind: str) -> Iterable[tuple[str, str]]:
+    """The figures of a type by name."""
+    own = _of(rows, type=kind)
+    segments = _of(own, kind="segment", run="disturbed")
+    kills = [row for row in segments if row["end"] == "kill"]
+    worlds = Counter(row["world"] for row in segments)
+    calm, rough, single = (losses(own, kind, run) for run in ("undisturbed", "disturbed", "one rank"))
+    yield "steps, undisturbed and disturbed", f"{max(calm, default=0)} and {max(rough, default=0)}"
+    yield "kills; clean ends", f"{len(kills)}; {len(segments) - len(kills)}"
+    yield "steps done again after kills", str(_repeated(segments))
+    yield "starts on 1, 2, 3, 4 ranks", ", ".join(str(worlds[world]) for world in (1, 2, 3, 4))
+    if kills:
+        seconds = [row["notice_seconds"] for row in kills]
+        yield "others end after a kill, median and longest", f"{median(seconds):.1f} s, {max(seconds):.1f} s"
+    for name, other in (("disturbed", rough), ("one rank", single)):
+        if both := sorted(calm.keys() & other.keys()):
+            apart = [abs(other[step] - calm[step]) for step in both]
+            yield f"loss, {name} against undisturbed: mean, largest", f"{sum(apart) / len(apart):.4f}, {max(apart):.4f}"
+            yield f"last loss, {name} (undisturbed)", f"{other[both[-1]]:.4f} ({calm[both[-1]]:.4f})"
+    for row in _of(own, kind="weights"):
+        yield f"weights, {row['run']} against undisturbed: largest, mean", f"{row['largest']:.2f}, {row['mean']:.2f}"
+    growth = [(last["resident"] - first["resident"], last["step"] - first["step"]) for first, last in _pairs(own)]
+    if growth:
+        most, steps = max(growth)
+        yield "largest growth of rank 0's memory within a segment", f"{most / 2**20:.1f} MiB in {steps} steps"
+    ends = [row for _, row in _pairs(own)]
+    four = [row["resident"] / 2**20 for row in ends if row["world"] == 4]
+    if four:
+        yield "rank 0's memory at the ends of segments on 4 ranks", f"{min(four):.0f} to {max(four):.0f} MiB"
+    for world in (1, 2, 3, 4):
+        if sizes := {row["state_bytes"] for row in _of(own, kind="counts", world=world)}:
+            yield f"rank 0's bytes of state on {world}", " or ".join(map(str, sorted(sizes)))
+
+
+def _repeated(segments: Sequence[Row]) -> int:
+    return sum(before["last"] - after["first"] for before, after in zip(segments, segments[1:], strict=False))
+
+
+def _loss_table(rows: Sequence[Row], kind: str) -> list[str]:
+    runs = ("undisturbed", "disturbed", "one rank")
+    found = [losses(rows, kind, run) for run in runs]
+    steps = sorted(set().union(*found))
+    # At most a line for every tenth report; the data has all of them.
+    shown = [step for at, step in enumerate(steps) if at % max(1, len(steps) // 10) == 0 or step == steps[-1]]
+    lines = [_line(["step", *runs]), _line(["---"] * 4)]
+    return lines + [_line([str(step), *(f"{of[step]:.4f}" if step in of else "" for of in found)]) for step in shown]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

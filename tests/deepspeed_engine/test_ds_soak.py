@@ -1,0 +1,89 @@
+"""The soak in small: a run that is killed and moved to other ranks, beside one that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import soak as soaking
+from benchmarks.soak import Start, final_weights, planned, soak
+from benchmarks.soak_page import condensed, faults, losses, soak_section
+
+STEPS, EVERY = 12, (2, 3)
+DISTURBED = [Start(2, 5, kill=True), Start(3, 8, kill=False), Start(2, STEPS, kill=False)]
+
+
+def _plan(run: str, *_: Any) -> list[Start]:
+    return DISTURBED if run == "disturbed" else [Start(2, STEPS, kill=False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MKOR", pytest.param("LDAdam", marks=pytest.mark.exhaustive)])
+def test_a_disturbed_run_follows_the_undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(soaking, "planned", _plan)
+    file = tmp_path / "soak.jsonl"
+
+    def run(runs: tuple[str, ...]) -> list[dict[str, Any]]:
+        return list(soak([kind], runs, STEPS, 0, file, tmp_path, EVERY))
+
+    rows = run(("undisturbed", "disturbed"))
+    assert rows == [json.loads(line) for line in file.read_text().splitlines()]
+    assert run(("undisturbed", "disturbed")) == [], "what is done is not done again"
+
+    calm, killed, stopped, last = (row for row in rows if row["kind"] == "segment")
+    assert (calm["first"], calm["last"], calm["end"]) == (0, STEPS, "stop")
+    assert (killed["first"], killed["end"]) == (0, "kill") and 5 <= killed["last"] < STEPS
+    assert stopped["first"] == killed["last"] // 3 * 3 or stopped["first"] == 3, "the last whole checkpoint"
+    assert (stopped["world"], stopped["last"], last["first"], last["last"]) == (3, 8, 8, STEPS)
+
+    undisturbed, disturbed = losses(rows, kind, "undisturbed"), losses(rows, kind, "disturbed")
+    assert undisturbed.keys() == disturbed.keys() == set(range(2, STEPS + 1, 2))
+    assert undisturbed[STEPS] < undisturbed[2]
+    assert disturbed == pytest.approx(undisturbed, rel=1e-5)
+    (apart,) = final_weights(rows, tmp_path)
+    assert apart["run"] == "disturbed" and 0.0 < apart["mean"] < 1e-3 and apart["largest"] < 1e-2
+
+    assert faults(rows) == []
+    page = soak_section([*condensed(rows), apart])
+    assert "| kills; clean ends | 1; 2 |" in page and f"Loss, {kind}:" in page
+
+
+def test_faults_are_drawn_alike_and_saves_are_hit() -> None:
+    starts = planned("disturbed", 5000, 27, 0)
+    assert starts == planned("disturbed", 5000, 27, 0) != planned("disturbed", 5000, 27, 1)
+    assert starts[0].world == starts[-1].world == 4 and starts[-1] == Start(4, 5000, kill=False)
+    assert {start.world for start in starts} == {1, 2, 3, 4}
+    assert sum(start.kill and start.until % 50 == 0 for start in starts) >= 9
+    assert [start.until for start in starts] == sorted({start.until for start in starts})
+
+
+def _counts(step: int, segment: int = 0, resident: int = 0, state: int = 8, **more: int) -> dict[str, Any]:
+    counts = dict.fromkeys(("units", "index tables", "entries of units", "module hooks", "states"), 1)
+    counts |= dict.fromkeys(("matrix states", "tensors", "objects"), 1)
+    sizes = {"counts": {**counts, **more}, "resident": resident, "state_bytes": state}
+    return {"kind": "counts", "type": "MKOR", "run": "disturbed", "segment": segment, "world": 4, "step": step, **sizes}
+
+
+def test_what_grows_is_found() -> None:
+    assert faults([_counts(50), _counts(100)]) == []
+    assert faults([_counts(50), _counts(100, tensors=2)]) == [
+        "MKOR, disturbed, steps 50 to 100 on 4 ranks: 1 more tensors"
+    ]
+    (leak,) = faults([_counts(50), _counts(100, resident=9 * 2**20)])
+    assert leak.endswith("9.0 MiB more memory")
+    (other,) = faults([_counts(50), _counts(100, segment=1, state=12)])
+    assert other == "MKOR on 4 ranks: rank 0 held [8, 12] bytes of state"
+
+
+def test_time_in_which_everything_was_suspended_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((0.0, 0.5, 1.0, 5000.0, 5000.1))
+    monkeypatch.setattr(soaking.time, "monotonic", lambda: next(times))
+    watch = soaking._Watch()
+    for _ in range(3):
+        watch.see(-1)
+    assert watch.silence == 2.0
+    watch.see(0)
+    assert watch.silence == 0.0
