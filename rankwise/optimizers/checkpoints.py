@@ -202,7 +202,9 @@ class Checkpoints(RoutedOptimizer):
         if saved_groups_fit(state_dict, self.param_groups):
             names = [[self._name_of(tensor) for tensor in group["params"]] for group in self.param_groups]
             state_dict = in_order_of(self.identity, state_dict, names)
+            self._refuse_unknown_matrices(state_dict)
             self._refuse_misfits(state_dict)
+            state_dict["param_groups"] = self._completed(state_dict["param_groups"])
         before = self._structure()
         # They have been called: what is compared must be what is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
@@ -231,6 +233,9 @@ class Checkpoints(RoutedOptimizer):
                 f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
                 f"which must be {ours!r}; load it into that one, or load the weights alone"
             )
+
+    def _refuse_unknown_matrices(self, state_dict: Mapping[str, Any]) -> None:
+        ours = self.identity
         for key, state in state_dict.get("matrix_states", {}).items():
             if self._base_name(key) not in self._catalog:
                 raise ValueError(
@@ -244,6 +249,13 @@ class Checkpoints(RoutedOptimizer):
                     f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "
                     f"one of {', '.join(self.matrix_state_names) or 'none'}; load it with the version that wrote it"
                 )
+
+    def _completed(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of a dictionary, with this optimizer's values of what their version did not have."""
+        return [
+            {**{name: group[name] for name in self.defaults if name in group}, **theirs}
+            for group, theirs in zip(self.param_groups, saved, strict=True)
+        ]
 
     def _refuse_misfits(self, state_dict: Mapping[str, Any]) -> None:
         """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
@@ -326,6 +338,8 @@ class Checkpoints(RoutedOptimizer):
         saved_ids: Iterable[Any] = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, tensor in zip(saved_ids, self._tensors(), strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
+                if name == "step" and not isinstance(value, Tensor):
+                    value = torch.tensor(float(value), dtype=torch.float32)
                 if isinstance(value, Tensor):
                     # Copies, the count included: it is advanced in place.
                     device = self._count_device(tensor) if name == "step" else tensor.device

@@ -57,7 +57,8 @@ def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[
         ours: The names to put them in the order of.
 
     Returns:
-        The dictionary itself where names are not known, or are other ones altogether.
+        The dictionary with its own order where names are not known, or are other ones altogether: as in torch the place
+        counts then, for the states of matrices too, which are kept by name.
 
     Raises:
         MisfitError: The names show that the parameters are not the same ones.
@@ -77,12 +78,25 @@ def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[
                 f"{moved!r} is number {place[moved][1]} of group {place[moved][0]} there and number {mine[moved][1]} "
                 f"of group {mine[moved][0]} here; build the optimizer from the same named parameters in the same groups"
             )
+        names_here = {name: ours[group][index] for name, (group, index) in place.items()}
+        result["matrix_states"] = _renamed(state_dict.get("matrix_states", {}), names_here)
         return result
     result["param_groups"] = [
         _reordered(group, [place[name][1] for name in names])
         for group, names in zip(state_dict["param_groups"], ours, strict=True)
     ]
     return result
+
+
+def _renamed(states: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """States by other names; those of one matrix of a stack have its place in brackets behind the name."""
+    found = {}
+    for key, state in states.items():
+        name = key
+        while name and name not in names:
+            name = name.rpartition("[")[0]
+        found[names[name] + key[len(name) :] if name else key] = state
+    return found
 
 
 def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +36,49 @@ class _Marker:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.fixture(autouse=True)
-def _say_it_again() -> None:
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is said of files, however other tests have left the loggers."""
     reading._say_what_it_holds.cache_clear()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    reading.logger.addHandler(handler)
+    yield messages
+    reading.logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_files_of_deepspeed_are_plain_data(
-    tmp_path: Path, zipped: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, zipped: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, asked, load = tmp_path / "optim_states.pt", [], torch.load
     torch.save(PLAIN, path, _use_new_zipfile_serialization=zipped)
     monkeypatch.setattr(torch, "load", lambda *a, **k: (asked.append(k["weights_only"]), load(*a, **k))[1])
     found = read(path)
-    assert asked == [True] and not caplog.records
+    assert asked == [True] and not said
     assert found["zero_stage"] is ZeroStageEnum.gradients
     assert found["loss_scaler"].cur_scale == 2.0**8
     assert found["param_slice_mappings"][0]["weight"].start == 1
     assert torch.equal(found["state"], PLAIN["state"])
 
 
-def test_objects_of_users_are_read_as_deepspeed_reads_them_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_objects_of_users_are_read_as_deepspeed_reads_them_and_named(tmp_path: Path, said: list[str]) -> None:
     path = tmp_path / "model_states.pt"
     torch.save({"args": argparse.Namespace(depth=3), **PLAIN}, path)
-    with caplog.at_level(logging.WARNING):
-        assert read(path)["args"].depth == 3
-        read(path)
-    (record,) = caplog.records
-    assert "argparse.Namespace" in record.getMessage() and "deepspeed.runtime" not in record.getMessage()
+    assert read(path)["args"].depth == 3
+    read(path)
+    (message,) = said
+    assert "argparse.Namespace" in message and "deepspeed.runtime" not in message
 
 
-def test_a_file_is_inspected_before_anything_in_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_is_inspected_before_anything_in_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "model_states.pt", tmp_path / "ran"
     torch.save({"state": _Marker(folder)}, path)
     seen: list[bool] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(folder.exists())  # type: ignore[method-assign]
-    logging.getLogger(reading.__name__).addHandler(handler)
-    try:
-        read(path)
-    finally:
-        logging.getLogger(reading.__name__).removeHandler(handler)
-    assert seen == [False], "the warning comes first"
+    monkeypatch.setattr(reading, "_say_what_it_holds", lambda *_: seen.append(folder.exists()))
+    read(path)
+    assert seen == [False] and folder.exists(), "the warning comes first"
 
 
 @pytest.mark.parametrize("kept", [0, 100, 900])
