@@ -26,8 +26,8 @@ from rankwise.optimizers.options import Options
 from rankwise.optimizers.reports import Reports
 from rankwise.optimizers.routing import Rule
 from rankwise.optimizers.sources import TensorContents, real_view, refuse_unreadable
-from rankwise.optimizers.unit import Bucket, StepUnit
-from rankwise.sharding import Fragment, Layout, MatrixTask, SlicedMatrix
+from rankwise.optimizers.unit import Bucket, StepUnit, refuse_difference
+from rankwise.sharding import Fragment, Layout, LayoutError, MatrixTask, SlicedMatrix, gather_together
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
 
@@ -130,13 +130,7 @@ class ShardedOptimizer(LiveGroups, Reports):
 
     def _settings(self, unit: StepUnit) -> dict[str, str]:
         """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
-        shared = set(self.options.names()).difference(self.group_options, ("lr",))
-        found = {name: getattr(self.options, name) for name in sorted(shared)}
-        for position, group in unit.planned_groups.items():
-            names = [name for name in (*self.defaults, "fallback") if name in group]
-            found.update({f"param group {position}: {name}": group[name] for name in names})
-        # A tensor's text names its device, and would have to be waited for.
-        texts = {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
+        texts = self._chosen(unit.planned_groups)
         if unit.device.type == "cpu":
             # Copies of a weight on ranks that round differently would drift apart.
             texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
@@ -147,6 +141,16 @@ class ShardedOptimizer(LiveGroups, Reports):
             name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
             texts[name] = str(product).removeprefix("torch.")
         return {"the optimizer": type(self).__name__, **texts}
+
+    def _chosen(self, groups: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+        """The options, and those of param groups by their position, in words."""
+        shared = set(self.options.names()).difference(self.group_options, ("lr",))
+        found = {name: getattr(self.options, name) for name in sorted(shared)}
+        for position, group in groups.items():
+            names = [name for name in (*self.defaults, "fallback") if name in group]
+            found.update({f"param group {position}: {name}": group[name] for name in names})
+        # A tensor's text names its device, and would have to be waited for.
+        return {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
 
     def _plan(self, unit: StepUnit) -> None:
         """Plan the unit's collectives once; subclasses with matrix tasks extend this."""
@@ -179,7 +183,14 @@ class ShardedOptimizer(LiveGroups, Reports):
 
         ranks_apart: Callable[[Tensor], Any] = getattr(self._source, "ranks_apart", lambda tensor: None)
         apart = next((ranks for ranks in map(ranks_apart, tensors) if ranks is not None), None)
-        layout = Layout.share(look, apart or self._source.group, self._source.replicated)
+        ranks = apart or self._source.group
+        try:
+            layout = Layout.share(look, ranks, self._source.replicated)
+        except LayoutError:
+            # Raised on all ranks alike; options that differ cut parameters otherwise, and say more.
+            settings = self._chosen(dict(enumerate(self.param_groups)) if groups is None else groups)
+            refuse_difference([("", theirs) for theirs in gather_together(lambda: settings, ranks)])
+            raise
         if groups is None:
             places = zip(positions, contents, strict=True)
             groups = {position: self.param_groups[content.group] for position, content in places}

@@ -32,7 +32,7 @@ from rankwise.sharding import (
 )
 from rankwise.updates.adamw import Step
 
-__all__ = ["Bucket", "StepUnit", "spans"]
+__all__ = ["Bucket", "StepUnit", "refuse_difference", "spans"]
 
 
 @dataclass
@@ -205,22 +205,31 @@ class StepUnit:
             routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
             return hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest(), settings
 
-        everyone = gather_together(planned, self.layout.group)
-        if len(everyone) == 1:
-            return
-        differing = _differing([theirs for _, theirs in everyone])
-        signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
-        if len(set(signs)) > 1:
-            usual = max(signs, key=signs.count)
-            odd = [rank for rank, other in enumerate(signs) if other != usual]
-            named = "".join(
-                f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
-                for name, values in differing.items()
-            )
-            raise RuntimeError(
-                f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
-                f"optimizer options differ.{named} Build the same model with the same options on every rank."
-            )
+        refuse_difference(gather_together(planned, self.layout.group))
+
+
+def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Compare what the ranks have planned.
+
+    Args:
+        everyone: Of each rank, a digest of its plans, and settings by a name for the message, where it has them.
+
+    Raises:
+        RuntimeError: They are not alike.
+    """
+    differing = _differing([theirs for _, theirs in everyone])
+    signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
+    if len(set(signs)) > 1:
+        usual = max(signs, key=signs.count)
+        odd = [rank for rank, other in enumerate(signs) if other != usual]
+        named = "".join(
+            f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
+            for name, values in differing.items()
+        )
+        raise RuntimeError(
+            f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
+            f"optimizer options differ.{named} Build the same model with the same options on every rank."
+        )
 
 
 def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
