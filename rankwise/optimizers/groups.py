@@ -173,7 +173,7 @@ class RoutedOptimizer(Optimizer, ABC):
             if parameter.is_complex():
                 info = replace(info, shape=tuple(real_view(parameter).shape))
             if info.name in self._catalog:
-                info = replace(info, name=f"{info.name}@group{index}.param{position}")
+                info = info.told_apart(index, position)
             self._catalog[info.name] = (info, index)
             self.parameters_by_name[info.name] = parameter
             self._route_one(info.name)

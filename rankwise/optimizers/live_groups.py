@@ -16,6 +16,10 @@ from rankwise.optimizers.unit import StepUnit
 __all__ = ["Form", "LiveGroups", "form_of"]
 
 
+# Of schedules that change more than rates, such as OneCycleLR.
+_MOST_ACCEPTED = 64
+
+
 class Form(NamedTuple):
     """What a plan takes for granted of a tensor."""
 
@@ -25,6 +29,13 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
 
 
+def _comparable(value: Any) -> Any:
+    """To tell one value of an option from another, without reading a device's."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+
 def form_of(tensor: Tensor) -> Form:
     """The present one."""
     return Form(type(tensor), tensor.dtype, tensor.device, tensor.shape)
@@ -32,6 +43,17 @@ def form_of(tensor: Tensor) -> Form:
 
 class LiveGroups(Checkpoints):
     """The part of :class:`rankwise.optimizers.base.ShardedOptimizer` that notices what changed since it planned."""
+
+    def _detach(self) -> None:
+        super()._detach()
+        # Values of groups, without their rates, that were found to be valid.
+        self._accepted_values: set[tuple[Any, ...]] = set()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See the base class, which validates the group."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._accepted_values.add(tuple(_comparable(group.get(name)) for name in self.group_options if name != "lr"))
 
     def _follow_changes(self, unit: StepUnit | None) -> bool:
         """Follow what may be changed and refuse what may not, before the step changes anything.
@@ -47,6 +69,7 @@ class LiveGroups(Checkpoints):
             RuntimeError: A parameter has become another one.
         """
         self._refuse_constant_options()
+        self._refuse_bad_values()
         plain = isinstance(self._source, WholeParameters)
         if unit is not None and plain and list(map(form_of, unit.tensors)) != unit.forms:
             self._follow_forms(unit)
@@ -68,6 +91,21 @@ class LiveGroups(Checkpoints):
                 continue
             for name in sorted(self._constant_options.intersection(group)):
                 self._refuse_edit(name, position, getattr(self.options, name), group[name], "")
+
+    def _refuse_bad_values(self) -> None:
+        """Judge what was written into a group as its constructor would: half a step may be done before it is met.
+
+        The rate alone is left to schedules, as in torch.
+        """
+        for position, group in enumerate(self.param_groups):
+            values = tuple(_comparable(group.get(name)) for name in self.group_options if name != "lr")
+            if values in self._accepted_values and "lr" in group:
+                continue
+            self._refuse_incomplete(position, group)
+            self._validate_group(group)
+            if len(self._accepted_values) >= _MOST_ACCEPTED:
+                self._accepted_values.clear()
+            self._accepted_values.add(values)
 
     def _refuse_edit(self, name: str, position: int, old: Any, new: Any, key: str) -> None:
         if old != new:

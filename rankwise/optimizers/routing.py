@@ -37,6 +37,7 @@ _NORM_NAMES = ("norm", "ln_")
 _WRAPPER = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
 _TABLE_NAMES = ("bias_table", "position_table", "relative_position_bias", "relative_attention_bias")
 # Values per channel of state-space and linear-attention layers, kept as tables; they multiply no vector.
+_TWIN = "@group"
 _CHANNEL_NAMES = frozenset({"a_log", "a_logs", "dt_bias", "time_decay", "time_first", "time_faaaa"})
 
 
@@ -71,6 +72,20 @@ class ParameterInfo:
     role: Role = Role.UNKNOWN
     transposed: bool = False
     bias: str | None = None
+
+    @property
+    def own_name(self) -> str:
+        """The name in the model, by which patterns and roles go."""
+        return self.name.partition(_TWIN)[0]
+
+    def told_apart(self, group: int, position: int) -> ParameterInfo:
+        """Of a parameter whose name another one of the optimizer has: that of another model, say.
+
+        Args:
+            group: Its param group.
+            position: Its place there.
+        """
+        return replace(self, name=f"{self.name}{_TWIN}{group}.param{position}")
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -120,9 +135,9 @@ def route(info: ParameterInfo, policy: RoutingPolicy, fallback: bool | None = No
     if fallback is not None:
         return Route("fallback" if fallback else "matrix", "param group")
     for pattern in policy.exclude:
-        if fnmatch(info.name, pattern):
+        if fnmatch(info.own_name, pattern):
             return Route("fallback", f"excluded by '{pattern}'")
-    role = info.role if info.role is not Role.UNKNOWN else _role_by_name(info.name, info.shape)
+    role = info.role if info.role is not Role.UNKNOWN else _role_by_name(info.own_name, info.shape)
     dimensions = len(info.shape)
     # Whatever its shape says: a matrix with a side of 1 is a vector, too.
     if role is Role.VECTOR or dimensions < 2 or (dimensions < 4 and 1 in info.matrix_shape):

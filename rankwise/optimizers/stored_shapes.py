@@ -28,7 +28,7 @@ def transposed_by_name(infos: Iterable[ParameterInfo]) -> list[str]:
     named: dict[str, list[ParameterInfo]] = {}
     lying: set[str] = set()
     for info in infos:
-        found = _GPT2.fullmatch(info.name)
+        found = _GPT2.fullmatch(info.own_name)
         if found is None or info.role is not Role.UNKNOWN or len(info.shape) != 2:
             continue
         named.setdefault(found["model"], []).append(info)

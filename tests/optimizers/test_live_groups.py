@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -278,3 +280,46 @@ def test_complex_parameters_take_no_matrix_rule() -> None:
     value, matrix = complex_pair()
     with pytest.raises(OptionError, match="fallback=False in the param group of 'value' is invalid.*complex"):
         SONew([{"params": [("matrix", matrix)]}, {"params": [("value", value)], "fallback": False}])
+
+
+# --- values written into a living group -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("betas", (2.0, 0.9)), ("betas", 0.9), ("betas", None), ("weight_decay", "x"), ("weight_decay", math.nan)],
+    ids=str,
+)
+@cases(exact=False)
+def test_a_bad_value_ends_the_step_before_it_begins(case: Case, name: str, value: Any) -> None:
+    model, optimizer = setup(case)
+    if name not in optimizer.param_groups[0]:
+        return
+    advance(model, optimizer, range(2))
+    before, counts = weights(model), [float(state["step"]) for state in optimizer.state.values()]
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(OptionError, match=name):
+        advance(model, optimizer, range(2, 3))
+    assert_same(weights(model), before)
+    assert [float(state["step"]) for state in optimizer.state.values()] == counts
+
+
+@cases(exact=False)
+def test_a_missing_rate_is_named(case: Case) -> None:
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(1))
+    del optimizer.param_groups[0]["lr"]
+    with pytest.raises(OptionError, match="it must have 'lr'"):
+        advance(model, optimizer, range(1, 2))
+
+
+def test_values_are_judged_once() -> None:
+    model, optimizer = setup(BY_NAME["mars-adamw"])
+    with patch.object(optimizer, "_validate_group", wraps=optimizer._validate_group) as judged:
+        for index in range(4):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + index)
+            advance(model, optimizer, range(index, index + 1))
+        assert judged.call_count == 0
+        optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+        advance(model, optimizer, range(4, 7))
+    assert judged.call_count == 1

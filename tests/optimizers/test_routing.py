@@ -544,6 +544,19 @@ def test_misspelt_keys_of_a_group_are_refused(cls: type, key: str, hint: str) ->
     assert optimizer.param_groups[0]["lr_mult"] == 2
 
 
+@pytest.mark.parametrize("cls", [MARS, LDAdam])
+def test_equal_names_of_two_models_take_equal_rules(cls: type) -> None:
+    """A generator and a discriminator: what tells their parameters apart is no part of their names."""
+    names = ("head.weight", "blocks.0.router.weight", "tower.weight", "layers.0.mlp.weight")
+    named = [(name, nn.Parameter(torch.ones(40, 40))) for _ in range(2) for name in names]
+    options = {"variant": "muon"} if cls is MARS else {"rank": 2}
+    optimizer = cls(named, exclude=["tower*"], **options)
+    rows = list(optimizer.explain())
+    first, second = rows[: len(names)], rows[len(names) :]
+    assert [(row.rule, row.reason) for row in first] == [(row.rule, row.reason) for row in second]
+    assert [row.rule for row in first] == ["fallback", "fallback", "fallback", "matrix"]
+
+
 def test_two_parameters_of_one_name_stay_apart() -> None:
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     for model in (first, second):
