@@ -102,7 +102,8 @@ class LiveGroups(Checkpoints):
             if values in self._accepted_values and "lr" in group:
                 continue
             self._refuse_incomplete(position, group)
-            self._validate_group(group)
+            # Not the rate itself, a tensor perhaps, which would be read.
+            self._validate_group({**group, "lr": 0.0})
             if len(self._accepted_values) >= _MOST_ACCEPTED:
                 self._accepted_values.clear()
             self._accepted_values.add(values)
