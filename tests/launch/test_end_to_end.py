@@ -247,6 +247,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 def get_megatron_optimizer_config(args):
     return OptimizerConfig(optimizer=args.optimizer), {}
+
+def training_log(loss_dict, total_loss_dict, learning_rate, iteration):
+    pass
 """,
 }
 
