@@ -14,8 +14,10 @@ __all__ = ["condensed", "distance", "faults", "losses", "soak_section"]
 
 Row = Mapping[str, Any]
 
-_GROWTH = 4 * 2**20
-"""Bytes that the allocator may hold more after hundreds of steps; a leak of a kilobyte a step takes more."""
+_A_STEP = 1024
+"""Bytes a step by which memory may grow in the second half of a segment: less than any one tensor that is kept."""
+_SETTLED = 2 * 2**20
+"""Bytes by which it may grow there at least. Allocators take the most in their first few hundred steps."""
 
 _COUNTED = (
     "units",
@@ -66,36 +68,31 @@ def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], initial:
 
 
 def condensed(rows: Sequence[Row]) -> list[Row]:
-    """What the documentation keeps: losses, ends of segments, and the first and last counts of each segment."""
+    """What the documentation keeps: losses, ends of segments, the first, middle and last counts of each segment."""
     kept = [row for row in rows if row["kind"] not in ("counts", "started")]
-    by_segment: dict[tuple[Any, ...], list[Row]] = {}
-    for row in _of(rows, kind="counts"):
-        by_segment.setdefault(tuple(row[key] for key in ("type", "run", "segment")), []).append(row)
-    # Allocators and caches settle while a segment is young.
-    for counts in by_segment.values():
-        kept += [counts[0], counts[-1]] if len(counts) > 1 else counts
-    return kept
+    return kept + [row for counts in _counts(rows) for row in counts]
 
 
-def _pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """First and last counts of each segment."""
+def _counts(rows: Iterable[Row]) -> list[list[Row]]:
+    """First, middle and last counts of each segment that has several."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in _of(rows, kind="counts"):
         found.setdefault((row["type"], row["run"], row["segment"]), []).append(row)
-    return [(counts[0], counts[-1]) for counts in found.values() if len(counts) > 1]
+    return [[rows[0], rows[(len(rows) - 1) // 2], rows[-1]] for rows in found.values() if len(rows) > 1]
 
 
 def faults(rows: Sequence[Row]) -> list[str]:
     """What is more at the end of a segment than at its start, or differs between segments on as many ranks."""
     found = []
-    for first, last in _pairs(rows):
+    for first, middle, last in _counts(rows):
         place = f"{last['type']}, {last['run']}, steps {first['step']} to {last['step']} on {last['world']} ranks"
         grown = {name: last["counts"][name] - first["counts"][name] for name in _COUNTED}
         # Every save logs; a few objects come with the first.
         allowed = {"objects": 500}
         found += [f"{place}: {more} more {name}" for name, more in grown.items() if more > allowed.get(name, 0)]
-        if (more := last["resident"] - first["resident"]) > _GROWTH:
-            found.append(f"{place}: {more / 2**20:.1f} MiB more memory")
+        more, steps = last["resident"] - middle["resident"], last["step"] - middle["step"]
+        if more > max(_SETTLED, _A_STEP * steps):
+            found.append(f"{place}: {more / 2**20:.1f} MiB more memory in the last {steps} steps")
     sizes: dict[tuple[Any, ...], set[int]] = {}
     for row in _of(rows, kind="counts"):
         sizes.setdefault((row["type"], row["world"]), set()).add(row["state_bytes"])
@@ -124,7 +121,11 @@ def soak_section(rows: Sequence[Row]) -> str:
 
 def _found(rows: Sequence[Row]) -> list[str]:
     wrong = faults(rows)
-    return ["Found: " + "; ".join(wrong) + "."] if wrong else ["Nothing that is counted grew within a segment."]
+    return (
+        ["Found: " + "; ".join(wrong) + "."]
+        if wrong
+        else ["Nothing that is counted grew within a segment, nor memory in its second half."]
+    )
 
 
 def _summary(rows: Sequence[Row], kind: str) -> Iterable[tuple[str, str]]:
@@ -134,7 +135,9 @@ def _summary(rows: Sequence[Row], kind: str) -> Iterable[tuple[str, str]]:
     kills = [row for row in segments if row["end"] == "kill"]
     worlds = Counter(row["world"] for row in segments)
     calm, rough, single = (losses(own, kind, run) for run in ("undisturbed", "disturbed", "one rank"))
-    yield "steps, undisturbed and disturbed", f"{max(calm, default=0)} and {max(rough, default=0)}"
+    reached = [max(found, default=0) for found in (calm, rough, single)]
+    of = max((row.get("steps", 0) for row in own), default=0)
+    yield f"steps of {of}: undisturbed, disturbed, one rank", ", ".join(map(str, reached))
     yield "kills; clean ends", f"{len(kills)}; {len(segments) - len(kills)}"
     yield "steps done again after kills", str(_repeated(segments))
     yield "starts on 1, 2, 3, 4 ranks", ", ".join(str(worlds[world]) for world in (1, 2, 3, 4))
@@ -144,15 +147,17 @@ def _summary(rows: Sequence[Row], kind: str) -> Iterable[tuple[str, str]]:
     for name, other in (("disturbed", rough), ("one rank", single)):
         if both := sorted(calm.keys() & other.keys()):
             apart = [abs(other[step] - calm[step]) for step in both]
-            yield f"loss, {name} against undisturbed: mean, largest", f"{sum(apart) / len(apart):.4f}, {max(apart):.4f}"
+            yield f"loss, {name} against undisturbed: mean, largest", f"{sum(apart) / len(apart):.1e}, {max(apart):.1e}"
             yield f"last loss, {name} (undisturbed)", f"{other[both[-1]]:.4f} ({calm[both[-1]]:.4f})"
     for row in _of(own, kind="weights"):
         yield f"weights, {row['run']} against undisturbed: largest, mean", f"{row['largest']:.2f}, {row['mean']:.2f}"
-    growth = [(last["resident"] - first["resident"], last["step"] - first["step"]) for first, last in _pairs(own)]
-    if growth:
-        most, steps = max(growth)
-        yield "largest growth of rank 0's memory within a segment", f"{most / 2**20:.1f} MiB in {steps} steps"
-    ends = [row for _, row in _pairs(own)]
+    memory = _counts(own)
+    for name, at in (("a segment", 0), ("its second half", 1)):
+        if memory:
+            grown = [(row[2]["resident"] - row[at]["resident"], row[2]["step"] - row[at]["step"]) for row in memory]
+            most, steps = max(grown)
+            yield f"largest growth of rank 0's memory in {name}", f"{most / 2**20:.1f} MiB in {steps} steps"
+    ends = [row[-1] for row in memory]
     four = [row["resident"] / 2**20 for row in ends if row["world"] == 4]
     if four:
         yield "rank 0's memory at the ends of segments on 4 ranks", f"{min(four):.0f} to {max(four):.0f} MiB"

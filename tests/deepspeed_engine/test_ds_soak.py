@@ -72,8 +72,11 @@ def test_what_grows_is_found() -> None:
     assert faults([_counts(50), _counts(100, tensors=2)]) == [
         "MKOR, disturbed, steps 50 to 100 on 4 ranks: 1 more tensors"
     ]
-    (leak,) = faults([_counts(50), _counts(100, resident=9 * 2**20)])
-    assert leak.endswith("9.0 MiB more memory")
+    mib = 2**20
+    settling = [_counts(50), _counts(1000, resident=9 * mib), _counts(2000, resident=9 * mib + mib // 2)]
+    assert faults(settling) == faults(condensed(settling)) == []
+    (leak,) = faults([_counts(50), _counts(1000, resident=9 * mib)])
+    assert leak.endswith("9.0 MiB more memory in the last 950 steps")
     (other,) = faults([_counts(50), _counts(100, segment=1, state=12)])
     assert other == "MKOR on 4 ranks: rank 0 held [8, 12] bytes of state"
 
