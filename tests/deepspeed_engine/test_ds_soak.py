@@ -77,6 +77,9 @@ def test_what_grows_is_found() -> None:
     assert faults(settling) == faults(condensed(settling)) == []
     (leak,) = faults([_counts(50), _counts(1000, resident=9 * mib)])
     assert leak.endswith("9.0 MiB more memory in the last 950 steps")
+    again = {"kind": "started", "type": "MKOR", "run": "disturbed", "segment": 0}
+    interrupted = [_counts(50), _counts(100), again, _counts(150, resident=9 * mib), _counts(200, resident=9 * mib)]
+    assert faults(interrupted) == faults(condensed(interrupted)) == [], "two processes are not compared"
     (other,) = faults([_counts(50), _counts(100, segment=1, state=12)])
     assert other == "MKOR on 4 ranks: rank 0 held [8, 12] bytes of state"
 
