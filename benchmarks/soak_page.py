@@ -19,8 +19,8 @@ _A_STEP = 1024
 _SETTLED = 4 * 2**20
 """Bytes by which it may grow there at least. Allocators take the most in their first few hundred steps."""
 
-_FLAT = """Nothing that is counted (units, index tables, hooks, states, tensors) grew within a segment; in its second half,
-memory grew by less than 4 MiB or 1 KiB a step, whichever is more."""
+_FLAT = """Nothing that is counted (units, index tables, hooks, states, tensors) grew within a segment; in its second
+half, memory grew by less than 4 MiB or 1 KiB a step, whichever is more."""
 
 _COUNTED = (
     "units",
