@@ -205,7 +205,7 @@ class BackwardReduction:
             self._results[name] = (inputs, tokens, outputs)
 
     def forget_results(self) -> None:
-        """Drop what nobody has taken by the end of a step."""
+        """Drop what nobody has taken in the step before."""
         self._results = {}
 
     def abandon(self) -> None:

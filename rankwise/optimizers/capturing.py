@@ -240,7 +240,6 @@ class CapturingOptimizer(ShardedOptimizer):
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
         if self._reduction is not None and unit is next(reversed(self._units.values()), unit):
             self._reduction.abandon()
-            self._reduction.forget_results()
         for key in unit.scratch["statistics"]:
             record = self._records[key]
             if record.count and key in self._schedule.missed:
@@ -329,12 +328,15 @@ class CapturingOptimizer(ShardedOptimizer):
             counts: The numbers of their steps.
         """
         assert self._capture is not None
+        first = unit is next(iter(self._units.values()))
+        if self._reduction is not None and first:
+            # Not at the end of the round: in the first one nobody knows which unit is its last.
+            self._reduction.forget_results()
         keys = list(counts)
         if not keys:
             return {}
         divisor = self._gradient_divisor(unit)
         if self._reduction is not None:
-            first = unit is next(iter(self._units.values()))
             reduced = self._reduction.take(keys, first, self._own_report)
             numbers_of = self._reduction.failures, self._reduction.tokens
             self._note(unit, counts, *([numbers[key] for key in keys] for numbers in numbers_of))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +35,12 @@ class _Marker:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What is said of files, however other tests have left the loggers."""
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of files, however libraries have left the loggers."""
     reading._say_what_it_holds.cache_clear()
     messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    reading.logger.addHandler(handler)
-    yield messages
-    reading.logger.removeHandler(handler)
+    monkeypatch.setattr(reading.logger, "warning", lambda text, *values: messages.append(text % values))
+    return messages
 
 
 @pytest.mark.parametrize("zipped", [True, False])
