@@ -240,5 +240,18 @@ def soak_figures(
     raise typer.Exit(bool(faults(found)))
 
 
+@app.command()
+def reliability(
+    rows: Annotated[Path, typer.Argument(help="JSON lines written by the tests of the fault table.", exists=True)],
+    page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/reliability.md"),
+    soak: Annotated[Path, typer.Option(help="JSON written by soak-figures.")] = Path("docs/data/soak.json"),
+) -> None:
+    """Turn what the tests of the fault table saw, and the soak figures, into a page of the documentation."""
+    from benchmarks.reliability import read_rows, reliability_page
+
+    figures = json.loads(soak.read_text()) if soak.exists() else []
+    page.write_text(reliability_page(read_rows(rows), figures))
+
+
 if __name__ == "__main__":
     app()

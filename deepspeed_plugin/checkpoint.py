@@ -68,16 +68,29 @@ def save_checkpoint(
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     client_state.update(_note(engine, optimizer, Path(save_dir) / name, client_state))
     named_here = not engine.checkpoint_engine.is_decoupled()
-    with _file_form(engine):
+    with _file_form(engine), _failures_held(engine) as failures:
         done = original(
             engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest and not named_here, **options
         )
-    if named_here and save_latest:
-        if engine.global_rank == 0:
+
+    folder = Path(save_dir) / name
+
+    def settle() -> None:
+        if failures:
+            raise _unwritable(folder, failures[0]) from failures[0]
+
+    def put_name() -> None:
+        if named_here and save_latest and engine.global_rank == 0:
             scratch = Path(save_dir) / ".latest"
-            scratch.write_text(name)
-            scratch.replace(Path(save_dir) / "latest")
-        dist.barrier()
+            try:
+                scratch.write_text(name)
+                scratch.replace(Path(save_dir) / "latest")
+            except OSError as error:
+                raise _unwritable(scratch, error) from error
+
+    # Where a disk is full all ranks hear of it, and the last name stays.
+    together(dist.group.WORLD, settle)
+    together(dist.group.WORLD, put_name)
     return done
 
 
@@ -92,6 +105,35 @@ def _note(
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     record = {"identity": optimizer.identity, "save": save[0], "folder": str(folder.resolve()), "added_info": needed}
     return {RECORD: record, **({UNIVERSAL_CHECKPOINT_INFO: version} if needed else {})}
+
+
+def _unwritable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be written: {error}. 'latest' names the checkpoint it named before; make room, and save again."
+    )
+
+
+@contextmanager
+def _failures_held(engine: DeepSpeedEngine) -> Iterator[list[OSError | RuntimeError]]:
+    """Files that cannot be written, to be raised when all ranks are through: DeepSpeed saves end in a barrier."""
+    writer, failures = engine.checkpoint_engine, list[OSError | RuntimeError]()
+    original, own = writer.save, vars(writer).get("save")
+
+    def save(*args: Any, **options: Any) -> Any:
+        try:
+            return original(*args, **options)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            failures.append(error)
+            return None
+
+    writer.save = save
+    try:
+        yield failures
+    finally:
+        if own is None:
+            del writer.save
+        else:
+            writer.save = own
 
 
 @contextmanager
@@ -150,6 +192,8 @@ def load_checkpoint(
         return reshard(engine, saved, Wanted(**options))
     if fresh:
         _refuse_wrong_weights(engine, saved)
+    elif ours is not None and wanted.states and saved.zero_files:
+        _refuse_foreign_states(engine, saved)
     with _file_form(engine):
         result = original(engine, load_dir, tag=tag, **options)
     if fresh and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -246,6 +290,13 @@ def _refuse_moved_experts(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> No
             "ranks; states of expert layers continue on the same stage and ranks only. Resume there, or load the "
             "weights alone (load_module_only=True)."
         )
+
+
+def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
+    """Refuse on all ranks what the optimizer of any would refuse of its file, when the others have taken theirs."""
+    rank = dist.get_rank(engine.seq_data_parallel_group)
+    optimizer: ShardedOptimizer = engine.basic_optimizer
+    together(engine.seq_data_parallel_group, lambda: optimizer.refuse_foreign(saved.optimizer(rank)[0]))
 
 
 def _refuse_wrong_weights(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:

@@ -5,6 +5,6 @@ from rankwise.optimizers.mars import MARS
 from rankwise.optimizers.mkor import MKOR
 from rankwise.optimizers.routing import annotate
 from rankwise.optimizers.sonew import SONew
+from rankwise.version import __version__
 
 __all__ = ["LDAdam", "MARS", "MKOR", "SONew", "__version__", "annotate"]
-__version__ = "0.1.0"

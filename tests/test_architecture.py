@@ -63,6 +63,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "rankwise.kernels",
         "rankwise.sharding",
         "rankwise.health",
+        "rankwise.version",
     ),
     "rankwise": (
         "rankwise.optimizers",
@@ -70,6 +71,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "rankwise.updates",
         "rankwise.health",
         "rankwise.estimate",
+        "rankwise.version",
     ),
     "deepspeed_plugin": ("deepspeed_plugin", "rankwise"),
     "megatron_patches": ("megatron_patches", "rankwise"),

@@ -28,6 +28,7 @@ from rankwise.optimizers.routing import Rule
 from rankwise.optimizers.sources import TensorContents, real_view, refuse_unreadable
 from rankwise.optimizers.unit import Bucket, StepUnit, refuse_difference
 from rankwise.sharding import Fragment, Layout, LayoutError, MatrixTask, SlicedMatrix, gather_together
+from rankwise.version import __version__
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
 
@@ -114,6 +115,7 @@ class ShardedOptimizer(LiveGroups, Reports):
         unit.key, unit.forms = key, list(map(form_of, tensors))
 
         def plan() -> dict[str, str]:
+            self._refuse_other_shapes(unit)
             self._plan(unit)
             self._warn_of_nameless()
             self._refuse_strange(unit, self.matrix_states.everything())
@@ -128,6 +130,17 @@ class ShardedOptimizer(LiveGroups, Reports):
             raise
         return unit
 
+    def _refuse_other_shapes(self, unit: StepUnit) -> None:
+        """Compare this rank's model with what others report of parameters that it may hold nothing of."""
+        for key, shape in unit.layout.shapes.items():
+            info = unit.infos[key]
+            own = info.shape if self._base_name(key) == key else info.matrix_shape
+            if tuple(own) != tuple(shape):
+                raise LayoutError(
+                    f"'{key}' has shape {tuple(own)} in the model of rank {self.rank} and {tuple(shape)} in that of a "
+                    "rank that stores it; all data-parallel ranks must hold the same model."
+                )
+
     def _settings(self, unit: StepUnit) -> dict[str, str]:
         """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
         texts = self._chosen(unit.planned_groups)
@@ -140,7 +153,8 @@ class ShardedOptimizer(LiveGroups, Reports):
         if product is not None and getattr(self.options, option) == "auto":
             name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
             texts[name] = str(product).removeprefix("torch.")
-        return {"the optimizer": type(self).__name__, **texts}
+        # Another version may send something else at the same place.
+        return {"the version of rankwise": __version__, "the optimizer": type(self).__name__, **texts}
 
     def _chosen(self, groups: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
         """The options, and those of param groups by their position, in words."""

@@ -222,6 +222,18 @@ class Checkpoints(RoutedOptimizer):
             {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
         )
 
+    def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a dictionary that is not one of this optimizer's.
+
+        Args:
+            state_dict: As :meth:`state_dict` returned it, somewhere.
+
+        Raises:
+            ValueError: Another optimizer has written it, or it has states or parameters that this one has not.
+        """
+        self._refuse_foreign(state_dict)
+        self._refuse_unknown_matrices(state_dict)
+
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         ours = self.identity
         theirs = state_dict.get("rankwise")
