@@ -192,7 +192,7 @@ def load_checkpoint(
         return reshard(engine, saved, Wanted(**options))
     if fresh:
         _refuse_wrong_weights(engine, saved)
-    elif ours is not None and wanted.states and saved.zero_files:
+    elif ours is not None and wanted.states and saved.zero_files and _shares_its_files(engine):
         _refuse_foreign_states(engine, saved)
     with _file_form(engine):
         result = original(engine, load_dir, tag=tag, **options)
@@ -290,6 +290,12 @@ def _refuse_moved_experts(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> No
             "ranks; states of expert layers continue on the same stage and ranks only. Resume there, or load the "
             "weights alone (load_module_only=True)."
         )
+
+
+def _shares_its_files(engine: DeepSpeedEngine) -> bool:
+    """Whether the ZeRO files belong to these data-parallel ranks alone; other stages of a pipeline have files too."""
+    ranks: int = dist.get_world_size(engine.seq_data_parallel_group)
+    return ranks == dist.get_world_size()
 
 
 def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
