@@ -265,7 +265,7 @@ class Checkpoints(RoutedOptimizer):
     def _completed(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Groups of a dictionary, with this optimizer's values of what their version did not have."""
         return [
-            {**{name: group[name] for name in self.defaults if name in group}, **theirs}
+            {**theirs, **{name: group[name] for name in self.defaults if name in group and name not in theirs}}
             for group, theirs in zip(self.param_groups, saved, strict=True)
         ]
 

@@ -52,8 +52,11 @@ class LiveGroups(Checkpoints):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See the base class, which validates the group."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._accepted_values.add(tuple(_comparable(group.get(name)) for name in self.group_options if name != "lr"))
+        self._accepted_values.add(self._values_of(self.param_groups[-1]))
+
+    def _values_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a group sets besides its rate."""
+        return tuple(_comparable(group.get(name)) for name in self.group_options if name != "lr")
 
     def _follow_changes(self, unit: StepUnit | None) -> bool:
         """Follow what may be changed and refuse what may not, before the step changes anything.
@@ -98,7 +101,7 @@ class LiveGroups(Checkpoints):
         The rate alone is left to schedules, as in torch.
         """
         for position, group in enumerate(self.param_groups):
-            values = tuple(_comparable(group.get(name)) for name in self.group_options if name != "lr")
+            values = self._values_of(group)
             if values in self._accepted_values and "lr" in group:
                 continue
             self._refuse_incomplete(position, group)
