@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine_faults import OTHER_VERSION, OVERFLOWS
 
-PLAIN, ENGINES, FILES, KILLED = "plain", "engines", "files", "killed"
+PLAIN, ENGINES, FILES, KILLED, MEGATRON = "plain", "engines", "files", "killed", "megatron"
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Row:
         return "::" in self.source
 
 
-CUT, ZERO, MEGATRON = (
+CUT, ZERO, CORE = (
     "plain PyTorch, parameters cut over 2 ranks",
     "DeepSpeed, ZeRO-2, 2 ranks",
-    "megatron-core, 2 ranks",
+    "megatron-core, distributed optimizer, 2 ranks",
 )
 SKIPPED = (
     "every weight and state keeps its bits on all ranks; later steps are those of a run that never met it; "
@@ -107,6 +107,27 @@ TABLE = [
     Row("an emptied optimizer file", ZERO, _FILE, FILES, "emptied"),
     Row("64 bytes of an optimizer file zeroed", ZERO, _FILE, FILES, "corrupted"),
     Row(
+        "full disk: the file of rank 1",
+        CORE,
+        "all ranks raise; the run still holds its states; the previous checkpoint continues bit for bit",
+        MEGATRON,
+        "full disk, Megatron",
+    ),
+    *(
+        Row(
+            f"{name} checkpoint file",
+            CORE,
+            "all ranks raise; the optimizer's weights and states keep their bits",
+            MEGATRON,
+            scenario,
+        )
+        for name, scenario in (
+            ("a truncated", "truncated, Megatron"),
+            ("an emptied", "emptied, Megatron"),
+            ("a missing", "gone, Megatron"),
+        )
+    ),
+    Row(
         "another optimizer's checkpoint",
         ZERO,
         "the weights are kept; the states start afresh",
@@ -115,13 +136,13 @@ TABLE = [
     ),
     Row(
         "another optimizer's checkpoint",
-        MEGATRON,
+        CORE,
         "all ranks raise, with both names and the flag that helps; nothing has changed",
         "tests/megatron_engine/test_megatron_checkpoints.py::test_another_optimizers_states_are_refused",
     ),
     Row(
         "another rank's, band's or optimizer's states",
-        MEGATRON,
+        CORE,
         "all ranks raise, with the option, both values and the way out; nothing has changed",
         "tests/megatron_engine/test_megatron_resuming.py::test_what_cannot_fit_is_refused_with_the_way_out",
     ),

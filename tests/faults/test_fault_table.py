@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from engine_faults import after_the_signal, seen_by_engines
-from fault_table import ENGINES, FILES, KILLED, PLAIN, TABLE, Row
+from fault_table import ENGINES, FILES, KILLED, MEGATRON, PLAIN, TABLE, Row
 from file_faults import damage, seen_while_loading, seen_while_saving
 from killed_ranks import EVENTS, Kill, job_of, survivor_of
 from plain_faults import seen_on_a_rank
@@ -71,6 +71,16 @@ def _files(root: Path) -> Sentences:
     return {name: f"{before[name]}; {seen}" if name in before else seen for name, seen in loaded.items()}
 
 
+@functools.cache
+def _megatron(root: Path) -> Sentences:
+    pytest.importorskip("megatron.core")
+    from megatron_faults import seen_by_megatron
+
+    folder = root / "megatron"
+    folder.mkdir()
+    return alike(run_ranks(2, seen_by_megatron, str(folder)))
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
@@ -90,8 +100,8 @@ _ELSEWHERE = [pytest.param(row, id=row.label) for row in TABLE if row.elsewhere]
 
 @pytest.mark.parametrize("row", _HERE)
 def test_seen_is_expected(root: Path, row: Row) -> None:
-    found = {PLAIN: _plain, ENGINES: lambda: _engines(root), FILES: lambda: _files(root), KILLED: lambda: _files(root)}
-    seen = found[row.source]()[row.name]
+    runs = {ENGINES: _engines, FILES: _files, KILLED: _files, MEGATRON: _megatron}
+    seen = (_plain() if row.source == PLAIN else runs[row.source](root))[row.name]
     _record(row, seen)
     assert seen == row.expected
 
