@@ -19,7 +19,7 @@ import rankwise
 from benchmarks.contenders import OURS, Contender, selected
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import environment, timed
-from rankwise.optimizers.sources import Slice, TensorContents
+from rankwise.sharding.sources import Slice, TensorContents
 
 __all__ = ["FlatPiece", "Waits", "measure_communication"]
 
@@ -126,7 +126,7 @@ class FlatPiece:
         self._contents = TensorContents(0, tuple(slices))
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.optimizers.sources.LayoutSource`."""
+        """See :class:`rankwise.sharding.sources.LayoutSource`."""
         return self._contents
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.contenders import OURS, selected
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import timed
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["TYPES", "measure_products", "products_of"]
 

@@ -13,9 +13,9 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from deepspeed_plugin.json_file import read_config
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.hints import nearest, shown
-from rankwise.optimizers.options import OptionError, Options, check_given, check_keys, check_preset
+from rankwise.options.hints import nearest, shown
+from rankwise.options.validation import OptionError, Options, check_given, check_keys, check_preset
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["JSON_TYPES", "check_block", "resolve", "types_by_spelling", "unknown_type", "validate_config"]
 

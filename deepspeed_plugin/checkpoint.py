@@ -30,7 +30,7 @@ from deepspeed_plugin.restoring import Wanted, without_record
 from deepspeed_plugin.saved import RECORD, CheckpointError, SavedCheckpoint, tag_in
 from deepspeed_plugin.stock_form import stock_form
 from deepspeed_plugin.universal import author_of, load_universal
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["CheckpointError", "SavedCheckpoint", "load_checkpoint", "save_checkpoint"]
 

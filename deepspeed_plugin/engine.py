@@ -17,9 +17,9 @@ from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_e
 from deepspeed_plugin.state_access import StateAccess
 from deepspeed_plugin.support import refuse_settings, refuse_wrapper
 from rankwise import MKOR
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.patterns import refuse_unmatched, refuse_unmatched_everywhere
-from rankwise.optimizers.routing import annotate
+from rankwise.routing.patterns import refuse_unmatched, refuse_unmatched_everywhere
+from rankwise.routing.roles import annotate
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["attach", "backward", "detach", "prepare"]
 

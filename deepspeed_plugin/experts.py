@@ -8,7 +8,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from rankwise.optimizers.routing import Role, assign_role, info_of
+from rankwise.routing.roles import Role, assign_role, info_of
 
 __all__ = ["are_cut_alike", "are_native", "name_experts"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import hjson
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 __all__ = ["read_config"]
 

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.sources import Slice, TensorContents, TensorParallel
 from rankwise.sharding import LayoutError
+from rankwise.sharding.sources import Slice, TensorContents, TensorParallel
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
 
@@ -79,7 +79,7 @@ class DeepSpeedLayout(ABC):
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.optimizers.sources.LayoutSource`."""
+        """See :class:`rankwise.sharding.sources.LayoutSource`."""
 
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:

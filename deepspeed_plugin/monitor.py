@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["report_health"]
 

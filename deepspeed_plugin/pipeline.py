@@ -12,8 +12,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from rankwise import MKOR
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.routing import Role, assign_role
+from rankwise.routing.roles import Role, assign_role
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["StageLosses", "is_pipeline", "refuse_if_idle_everywhere", "settle_shared_weights"]
 

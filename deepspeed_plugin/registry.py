@@ -29,10 +29,10 @@ from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.base import ShardedOptimizer, deferred_steps
-from rankwise.optimizers.groups import idle_allowed
-from rankwise.optimizers.options import OptionError
-from rankwise.optimizers.patterns import checked_later
+from rankwise.options.validation import OptionError
+from rankwise.routing.patterns import checked_later
+from rankwise.step.optimizer import ShardedOptimizer, deferred_steps
+from rankwise.step.table import idle_allowed
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
 

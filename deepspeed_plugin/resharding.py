@@ -19,10 +19,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, restore_module, restore_scaler
 from deepspeed_plugin.saved import CheckpointError, SavedCheckpoint
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.portable import Vectors, check_stored, merge_vectors, restore, saved_vectors
 from rankwise.sharding import together as all_together
 from rankwise.sharding.state import StorageError, save_vectors
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.portable import Vectors, check_stored, merge_vectors, restore, saved_vectors
 
 __all__ = ["fill", "open_engine", "own_error", "reshard", "together", "vectors_of"]
 

@@ -18,7 +18,7 @@ from deepspeed.utils import get_full_hp_param, set_full_hp_param
 from torch import Tensor
 
 from deepspeed_plugin.layouts import DeepSpeedLayout, logical_shape
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["StateAccess"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["from_stock", "stock_form", "to_stock"]
 

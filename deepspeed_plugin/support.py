@@ -12,8 +12,8 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from deepspeed_plugin.experts import are_cut_alike, are_native
 from deepspeed_plugin.pipeline import is_pipeline
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["refuse_replaced", "refuse_settings", "refuse_wrapper"]
 

@@ -24,9 +24,9 @@ from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.resharding import fill, open_engine, own_error, reshard, together, vectors_of
 from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, restore_module, restore_scaler
 from deepspeed_plugin.saved import RECORD, CheckpointError, SavedCheckpoint, newest_model_file, read, tag_in
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.portable import Vectors
 from rankwise.sharding.state import save_vectors
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.portable import Vectors
 
 __all__ = ["author_of", "convert", "load_universal"]
 

@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from rankwise.configs import OPTIMIZERS
-from rankwise.optimizers.routing import annotate
+from rankwise.routing.roles import annotate
 
 __all__ = ["explain_table"]
 

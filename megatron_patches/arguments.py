@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from megatron_patches.registry import NAMES, option_names, resolve
 from megatron_patches.resuming import flag_of
 from megatron_patches.support import SupportError, refused_flags
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["Flag", "add_flags", "flags", "given_options"]
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_patches.parameters import ModelParameter
-from rankwise.optimizers.linear_views import LinearShape, LinearView, Side
-from rankwise.optimizers.routing import Role
+from rankwise.routing.roles import Role
+from rankwise.statistics.views import LinearShape, LinearView, Side
 
 __all__ = ["linear_views"]
 
 
 def linear_views(parameters: Mapping[Parameter, ModelParameter]) -> Callable[[nn.Module], list[LinearView]]:
-    """What :class:`rankwise.optimizers.capture.Capture` asks of every module.
+    """What :class:`rankwise.statistics.hooks.Capture` asks of every module.
 
     Args:
         parameters: The model's parameters.

@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.support import SupportError
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["holder", "refuse_format", "refuse_holder"]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rankwise.optimizers.sources import TensorParallel
+from rankwise.sharding.sources import TensorParallel
 
 __all__ = ["ParallelGroups"]
 

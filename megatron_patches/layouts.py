@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
-from rankwise.optimizers.sources import TensorContents, TensorParallel
 from rankwise.sharding import LayoutError
+from rankwise.sharding.sources import TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
 
@@ -64,7 +64,7 @@ class MegatronLayout:
                     self._register_whole(index, parameter, parameter)
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.optimizers.sources.LayoutSource`."""
+        """See :class:`rankwise.sharding.sources.LayoutSource`."""
         try:
             return self._contents[id(tensor)]
         except KeyError:

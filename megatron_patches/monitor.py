@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["health_of", "remember", "report_health"]
 
@@ -34,7 +34,7 @@ def health_of(wrappers: Sequence[Any]) -> dict[str, float]:
         wrappers: Ours, around the parts of one model.
 
     Returns:
-        See :meth:`rankwise.optimizers.base.ShardedOptimizer.read_health`; of a model with experts theirs begin
+        See :meth:`rankwise.step.optimizer.ShardedOptimizer.read_health`; of a model with experts theirs begin
         with ``experts/``, and those of further parts with ``part<n>/``.
     """
     found: dict[str, float] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["Offloading", "is_on_device"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["RATES", "Group", "match_groups", "share_members"]
 

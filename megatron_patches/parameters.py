@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
-from rankwise.optimizers.routing import ParameterInfo, Role, attach_info
-from rankwise.optimizers.sources import Slice
+from rankwise.routing.roles import ParameterInfo, Role, attach_info
 from rankwise.sharding import LayoutError
+from rankwise.sharding.sources import Slice
 
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 

@@ -25,10 +25,10 @@ from megatron_patches.names import describe_model
 from megatron_patches.support import SupportError, refuse_exact, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.groups import idle_allowed
-from rankwise.optimizers.options import OptionError, Options, check_given, check_keys, check_preset
-from rankwise.optimizers.patterns import checked_later
+from rankwise.options.validation import OptionError, Options, check_given, check_keys, check_preset
+from rankwise.routing.patterns import checked_later
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.table import idle_allowed
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
 

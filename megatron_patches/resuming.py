@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
 from megatron_patches.param_groups import RATES
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["flag_of", "misfit", "options_record", "settle_options"]
 

@@ -37,10 +37,10 @@ from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
 from rankwise import MKOR
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.groups import idle_allowed
-from rankwise.optimizers.options import OptionError
-from rankwise.optimizers.patterns import refuse_unmatched_everywhere
+from rankwise.options.validation import OptionError
+from rankwise.routing.patterns import refuse_unmatched_everywhere
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.table import idle_allowed
 
 __all__ = ["Adoption", "LayerWise", "wrapper_classes"]
 

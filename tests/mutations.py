@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankwise import MKOR
-from rankwise.optimizers.routing import annotate
+from rankwise.routing.roles import annotate
 
 NUMBERS: tuple[Any, ...] = (
     *(0, 1, 2, 3, 7, 33, 101, -1, -7, 500, 10**6, 10**9, 10**12, 2**63, 2**64, 10**400, -(10**400)),

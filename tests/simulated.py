@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.sources import Slice, TensorContents, TensorParallel
+from rankwise.sharding.sources import Slice, TensorContents, TensorParallel
+from rankwise.step.optimizer import ShardedOptimizer
 
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor", "tensor_copies")
 # How tensor parallelism cuts what it does not replicate: by rows, or by columns.

@@ -53,26 +53,20 @@ def within(name: str, *packages: str) -> bool:
 
 
 # Part of the tree: what of ours it may import. The longest matching key counts.
+PAPERS = ("rankwise.ldadam", "rankwise.mars", "rankwise.mkor", "rankwise.sonew")
+BELOW_STEP = ("rankwise.options", "rankwise.updates", "rankwise.sharding", "rankwise.kernels", "rankwise.routing")
+ROOMS = ("rankwise.statistics", "rankwise.step", *BELOW_STEP, "rankwise.version")
 ALLOWED: dict[str, tuple[str, ...]] = {
+    "rankwise.options": ("rankwise.options",),
     "rankwise.updates": ("rankwise.updates",),
-    "rankwise.sharding": ("rankwise.sharding",),
+    "rankwise.sharding": ("rankwise.sharding", "rankwise.options"),
     "rankwise.kernels": ("rankwise.kernels", "rankwise.updates"),
-    "rankwise.optimizers": (
-        "rankwise.optimizers",
-        "rankwise.updates",
-        "rankwise.kernels",
-        "rankwise.sharding",
-        "rankwise.health",
-        "rankwise.version",
-    ),
-    "rankwise": (
-        "rankwise.optimizers",
-        "rankwise.sharding",
-        "rankwise.updates",
-        "rankwise.health",
-        "rankwise.estimate",
-        "rankwise.version",
-    ),
+    "rankwise.routing": ("rankwise.routing", "rankwise.options"),
+    "rankwise.step": ("rankwise.step", *BELOW_STEP, "rankwise.version"),
+    "rankwise.statistics": ROOMS,
+    # A paper's room knows no other paper's.
+    **{paper: (paper, *ROOMS) for paper in PAPERS},
+    "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate"),
     "deepspeed_plugin": ("deepspeed_plugin", "rankwise"),
     "megatron_patches": ("megatron_patches", "rankwise"),
     "rankwise.launch": OURS,
@@ -117,19 +111,25 @@ def test_imports_point_downwards(part: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "forbidden"),
     [
-        ("rankwise.updates.mars", "from rankwise.sharding import Layout", True),
-        ("rankwise.updates.mars", "from .adamw import Scalar", False),
-        ("rankwise.updates.mars", "from ..kernels import foreach", True),
-        ("rankwise.sharding.plan", "import rankwise.optimizers.base", True),
+        ("rankwise.updates.lamb", "from rankwise.sharding import Layout", True),
+        ("rankwise.updates.lamb", "from .adamw import Scalar", False),
+        ("rankwise.updates.lamb", "from ..kernels import lists", True),
+        ("rankwise.sharding.plan", "import rankwise.step.optimizer", True),
         ("rankwise.sharding.plan", "from .layout import Layout", False),
-        ("rankwise.kernels.foreach", "from rankwise.updates.adamw import Scalar", False),
-        ("rankwise.kernels.foreach", "from rankwise.optimizers import base", True),
-        ("rankwise.optimizers.base", "from rankwise.sharding import Layout", False),
-        ("rankwise.optimizers.base", "def f():\n    import deepspeed_plugin", True),
-        ("rankwise.optimizers.base", "def f():\n    import deepspeed", True),
-        ("rankwise.optimizers.capture", "from transformers.pytorch_utils import Conv1D", True),
-        ("rankwise.optimizers.base", "import rankwise.launch.cli", True),
-        ("rankwise.optimizers.base", "importlib.import_module('megatron.core')", True),
+        ("rankwise.kernels.lists", "from rankwise.updates.adamw import Scalar", False),
+        ("rankwise.kernels.lists", "from rankwise.step import unit", True),
+        ("rankwise.kernels.forms", "from rankwise.mkor import blocked", True),
+        ("rankwise.step.optimizer", "from rankwise.sharding import Layout", False),
+        ("rankwise.step.optimizer", "from rankwise.mkor.formulas import guarded", True),
+        ("rankwise.step.optimizer", "from rankwise.statistics import hooks", True),
+        ("rankwise.step.optimizer", "def f():\n    import deepspeed_plugin", True),
+        ("rankwise.step.optimizer", "def f():\n    import deepspeed", True),
+        ("rankwise.mars.optimizer", "from rankwise.ldadam import formulas", True),
+        ("rankwise.mars.optimizer", "from .formulas import clip", False),
+        ("rankwise.mkor.optimizer", "from rankwise.statistics import hooks", False),
+        ("rankwise.statistics.hooks", "from transformers.pytorch_utils import Conv1D", True),
+        ("rankwise.step.optimizer", "import rankwise.launch.cli", True),
+        ("rankwise.step.optimizer", "importlib.import_module('megatron.core')", True),
         ("deepspeed_plugin.registry", "import megatron_patches", True),
         ("deepspeed_plugin.registry", "import deepspeed.ops", False),
         ("deepspeed_plugin.registry", "import megatron", True),
@@ -150,7 +150,7 @@ def test_the_core_imports_without_any_framework() -> None:
     program = (
         "import sys\n"
         f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"
-        "import rankwise, rankwise.optimizers.capture, rankwise.sharding\n"
+        "import rankwise, rankwise.statistics.hooks, rankwise.sharding\n"
         f"assert not [n for n in sys.modules if n.split('.')[0] in {OURS[1:]!r} or n.startswith('rankwise.launch')]\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
@@ -179,7 +179,8 @@ STEP_PATH = [
         for path in sources("rankwise/kernels")
         if not path.name.startswith("blocked") and path.parent.name != "native"
     ),
-    *(ROOT / "rankwise" / name for name in ("optimizers/mars.py", "optimizers/sonew.py", "optimizers/first_order.py")),
+    *(path for path in sources("rankwise") if path.name.startswith("cuda")),
+    *(ROOT / "rankwise" / name for name in ("mars/optimizer.py", "sonew/optimizer.py", "step/first_order.py")),
     *(ROOT / "rankwise" / name for name in ("sharding/reduce.py", "sharding/halo.py", "sharding/exchange.py")),
 ]
 

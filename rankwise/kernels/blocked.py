@@ -1,7 +1,7 @@
 """Element-wise updates for CPUs: block after block, so that every temporary stays in the cache.
 
 A pass over a list of fragments reads and writes main memory once, whatever the number of operations. The signatures
-are those of :mod:`rankwise.kernels.foreach`, and so are the results but for the last bits.
+are those of :mod:`rankwise.kernels.lists`, and so are the results but for the last bits.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def adamw_(
     step: int,
     correct_eps: bool = True,
 ) -> None:
-    """AdamW in torch's fused kernel; arguments as for :func:`rankwise.kernels.foreach.adamw_`."""
+    """AdamW in torch's fused kernel; arguments as for :func:`rankwise.kernels.lists.adamw_`."""
     _, correction2 = bias_corrections(betas, step)
     own_eps = eps if correct_eps else eps / correction2**0.5
     _fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, _count(step), lr, betas, own_eps, weight_decay)
@@ -170,7 +170,7 @@ def mars_adamw_(
     step: int,
     advance: bool,
 ) -> None:
-    """MARS-AdamW from raw gradients; arguments as for :func:`rankwise.kernels.foreach.mars_adamw_`."""
+    """MARS-AdamW from raw gradients; arguments as for :func:`rankwise.kernels.lists.mars_adamw_`."""
     bias_corrections(betas, step)  # refuses a wrong step before a reference moves on
     count = _count(step)
     lists = (params, exp_avgs, exp_avg_sqs)
@@ -188,7 +188,7 @@ def mars_momentum_(
     beta1: float,
     advance: bool,
 ) -> None:
-    """Momentum of the clipped corrected gradients; as :func:`rankwise.kernels.foreach.mars_momentum_`."""
+    """Momentum of the clipped corrected gradients; as :func:`rankwise.kernels.lists.mars_momentum_`."""
     for clipped, (exp_avg,) in _clipped_blocks(grads, references, k, coefficients, advance, exp_avgs):
         exp_avg.lerp_(clipped, 1.0 - beta1)
 
@@ -206,7 +206,7 @@ def mars_lion_(
     weight_decay: float,
     advance: bool,
 ) -> None:
-    """MARS-Lion from raw gradients; arguments as for :func:`rankwise.kernels.foreach.mars_lion_`."""
+    """MARS-Lion from raw gradients; arguments as for :func:`rankwise.kernels.lists.mars_lion_`."""
     rate = float(lr)
     for clipped, (param, exp_avg) in _clipped_blocks(grads, references, k, coefficients, advance, params, exp_avgs):
         exp_avg.lerp_(clipped, 1.0 - beta1)
@@ -218,7 +218,7 @@ def mars_lion_(
 def scaled_step_(
     params: Tensors, directions: Tensors, ratios: Tensor | None, *, lr: Scalar, weight_decay: float
 ) -> None:
-    """As :func:`rankwise.kernels.foreach.scaled_step_`, but leaves ``directions`` alone."""
+    """As :func:`rankwise.kernels.lists.scaled_step_`, but leaves ``directions`` alone."""
     rate = float(lr)
     factors = [1.0] * len(params) if ratios is None else ratios.tolist()
     for index, (param, direction) in _blocks(params, directions):

@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 import deepspeed_plugin
 from deepspeed_plugin.registry import build
 from rankwise import MKOR
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.routing import annotate
+from rankwise.routing.roles import annotate
+from rankwise.step.optimizer import ShardedOptimizer
 
 GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS, ACCUMULATION = 12, 8, 17, 10, 2
 FIRST_SCALE_POWER = 8
@@ -576,7 +576,7 @@ def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]
 
 def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
     """Take MKOR's statistics from the half-precision twin of the model it updates."""
-    from rankwise.optimizers.capture import Capture
+    from rankwise.statistics.hooks import Capture
 
     captured = optimizer._capture
     assert captured is not None

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from deepspeed_plugin.registry import build
 from rankwise import MKOR
-from rankwise.optimizers.routing import Role, annotate, assign_role
+from rankwise.routing.roles import Role, annotate, assign_role
 
 WIDTH, LENGTH, BATCH, ACCUMULATION, STEPS = 10, 8, 8, 4, 4
 

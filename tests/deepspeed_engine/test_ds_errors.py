@@ -17,7 +17,7 @@ from torch import nn
 
 import deepspeed_plugin
 from deepspeed_plugin.checkpoint import CheckpointError
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 from rankwise.sharding import LayoutError
 
 # Type, params, and what the message must contain: key, value, rule, fix.

@@ -22,9 +22,9 @@ from deepspeed_plugin.checkpoint import CheckpointError
 from deepspeed_plugin.registry import build
 from deepspeed_plugin.saved import newest_model_file
 from rankwise import MKOR
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.options import OptionError
-from rankwise.optimizers.routing import Role, annotate, assign_role
+from rankwise.options.validation import OptionError
+from rankwise.routing.roles import Role, annotate, assign_role
+from rankwise.step.optimizer import ShardedOptimizer
 
 WIDTH, EXPERTS, STEPS = 10, 4, 4
 # In one cell, AdamW's error is that of the other order of summation; ours may be ten times that.

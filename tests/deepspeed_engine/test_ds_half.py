@@ -32,7 +32,7 @@ from ds_harness import (
 )
 from ranks import run_ranks
 
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 WRAPPERS = {

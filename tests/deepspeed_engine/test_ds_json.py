@@ -12,7 +12,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 import deepspeed_plugin
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 COMMENTED = """{
   "train_batch_size": 4,  # over all ranks

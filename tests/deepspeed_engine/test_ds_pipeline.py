@@ -22,8 +22,8 @@ from ranks import run_ranks
 from torch import nn
 
 from deepspeed_plugin.checkpoint import CheckpointError
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
+from rankwise.step.optimizer import ShardedOptimizer
 
 # In one cell, AdamW's error is that of the other order of summation; ours may be ten times that.
 ALLOWED = 10.0

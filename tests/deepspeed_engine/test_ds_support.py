@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from deepspeed_plugin.support import refuse_settings
 from rankwise import MARS
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 
 def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:

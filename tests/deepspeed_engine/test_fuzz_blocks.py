@@ -18,7 +18,7 @@ import deepspeed_plugin
 from deepspeed_plugin.blocks import JSON_TYPES, types_by_spelling
 from deepspeed_plugin.registry import build
 from rankwise.configs import deepspeed_config_path
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 CASES = 400
 MANY = 6000

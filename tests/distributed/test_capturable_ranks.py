@@ -12,8 +12,9 @@ from simulated import CASES, Framework, gradients, world_group
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.kernels import foreach, using
-from rankwise.optimizers.options import OptionError
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import using
+from rankwise.options.validation import OptionError
 
 CELLS = [
     ("mars-adamw", "cut"),

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.optimizers.sources import Slice, TensorContents, TensorParallel
+from rankwise.sharding.sources import Slice, TensorContents, TensorParallel
 
 SHAPES = {"long": (16, 10), "short": (10, 16)}  # cut by rows along their long and their short side
 RANK, STEPS = 3, 5

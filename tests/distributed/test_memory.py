@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import estimate
 from rankwise.kernels import blocked
-from rankwise.optimizers.base import ShardedOptimizer
-from rankwise.optimizers.sources import Slice, TensorContents
+from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.step.optimizer import ShardedOptimizer
 
 WIDTH, BLOCKS, VOCABULARY = 32, 80, 256
 LARGEST_SHARE = 1.15

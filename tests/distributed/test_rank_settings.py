@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from simulated import CASES, Framework, world_group
 
-from rankwise import kernels
-from rankwise.kernels import blocked, native, using
+from rankwise.kernels import blocked, forms, native
+from rankwise.kernels.forms import using
 
 # What rank 1 has in its second param group.
 DIFFERENT: dict[str, tuple[str, Any]] = {
@@ -76,8 +76,8 @@ def _with_other_products(rank: int, name: str) -> str:
     case = CASES[name]
     options = {key: value for key, value in case.options.items() if value != "DTYPE"}
     framework = Framework("cut", replace(case, options=options), torch.float32, rank, 2, world_group())
-    own = patch.object(kernels, "products", lambda: None)
-    torchs = patch.object(kernels, "multiplies_bfloat16", lambda device: rank == 1)
+    own = patch.object(forms, "products", lambda: None)
+    torchs = patch.object(forms, "multiplies_bfloat16", lambda device: rank == 1)
     with own, torchs, pytest.raises(RuntimeError) as error:
         framework.step()
     return str(error.value)

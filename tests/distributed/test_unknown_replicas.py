@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 
 def _model(seed: int = 0) -> nn.Sequential:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked_mkor
+from rankwise.mkor import blocked as blocked_mkor
 
 BF16 = torch.bfloat16
 UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, BF16, torch.float16)}

@@ -22,8 +22,11 @@ from preconditioning import (
 from torch import Tensor, nn
 
 from rankwise import MKOR
-from rankwise.kernels import blocked, blocked_mkor, foreach, native, triton, using
-from rankwise.updates import mkor
+from rankwise.kernels import blocked, native, triton
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import using
+from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor import formulas as mkor
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels import blocked, blocked_sonew
-from rankwise.kernels.blocked_sonew import Margins, Run
-from rankwise.kernels.native import sonew as native_sonew
-from rankwise.updates import sonew
+from rankwise.kernels import blocked
+from rankwise.sonew import blocked as blocked_sonew
+from rankwise.sonew import formulas as sonew
+from rankwise.sonew import native as native_sonew
+from rankwise.sonew.blocked import Margins, Run
 from rankwise.updates.adamw import bias_corrections
 
 BETAS, EPS, GAMMA, GRAFT_EPS = (0.9, 0.99), 1e-6, 0.05, 1e-6

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.kernels import foreach, triton, using
+from rankwise.kernels import lists as foreach
+from rankwise.kernels import triton
+from rankwise.kernels.forms import using
 
 # They only say how memory is to be read, and start nothing on a device.
 VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels.native import ldadam as native
 from rankwise.kernels.native.building import library
-from rankwise.updates import ldadam as updates
+from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import native
 
 pytestmark = pytest.mark.compiled
 

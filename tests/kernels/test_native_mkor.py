@@ -6,9 +6,12 @@ import pytest
 import torch
 from preconditioning import BF16, assert_rounded_as_promised, preconditioned, problem
 
-from rankwise.kernels import blocked, blocked_mkor, native, precondition_into_for, using
-from rankwise.kernels.native.mkor import precondition_into
+from rankwise.kernels import blocked, native
+from rankwise.kernels.forms import using
 from rankwise.kernels.native.products import products
+from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor.forms import precondition_into_for
+from rankwise.mkor.native import precondition_into
 
 CPU = torch.device("cpu")
 on_tiles = pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked, native, newton_schulz_for, using
+from rankwise.kernels import blocked, native
+from rankwise.kernels.forms import newton_schulz_for, using
 from rankwise.kernels.native import building
 from rankwise.kernels.native import newton_schulz as tiles
+from rankwise.kernels.native import products as library
 from rankwise.kernels.native.products import products
-from rankwise.updates import linalg
+from rankwise.updates import newton_schulz as linalg
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 on_tiles = pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")
@@ -182,7 +184,7 @@ def built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.skipif(not native.is_available(), reason="no compiler")
 @pytest.mark.usefixtures("built_anew")
 def test_a_processor_without_tiles_takes_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(building._FLAGS, "products", ("-U__AMX_BF16__",))
-    assert building.library("products") is not None and products() is None
+    monkeypatch.setattr(library, "_FLAGS", ("-U__AMX_BF16__",))
+    assert building.library(library._SOURCE, library._FLAGS) is not None and products() is None
     matrix = stack_of(20, 30)
     assert torch.equal(tiles.newton_schulz(matrix, 5, BF16), linalg.newton_schulz(matrix, 5, BF16))

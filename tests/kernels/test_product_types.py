@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankwise import MARS, MKOR, kernels
-from rankwise.kernels import product_dtype_for, product_types
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise import MARS, MKOR
+from rankwise.kernels import blocked, forms, lists, native, product_types
+from rankwise.kernels.forms import product_dtype_for, using
+from rankwise.step.optimizer import ShardedOptimizer
 
 CPU = torch.device("cpu")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -105,12 +106,12 @@ def test_variables_that_narrow_the_instructions_count() -> None:
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
 def test_our_own_tiles_count(fast: bool, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "multiplies_bfloat16", lambda device: fast)
-    monkeypatch.setattr(kernels, "products", lambda: SimpleNamespace() if tiles else None)
-    with kernels.using(kernels.native):
+    monkeypatch.setattr(forms, "multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr(forms, "products", lambda: SimpleNamespace() if tiles else None)
+    with using(native):
         assert product_dtype_for(CPU, FP32) == (BF16 if fast or tiles else FP32)
         assert product_dtype_for(CPU, FP64) == FP64
-    with kernels.using(kernels.blocked):
+    with using(blocked):
         assert product_dtype_for(CPU, FP32) == (BF16 if fast else FP32)
 
 
@@ -145,13 +146,13 @@ RULES: dict[str, tuple[type[ShardedOptimizer], dict[str, Any], str, int]] = {
 }
 
 
-@pytest.fixture(params=[kernels.blocked, kernels.native, kernels.foreach], ids=["blocked", "native", "foreach"])
+@pytest.fixture(params=[blocked, native, lists], ids=["blocked", "native", "lists"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without tiles of its own for products; whether torch's are fast is up to the test."""
-    monkeypatch.setattr(kernels, "products", lambda: None)
+    monkeypatch.setattr(forms, "products", lambda: None)
     monkeypatch.setattr("rankwise.kernels.native.newton_schulz.products", lambda: None)
-    monkeypatch.setattr("rankwise.kernels.native.mkor.products", lambda: None)
-    with kernels.using(request.param):
+    monkeypatch.setattr("rankwise.mkor.native.products", lambda: None)
+    with using(request.param):
         yield
 
 
@@ -176,7 +177,7 @@ def _step(model: nn.Module, optimizer: ShardedOptimizer, seed: int) -> Counter[t
 
 
 def _multiplies(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(kernels, "multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr(forms, "multiplies_bfloat16", lambda device: fast)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -221,7 +222,7 @@ def test_float64_parameters_and_wide_factors_keep_their_digits(
 @pytest.mark.parametrize("name", RULES)
 def test_checkpoints_move_between_machines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold no type of products; what was saved is loaded to the bit, and the step is the new machine's."""
-    monkeypatch.setattr(kernels, "products", lambda: None)
+    monkeypatch.setattr(forms, "products", lambda: None)
     _multiplies(monkeypatch, True)
     model, optimizer = _built(name)
     _step(model, optimizer, 0)

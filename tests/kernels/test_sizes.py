@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import blocked, native
-from rankwise.kernels.blocked_mkor import Workspace
-from rankwise.kernels.blocked_sonew import Margins, Run
-from rankwise.kernels.native import ldadam, mkor, newton_schulz, sonew
+from rankwise.kernels.native import newton_schulz
 from rankwise.kernels.native.building import library
+from rankwise.ldadam import native as ldadam
+from rankwise.mkor import native as mkor
+from rankwise.mkor.blocked import Workspace
+from rankwise.sonew import native as sonew
+from rankwise.sonew.blocked import Margins, Run
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "step": 2}
 MARS = {"k": 0.5, "coefficients": None, "advance": True}

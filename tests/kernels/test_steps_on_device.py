@@ -14,14 +14,18 @@ from torch import Tensor
 from triton_runs import assert_runs_close, runs
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.kernels import foreach, triton, using
-from rankwise.updates import ldadam as updates
+from rankwise.kernels import lists as foreach
+from rankwise.kernels import triton
+from rankwise.kernels.forms import using
+from rankwise.ldadam import formulas as updates
 
 pytest.importorskip("triton")
 
 from triton_interpreter import kernel_modules  # noqa: E402
 
 from rankwise.kernels.triton import tables  # noqa: E402
+from rankwise.ldadam.cuda import low_rank_moments  # noqa: E402
+from rankwise.sonew.cuda import sonew_directions  # noqa: E402
 
 LENGTHS = (130, 0, 1, 64, 2100)
 STEPS = (1, 7, 2, 1000, 3)
@@ -82,7 +86,7 @@ def test_sonew(band: int, graft: str, interpreter: None) -> None:
 
     def step(lists: list[list[Tensor]], number: Any) -> None:
         count = len(lists[0])
-        found = triton.sonew_directions(
+        found = sonew_directions(
             [Place(0, 64)] * count,
             *lists[:3],
             lists[3:],
@@ -104,7 +108,7 @@ def test_sonew(band: int, graft: str, interpreter: None) -> None:
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("moments", ["plain", "triton"])
 def test_low_rank_moments(moments: str, feedback: bool, interpreter: None) -> None:
-    form = triton.low_rank_moments if moments == "triton" else updates.low_rank_moments
+    form = low_rank_moments if moments == "triton" else updates.low_rank_moments
     projected, first = torch.randn(2, 3, 4, 70, generator=torch.Generator().manual_seed(0))
     second = first.square() * 3 + 0.1
     rotation = torch.linalg.qr(torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1)))[0].contiguous()

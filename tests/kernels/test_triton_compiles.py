@@ -85,7 +85,7 @@ class Place(NamedTuple):
 
 
 def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
-    from rankwise.kernels.triton import sonew_directions
+    from rankwise.sonew.cuda import sonew_directions
 
     sonew_directions(
         [Place(0, None), Place(3, 1024)],
@@ -111,27 +111,27 @@ def newton_schulz(dtype: torch.dtype) -> None:
 
 
 def factors(rule: str, dtype: torch.dtype) -> None:
-    from rankwise.kernels.triton import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     inverses = list(torch.zeros(2, 64, 64, dtype=dtype))
     update_factors_(inverses, torch.zeros(2, 64), decay=0.9, rule=rule, seen=torch.ones(2, dtype=torch.bool))
 
 
 def rescale() -> None:
-    from rankwise.kernels.triton import rescale_
+    from rankwise.mkor.cuda_rescale import rescale_
 
     rescale_(run(), run(), 64)
 
 
 def moments() -> None:
-    from rankwise.kernels.triton import low_rank_moments
+    from rankwise.ldadam.cuda import low_rank_moments
 
     for step in (1, 2, torch.tensor([2, 3])):
         low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
 
 
 def low_rank_step(right: bool) -> None:
-    from rankwise.kernels.triton import Factors, low_rank_step_
+    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
 
     part = [Factors(0, torch.zeros(8, 4), torch.zeros(4, 8), torch.zeros(4, 8))]
     errors = [torch.zeros(64, dtype=torch.bfloat16)]

@@ -17,8 +17,19 @@ from given_gradients import Training  # noqa: E402
 from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 
 from rankwise import MARS, LDAdam, SONew  # noqa: E402
-from rankwise.kernels import foreach, triton, using  # noqa: E402
-from rankwise.updates import banded, ldadam, linalg, mars, mkor, sonew  # noqa: E402
+from rankwise.kernels import lists as foreach  # noqa: E402
+from rankwise.kernels import triton  # noqa: E402
+from rankwise.kernels.forms import using  # noqa: E402
+from rankwise.ldadam import cuda as ldadam_cuda  # noqa: E402
+from rankwise.ldadam import formulas as ldadam  # noqa: E402
+from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_  # noqa: E402
+from rankwise.mars import formulas as mars  # noqa: E402
+from rankwise.mkor import formulas as mkor  # noqa: E402
+from rankwise.mkor.cuda import update_factors_  # noqa: E402
+from rankwise.sonew import banded  # noqa: E402
+from rankwise.sonew import formulas as sonew  # noqa: E402
+from rankwise.sonew.cuda import sonew_directions  # noqa: E402
+from rankwise.updates import newton_schulz as linalg  # noqa: E402
 
 DEVICE = torch.device("cuda:0")
 LENGTHS = (5000, 0, 1, 2048, 100_003, 7)
@@ -114,7 +125,7 @@ def test_sonew(band: int) -> None:
     def call() -> list[Tensor]:
         for mine, value in zip(work, start, strict=True):
             torch._foreach_copy_(mine, value)
-        squares = triton.sonew_directions(
+        squares = sonew_directions(
             [Whole()] * len(LENGTHS),
             *work[:3],
             work[3:],
@@ -166,7 +177,7 @@ def test_factors(dtype: torch.dtype, tolerance: float) -> None:
 
     def call() -> list[Tensor]:
         torch._foreach_copy_(work, list(start))
-        taken = triton.update_factors_(work, vectors, decay=0.9, stabilizer=(1e4, 0.9))
+        taken = update_factors_(work, vectors, decay=0.9, stabilizer=(1e4, 0.9))
         return [*(matrix.clone() for matrix in work), taken]
 
     *found, taken = twice(call)
@@ -182,18 +193,18 @@ def test_low_rank() -> None:
     second = first.square() * 3 + 0.1
     rotation = torch.linalg.qr(torch.randn(batch, rank, rank, device=DEVICE))[0].contiguous()
     inputs = (projected, rotation, first, second)
-    found = twice(lambda: list(triton.low_rank_moments(*inputs, 3, BETAS, 1e-6, True)))
+    found = twice(lambda: list(ldadam_cuda.low_rank_moments(*inputs, 3, BETAS, 1e-6, True)))
     wanted = ldadam.low_rank_moments(*(value.cpu().double() for value in inputs), 3, BETAS, 1e-6, True)
     assert_runs_close(found, wanted, 1e-4)
 
     basis = torch.randn(64, rank, device=DEVICE)
     start = torch.zeros(64 * length, device=DEVICE)
     param, error = start.clone(), start.clone()
-    part = [triton.Factors(0, basis, found[2][0].to(DEVICE), found[0][0].to(DEVICE))]
+    part = [Factors(0, basis, found[2][0].to(DEVICE), found[0][0].to(DEVICE))]
 
     def step() -> list[Tensor]:
         param.copy_(start)
-        triton.low_rank_step_([param], part, [start], [error], cols=length, right=False, lr=1.0, weight_decay=0.0)
+        low_rank_step_([param], part, [start], [error], cols=length, right=False, lr=1.0, weight_decay=0.0)
         return [param.clone(), error.clone()]
 
     products = [basis.cpu().double() @ found[index][0].double() for index in (2, 0)]

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from triton_runs import LENGTHS, TILE, assert_runs_close, copies, runs  # noqa: E402
 
+from rankwise.mars import formulas as updates
 from rankwise.updates import adamw as adamw_updates  # noqa: E402
-from rankwise.updates import mars as updates  # noqa: E402
 
 GAMMA, BETAS, EPS, DECAY, STEP = 0.5, (0.9, 0.97), 1e-6, 0.1, 4
 K = updates.correction_factor(GAMMA, BETAS[0])

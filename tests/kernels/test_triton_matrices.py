@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 
 from triton_runs import assert_runs_close  # noqa: E402
 
-from rankwise.updates import ldadam as low_rank  # noqa: E402
-from rankwise.updates import linalg, mkor  # noqa: E402
+from rankwise.ldadam import formulas as low_rank
+from rankwise.mkor import formulas as mkor
+from rankwise.updates import newton_schulz as linalg
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -96,7 +97,7 @@ def factors(count: int, length: int, seed: int, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("stabilizer", [None, (1.6, 0.9)])
 @pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
 def test_update_factors(rule: mkor.Rule, stabilizer: tuple[float, float] | None, norm: mkor.FactorNorm) -> None:
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     inverses = factors(3, 37, 4)
     inverses[1] *= 0.5
@@ -117,7 +118,7 @@ def test_update_factors(rule: mkor.Rule, stabilizer: tuple[float, float] | None,
 
 
 def test_factors_in_bfloat16() -> None:
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     inverses = factors(2, 40, 6, torch.bfloat16)
     vectors = torch.randn(2, 40, generator=generator(7))
@@ -130,7 +131,7 @@ def test_factors_in_bfloat16() -> None:
 @pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
 def test_what_is_not_finite_stays_where_it_is(norm: mkor.FactorNorm) -> None:
     """A bad vector, a broken inverse, an indefinite one, a broken one not seen; their neighbour moves as always."""
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     inverses = factors(6, 20, 8)
     vectors = torch.randn(6, 20, generator=generator(9))
@@ -152,7 +153,7 @@ def test_what_is_not_finite_stays_where_it_is(norm: mkor.FactorNorm) -> None:
 
 
 def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     inverses = factors(1, 8, 10)
     inverses[0][0, 0] = torch.inf
@@ -161,7 +162,7 @@ def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
 
 
 def test_an_update_that_would_overflow_is_refused() -> None:
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     inverses = [torch.eye(4, dtype=torch.float16) * 6e4]
     ok = update_factors_(inverses, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
@@ -169,7 +170,7 @@ def test_an_update_that_would_overflow_is_refused() -> None:
 
 
 def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     for count in (1, 5):
         launches.clear()
@@ -187,7 +188,7 @@ def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
     ],
 )
 def test_wrong_factors_are_refused(inverses: list[Tensor], options: dict[str, Any], message: str) -> None:
-    from rankwise.kernels.triton.mkor import update_factors_
+    from rankwise.mkor.cuda import update_factors_
 
     with pytest.raises(ValueError, match=message):
         update_factors_(inverses, torch.ones(1, 3), decay=0.9, **options)
@@ -195,7 +196,7 @@ def test_wrong_factors_are_refused(inverses: list[Tensor], options: dict[str, An
 
 @pytest.mark.parametrize("split", [False, True])
 def test_rescale(split: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise.kernels.triton import rescale as kernels
+    from rankwise.mkor import cuda_rescale as kernels
 
     monkeypatch.setattr(kernels, "TILE", 64)
     shape = (4, 13, 11)
@@ -213,7 +214,7 @@ def test_rescale(split: bool, launches: list[str], monkeypatch: pytest.MonkeyPat
 
 
 def test_rescale_of_the_gradient_itself_changes_no_bit() -> None:
-    from rankwise.kernels.triton.rescale import rescale_
+    from rankwise.mkor.cuda_rescale import rescale_
 
     grad = torch.randn(100, generator=generator(13))
     update = grad.clone()
@@ -227,7 +228,7 @@ def test_rescale_of_the_gradient_itself_changes_no_bit() -> None:
 @pytest.mark.parametrize("step", [1, 2, 9])
 @pytest.mark.parametrize(("feedback", "written"), [(True, None), (True, 0.8), (False, None)])
 def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> None:
-    from rankwise.kernels.triton.ldadam import low_rank_moments
+    from rankwise.ldadam.cuda import low_rank_moments
 
     batch, rank, length = 2, 35, 70
     source = generator(step)
@@ -243,7 +244,7 @@ def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> N
 
 
 def test_a_negative_variance_counts_by_its_size() -> None:
-    from rankwise.kernels.triton.ldadam import low_rank_moments
+    from rankwise.ldadam.cuda import low_rank_moments
 
     source = generator(20)
     projected, first = torch.randn(2, 1, 4, 8, generator=source)
@@ -261,7 +262,7 @@ CUTS = (0, 17, 18, 18, 100, 1400, 2100)
 @pytest.mark.parametrize("shape", [(30, 70), (70, 30)])
 def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, launches: list[str]) -> None:
     """Two matrices, one whole and one cut in the middle of rows, in one launch."""
-    from rankwise.kernels.triton.low_rank import Factors, low_rank_step_
+    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
 
     (rows, cols), rank, lr, decay = shape, 5, 0.1, 0.2
     short, long = min(shape), max(shape)
@@ -289,7 +290,7 @@ def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, lau
 
 
 def test_the_error_may_take_the_place_of_its_source() -> None:
-    from rankwise.kernels.triton.low_rank import Factors, low_rank_step_
+    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
 
     source = generator(3)
     basis, direction, kept = (torch.randn(shape, generator=source) for shape in ((4, 2), (2, 6), (2, 6)))

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.kernels import foreach, triton, using
+from rankwise.kernels import lists as foreach
+from rankwise.kernels import triton
+from rankwise.kernels.forms import using
 
 pytest.importorskip("triton")
 

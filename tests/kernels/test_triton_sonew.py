@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from triton_runs import assert_runs_close  # noqa: E402
 
-from rankwise.updates import sonew as updates  # noqa: E402
+from rankwise.sonew import formulas as updates
 
 BETAS, EPS, GAMMA, STEP = (0.9, 0.95), 1e-3, 1e-2, 3
 
@@ -68,7 +68,7 @@ class Parameter:
 
 def step(pieces: list[tuple[Parameter, int, int]], band: int, graft: str, in_place: bool, offset: int = 0):  # noqa: ANN201
     """One launch on cuts of parameters; directions, states and the two norms of every piece."""
-    from rankwise.kernels.triton.sonew import sonew_directions
+    from rankwise.sonew.cuda import sonew_directions
 
     fields: list[list[Tensor]] = [[] for _ in range(3 + band)]
     for parameter, start, end in pieces:
@@ -112,7 +112,7 @@ def check(pieces: list[tuple[Parameter, int, int]], band: int, graft: str, in_pl
 @pytest.fixture
 def short_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles per run, at little cost."""
-    from rankwise.kernels.triton import sonew
+    from rankwise.sonew import cuda as sonew
 
     monkeypatch.setattr(sonew, "shape_of", lambda band: (32 if band <= 2 else 64, 1))
 
@@ -146,7 +146,7 @@ def test_graft_norms(short_tiles: None, graft: str) -> None:
 
 def test_without_gather(short_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Triton 3.2, with scans in its place."""
-    from rankwise.kernels.triton import sonew
+    from rankwise.sonew import cuda as sonew
 
     monkeypatch.setattr(sonew, "shifted", sonew._shifted_by_scan)
     parameter = Parameter((3, 11), 2, "row", torch.Generator().manual_seed(8))
@@ -165,7 +165,7 @@ def test_two_launches_and_the_sums_for_any_number_of_runs(short_tiles: None, lau
 
 def test_edges_are_dropped_where_they_are_degenerate(short_tiles: None) -> None:
     """Proportional neighbours have no conditional variance; the same gradient for ever, no damping."""
-    from rankwise.kernels.triton.sonew import sonew_directions
+    from rankwise.sonew.cuda import sonew_directions
 
     grad = torch.tensor([1.0, 2.0, 4.0, 8.0, 0.0, 0.0, 1.0, -1.0])
     for band in (1, 3):
@@ -193,7 +193,7 @@ def test_edges_are_dropped_where_they_are_degenerate(short_tiles: None) -> None:
     [({"graft": "rmsprop"}, "must be one of"), ({"gamma": 1.0}, "must be in"), ({"band": 9}, "more than the 8")],
 )
 def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], message: str) -> None:
-    from rankwise.kernels.triton.sonew import sonew_directions
+    from rankwise.sonew.cuda import sonew_directions
 
     options = {"graft": "adam", "gamma": 0.0, "band": 1} | change
     covariances: list[list[Tensor]] = [[] for _ in range(options.pop("band"))]

@@ -12,10 +12,13 @@ import pytest
 
 
 def kernel_modules() -> list[ModuleType]:
-    package = importlib.import_module("rankwise.kernels.triton")
+    shared = importlib.import_module("rankwise.kernels.triton")
+    rooms = (importlib.import_module(f"rankwise.{room}") for room in ("ldadam", "mars", "mkor", "sonew"))
     return [
         importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in (shared, *rooms)
         for module in pkgutil.iter_modules(package.__path__)
+        if package is shared or module.name.startswith("cuda")
     ]
 
 

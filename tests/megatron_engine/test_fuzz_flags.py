@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_patches.arguments import add_flags, flags, given_options
 from megatron_patches.registry import NAMES, resolve
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 CASES = 400
 MANY = 6000

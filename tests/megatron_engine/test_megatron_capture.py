@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from megatron_patches.capture import linear_views
 from megatron_patches.parameters import ModelParameter
-from rankwise.optimizers.capture import Capture
-from rankwise.optimizers.routing import ParameterInfo, Role
+from rankwise.routing.roles import ParameterInfo, Role
+from rankwise.statistics.hooks import Capture
 
 TOKENS, INPUTS, OUTPUTS, WAYS = 10, 6, 8, 2
 

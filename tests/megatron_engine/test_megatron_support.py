@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 
 @pytest.mark.parametrize(

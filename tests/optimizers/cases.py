@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 F64 = {"ns_dtype": "float64"}
 

@@ -13,8 +13,10 @@ from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
 from rankwise import MKOR, LDAdam
-from rankwise.kernels import foreach, graphs, using
-from rankwise.optimizers.options import OptionError
+from rankwise.kernels import graphs
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import using
+from rankwise.options.validation import OptionError
 
 NAMES = [name for name, case in BY_NAME.items() if not case.is_mkor]
 LATE = "2.weight"  # has no gradient at the first step, and so another count than the rest

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from rankwise.optimizers.capture import Capture, LinearShape, describe_linear, exclude_embeddings
+from rankwise.statistics.hooks import Capture, LinearShape, describe_linear, exclude_embeddings
 
 Sums = tuple[Tensor, int, Tensor]
 quick = settings(max_examples=15, deadline=None)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.kernels import blocked, foreach, kernels_for, native, using
-from rankwise.kernels.native import ldadam as native_ldadam
-from rankwise.kernels.native import sonew as native_sonew
+from rankwise.kernels import blocked, native
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import kernels_for, using
 from rankwise.kernels.native.newton_schulz import orthogonal_steps_
 from rankwise.kernels.native.products import products
-from rankwise.optimizers import subspaces_in_place
+from rankwise.ldadam import in_place as subspaces_in_place
+from rankwise.ldadam import native as native_ldadam
+from rankwise.sonew import native as native_sonew
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mars-adamw": (MARS, {"weight_decay": 0.1}),
@@ -96,10 +98,10 @@ def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: py
         taken.append(len(jobs))
         orthogonal_steps_(jobs)
 
-    monkeypatch.setattr("rankwise.optimizers.mars.orthogonal_steps_for", lambda *_: counted_steps)
+    monkeypatch.setattr("rankwise.mars.optimizer.orthogonal_steps_for", lambda *_: counted_steps)
     found, counted = _steps("orthogonal", native, _missing)
     assert taken == [2, 3, 3, 2, 3], "the matrices with a gradient"
-    monkeypatch.setattr("rankwise.optimizers.mars.orthogonal_steps_for", lambda *_: None)
+    monkeypatch.setattr("rankwise.mars.optimizer.orthogonal_steps_for", lambda *_: None)
     other, known = _steps("orthogonal", foreach, _missing)
     assert counted == pytest.approx(known, rel=1e-3)
     one_by_one, _ = _steps("orthogonal", native, _missing)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import RankEstimate, estimate
-from rankwise.optimizers.base import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer
 
 WIDTH, BLOCKS = 256, 48
 STAGES = (0, 1, 2, 3)

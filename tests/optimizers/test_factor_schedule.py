@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MKOR
-from rankwise.optimizers.factor_schedule import FactorSchedule
+from rankwise.mkor.factor_schedule import FactorSchedule
 
 F64 = {"lr": 1e-2, "factor_dtype": "float64"}
 

@@ -15,8 +15,8 @@ from cases import Case, cases
 from torch import Tensor, nn
 
 from rankwise import SONew
-from rankwise.optimizers.sources import WholeParameters
 from rankwise.sharding import DeviceIndices, MatrixTask
+from rankwise.sharding.sources import WholeParameters
 
 
 def model_of(layers: int) -> nn.Sequential:

@@ -10,7 +10,8 @@ import torch
 from cases import BY_NAME, advance, loss_of, setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankwise.kernels import foreach, using
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import using
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,  # item(), float(t), bool(t)

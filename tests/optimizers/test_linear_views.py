@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.optimizers.capture import Capture
-from rankwise.optimizers.linear_views import LinearShape, LinearView, Side
+from rankwise.statistics.hooks import Capture
+from rankwise.statistics.views import LinearShape, LinearView, Side
 
 quick = settings(max_examples=30, deadline=None)
 FEATURES, TOKENS = 12, 7

@@ -13,7 +13,7 @@ from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setu
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 CHANGES = [
     ("ldadam", {"rank": 1}),

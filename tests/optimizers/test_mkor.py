@@ -11,9 +11,9 @@ from cases import assert_same, deviation, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import rankwise.optimizers.capture as capture_module
+import rankwise.statistics.hooks as capture_module
 from rankwise import MKOR
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 F64 = {"factor_dtype": "float64"}
 STEPS = 13

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankwise import MKOR
-from rankwise.kernels import blocked, foreach, using
-from rankwise.optimizers.factors import KroneckerFactors
+from rankwise.kernels import blocked
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import using
+from rankwise.mkor.factors import KroneckerFactors
 from tests.ranks import run_ranks
 
 WIDTH = 48

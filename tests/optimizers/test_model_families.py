@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.optimizers.routing import ParameterInfo, RoutingPolicy, describe, route
+from rankwise.routing.roles import ParameterInfo, RoutingPolicy, describe, route
 
 transformers = pytest.importorskip("transformers")
 MATRICES = RoutingPolicy(embeddings=False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.options import OptionError, check_keys
+from rankwise.options.validation import OptionError, check_keys
 
 CLASSES = [MARS, SONew, LDAdam, MKOR]
 NOT_A_NUMBER = [math.nan, math.inf, "0.1", None, True, torch.ones(2)]

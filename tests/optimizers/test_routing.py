@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.optimizers.options import OptionError
-from rankwise.optimizers.reports import Explanation
-from rankwise.optimizers.routing import ParameterInfo, Role, Route, RoutingPolicy, annotate, describe, route
+from rankwise.options.validation import OptionError
+from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, annotate, describe, route
+from rankwise.step.reports import Explanation
 
 MATRICES = RoutingPolicy(embeddings=False)
 ANY = RoutingPolicy(embeddings=True)

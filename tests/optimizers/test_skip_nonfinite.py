@@ -15,8 +15,9 @@ from simulated import CASES, Framework, gradients, world_group
 from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
-from rankwise.kernels import foreach, using
-from rankwise.optimizers.named_states import common_step
+from rankwise.kernels import lists as foreach
+from rankwise.kernels.forms import using
+from rankwise.step.named_states import common_step
 
 BROKEN = (torch.nan, torch.inf, -torch.inf)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise import MARS, MKOR
-from rankwise.optimizers.options import OptionError
+from rankwise.options.validation import OptionError
 
 PLUGIN = "import deepspeed_plugin before deepspeed.initialize"
 PATCHES = "let Megatron build the optimizer after megatron_patches.apply()"

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.updates import ldadam, low_rank_basis
-from rankwise.updates.ldadam import (
+from rankwise.ldadam import basis as low_rank_basis
+from rankwise.ldadam import formulas as ldadam
+from rankwise.ldadam.formulas import (
     basis_coordinates,
     basis_image,
     basis_weights,

@@ -9,7 +9,7 @@ import torch
 from golden_io import load_golden
 from torch import Tensor
 
-from rankwise.updates.ldadam import effective_rank, ldadam_step, low_rank_rows, projects_right, side_normalized
+from rankwise.ldadam.formulas import effective_rank, ldadam_step, low_rank_rows, projects_right, side_normalized
 
 # Measured: p deviates by at most 4.3e-7 (fp32) and 5.6e-16 (fp64).
 FILES = [

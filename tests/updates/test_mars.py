@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.updates import adamw, mars
-from rankwise.updates.linalg import newton_schulz, squared_norm
+from rankwise.mars import formulas as mars
+from rankwise.updates import adamw
+from rankwise.updates.newton_schulz import newton_schulz, squared_norm
 
 F64 = torch.float64
 

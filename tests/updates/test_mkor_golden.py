@@ -14,8 +14,8 @@ import torch
 from golden_io import load_golden
 from torch import Tensor
 
+from rankwise.mkor.formulas import precondition, rank1_inverse_update, stabilize
 from rankwise.updates.lamb import lamb_direction, trust_ratio
-from rankwise.updates.mkor import precondition, rank1_inverse_update, stabilize
 from rankwise.updates.sgd import sgd_direction
 
 OFFICIAL = ("sgd_fp32", "adam_seq_accum_scale", "sgd_fp16factors", "forced_reset", "lamb_bertclass", "dist2_official")

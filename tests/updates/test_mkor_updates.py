@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.updates.mkor import (
+from rankwise.mkor.formulas import (
     factor_norm,
     gradient_norm,
     guarded,

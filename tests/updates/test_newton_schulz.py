@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankwise.updates.linalg import newton_schulz, squared_norm
+from rankwise.updates.newton_schulz import newton_schulz, squared_norm
 
 F64 = torch.float64
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.updates.banded import apply_factors, banded_factors
-from rankwise.updates.sonew import (
+from rankwise.sonew.banded import apply_factors, banded_factors
+from rankwise.sonew.formulas import (
     GRAFTS,
     direction,
     graft_direction,

@@ -9,7 +9,7 @@ import torch
 from golden_io import load_golden
 from torch import Tensor
 
-from rankwise.updates.sonew import direction, graft_direction, graft_ratio, one_sided_l1_damping, statistics
+from rankwise.sonew.formulas import direction, graft_direction, graft_ratio, one_sided_l1_damping, statistics
 
 # Allowed deviation, relative to the largest change of the step, and what was measured.
 TOLERANCE = {

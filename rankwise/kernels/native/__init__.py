@@ -1,6 +1,6 @@
 """Element-wise updates for CPUs in C++: every update one pass through memory, many runs per call.
 
-The signatures are those of :mod:`rankwise.kernels.foreach`, and so are the results but for the last bits. What C++ has
+The signatures are those of :mod:`rankwise.kernels.lists`, and so are the results but for the last bits. What C++ has
 no form for (mixed types, tensors with gaps, machines without a compiler) goes to :mod:`rankwise.kernels.blocked`.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from rankwise.kernels import blocked
 from rankwise.kernels.blocked import adamw_
 from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
-from rankwise.kernels.native.building import library
+from rankwise.kernels.native.building import EXACT, library
 from rankwise.updates.adamw import Scalar, bias_corrections
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
 
 Tensors = list[Tensor]
 
+_SOURCE = Path(__file__).with_name("elementwise.cpp")
 _TILE = 8192
 """Elements of a tile: what a thread takes at a time, and what norms are added up over."""
 
@@ -39,13 +41,13 @@ _MOMENTUM, _LION, _ADAMW = 0, 1, 2
 
 def is_available() -> bool:
     """Whether the library is there or can be built, which the first call tries."""
-    return library("elementwise") is not None
+    return library(_SOURCE, EXACT) is not None
 
 
 def _call(
     name: str, lengths: Sequence[Tensor], *arguments: object, dtype: torch.dtype, before: tuple[int, ...] = ()
 ) -> None:
-    own = library("elementwise")
+    own = library(_SOURCE, EXACT)
     assert own is not None
     counts = integers([tensor.numel() for tensor in lengths])
     function = getattr(own, f"{name}_{SUFFIXES[dtype]}")
@@ -92,7 +94,7 @@ def mars_adamw_(
     step: int,
     advance: bool,
 ) -> None:
-    """MARS-AdamW from raw gradients; arguments as for :func:`rankwise.kernels.foreach.mars_adamw_`."""
+    """MARS-AdamW from raw gradients; arguments as for :func:`rankwise.kernels.lists.mars_adamw_`."""
     correction1, correction2 = bias_corrections(betas, step)
     lists = [params, grads, references, exp_avgs, exp_avg_sqs]
     if not grads or not are_runs(*lists):
@@ -115,7 +117,7 @@ def mars_lion_(
     weight_decay: float,
     advance: bool,
 ) -> None:
-    """MARS-Lion from raw gradients; arguments as for :func:`rankwise.kernels.foreach.mars_lion_`."""
+    """MARS-Lion from raw gradients; arguments as for :func:`rankwise.kernels.lists.mars_lion_`."""
     lists = [params, grads, references, exp_avgs]
     if not grads or not are_runs(*lists):
         options = {"lr": lr, "beta1": beta1, "weight_decay": weight_decay, "advance": advance}
@@ -133,7 +135,7 @@ def mars_momentum_(
     beta1: float,
     advance: bool,
 ) -> None:
-    """Momentum of the clipped corrected gradients; as :func:`rankwise.kernels.foreach.mars_momentum_`."""
+    """Momentum of the clipped corrected gradients; as :func:`rankwise.kernels.lists.mars_momentum_`."""
     lists = [grads, references, exp_avgs]
     if not grads or not are_runs(*lists):
         return blocked.mars_momentum_(*lists, k=k, coefficients=coefficients, beta1=beta1, advance=advance)
@@ -163,7 +165,7 @@ def _update(
 def scaled_step_(
     params: Tensors, directions: Tensors, ratios: Tensor | None, *, lr: Scalar, weight_decay: float
 ) -> None:
-    """As :func:`rankwise.kernels.foreach.scaled_step_`, but leaves ``directions`` alone."""
+    """As :func:`rankwise.kernels.lists.scaled_step_`, but leaves ``directions`` alone."""
     if not params or not are_runs(params, directions):
         return blocked.scaled_step_(params, directions, ratios, lr=lr, weight_decay=weight_decay)
     factors = _one_per_run(ratios, params, "ratios")

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources beside this file, once per machine, and loads them.
+"""Compiles C++ sources of the rooms, once per machine, and loads them.
 
 They need a C++ compiler with OpenMP (GCC 12, Clang 15 or later) but no headers of torch or Python. The libraries are
 kept in ``$XDG_CACHE_HOME/rankwise`` (``~/.cache/rankwise``) under a name made from sources, compiler, flags and
@@ -19,7 +19,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-__all__ = ["INSTRUCTIONS", "SWITCH", "library"]
+__all__ = ["EXACT", "FAST", "INSTRUCTIONS", "SWITCH", "library"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ INSTRUCTIONS = "RANKWISE_ISA"
 (what every x86-64 processor has)."""
 
 _FOLDER = Path(__file__).parent
+"""Of the headers that all sources may include."""
 _COMMON = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _INSTRUCTIONS = {
     # Compilers use half of the registers' width unless told otherwise.
@@ -41,23 +42,20 @@ _INSTRUCTIONS = {
     },
 }
 _INSTRUCTIONS_ELSEWHERE = {"native": ("-march=native",)}
-# Element-wise code must round every operation, or an element's bits would depend on where its run is cut.
-_EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS = {
-    "elementwise": _EXACT,
-    "sonew": _EXACT,
-    "ldadam": ("-fno-math-errno", "-fno-trapping-math"),
-    "products": (),
-}
+FAST = ("-fno-math-errno", "-fno-trapping-math")
+"""Flags of products, which may fuse a multiplication with an addition."""
+EXACT = (*FAST, "-ffp-contract=off")
+"""Flags of element-wise code, which must round every operation, or bits would depend on where a run is cut."""
 _TIMEOUT = 300
 
 
 @cache
-def library(name: str) -> ctypes.CDLL | None:
+def library(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """A compiled source.
 
     Args:
-        name: Of the source, without its suffix.
+        source: It; headers beside it and the shared ones may be included.
+        flags: Of the compiler, beside those that all have.
 
     Returns:
         The library; None where native forms are switched off, or there is no compiler that takes the source.
@@ -70,12 +68,12 @@ def library(name: str) -> ctypes.CDLL | None:
     if wish == "0":
         return None
     try:
-        return ctypes.CDLL(str(_built(name)))
+        return ctypes.CDLL(str(_built(source, flags)))
     except (ImportError, OSError, subprocess.SubprocessError, RuntimeError) as error:
         reason = _reason(error)
         if wish == "1":
             raise RuntimeError(f"{SWITCH}=1, but the native CPU kernels cannot be built: {reason}") from error
-        logger.info("native CPU kernels (%s) are not used: %s", name, reason)
+        logger.info("native CPU kernels (%s) are not used: %s", source.stem, reason)
         return None
 
 
@@ -85,13 +83,12 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _built(name: str) -> Path:
+def _built(source: Path, flags: tuple[str, ...]) -> Path:
     import fcntl  # not on every system
 
     compiler = _compiler()
-    source = _FOLDER / f"{name}.cpp"
-    command = [compiler, *_COMMON, *_instruction_flags(), *_FLAGS[name]]
-    target = _cache_folder() / f"{name}-{_fingerprint(source, command)}.so"
+    command = [compiler, *_COMMON, *_instruction_flags(), *flags]
+    target = _cache_folder() / f"{source.stem}-{_fingerprint(source, command)}.so"
     if not _is_sound(target):
         with open(target.with_suffix(".lock"), "w") as lock:
             # Released by the system if its holder dies; the others of the machine's ranks wait for the first.
@@ -114,7 +111,7 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
     # Renamed when complete: a process that was killed leaves nothing that another would load.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         unfinished = Path(folder) / target.name
-        whole = [*command, str(source), "-o", str(unfinished)]
+        whole = [*command, f"-I{_FOLDER}", str(source), "-o", str(unfinished)]
         subprocess.run(whole, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
         checksum = Path(folder) / "checksum"
         checksum.write_bytes(_checksum(unfinished))
@@ -153,8 +150,14 @@ def _cache_folder() -> Path:
 
 def _fingerprint(source: Path, command: list[str]) -> str:
     version = subprocess.run([command[0], "--version"], check=True, capture_output=True, text=True, timeout=_TIMEOUT)
-    headers = b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.h")))
-    parts = [source.read_bytes(), headers, repr(command).encode(), version.stdout.encode(), _processor().encode()]
+    headers = sorted({*_FOLDER.glob("*.h"), *source.parent.glob("*.h")})
+    parts = [
+        source.read_bytes(),
+        *(path.read_bytes() for path in headers),
+        repr(command).encode(),
+        version.stdout.encode(),
+        _processor().encode(),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

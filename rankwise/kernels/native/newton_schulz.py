@@ -1,8 +1,8 @@
 """Newton-Schulz iterations in C++, with the matrix tiles of recent x86 processors (Intel AMX).
 
 Libraries compute the symmetric products twice over, and reach a fraction of the speed. The roundings to bfloat16 are
-those of :func:`rankwise.updates.linalg.newton_schulz`; the order of the sums between them is not. A matrix has the same
-bits in whichever stack it lies, and however many threads there are.
+those of :func:`rankwise.updates.newton_schulz.newton_schulz`; the order of the sums between them is not. A matrix has
+the same bits in whichever stack it lies, and however many threads there are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from rankwise.kernels.native import squared_norms
 from rankwise.kernels.native.products import products
 from rankwise.kernels.sizes import check_lengths
-from rankwise.updates import linalg
+from rankwise.updates import newton_schulz as linalg
 
 __all__ = ["Job", "newton_schulz", "orthogonal_steps_", "takes"]
 
@@ -64,7 +64,7 @@ def takes(matrix: torch.dtype, product: torch.dtype) -> bool:
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
-    """As :func:`rankwise.updates.linalg.newton_schulz`, which takes what there is no form for here.
+    """As :func:`rankwise.updates.newton_schulz.newton_schulz`, which takes what there is no form for here.
 
     That is: everything but float32 matrices with products in bfloat16, and machines without such tiles.
 

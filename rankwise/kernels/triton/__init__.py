@@ -45,45 +45,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from rankwise.kernels.triton.ldadam import low_rank_moments
-    from rankwise.kernels.triton.low_rank import Factors, low_rank_step_
     from rankwise.kernels.triton.mars import adamw_, mars_adamw_, mars_lion_, mars_momentum_, mars_squared_norms
-    from rankwise.kernels.triton.mkor import update_factors_
     from rankwise.kernels.triton.newton_schulz import symmetric_polynomial, symmetric_product
-    from rankwise.kernels.triton.rescale import rescale_
-    from rankwise.kernels.triton.sonew import sonew_directions
     from rankwise.kernels.triton.steps import scaled_step_, squared_norms
 
 __all__ = [
-    "Factors",
     "adamw_",
     "is_available",
-    "low_rank_moments",
-    "low_rank_step_",
     "mars_adamw_",
     "mars_lion_",
     "mars_momentum_",
     "mars_squared_norms",
-    "rescale_",
     "scaled_step_",
-    "sonew_directions",
     "squared_norms",
     "symmetric_polynomial",
     "symmetric_product",
-    "update_factors_",
 ]
 
 STEPS_ON_DEVICE = True
-"""As :data:`rankwise.kernels.foreach.STEPS_ON_DEVICE`."""
+"""As :data:`rankwise.kernels.lists.STEPS_ON_DEVICE`."""
 
 _MODULES = {
-    "ldadam": ("low_rank_moments",),
-    "low_rank": ("Factors", "low_rank_step_"),
     "mars": ("adamw_", "mars_adamw_", "mars_lion_", "mars_momentum_", "mars_squared_norms"),
-    "mkor": ("update_factors_",),
     "newton_schulz": ("symmetric_polynomial", "symmetric_product"),
-    "rescale": ("rescale_",),
-    "sonew": ("sonew_directions",),
     "steps": ("scaled_step_", "squared_norms"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -32,7 +32,7 @@ def mars_squared_norms(grads: Sequence[Tensor], references: Sequence[Tensor], k:
     Args:
         grads: Gradients ``g``.
         references: Comparison gradients ``h``.
-        k: From :func:`rankwise.updates.mars.correction_factor`.
+        k: From :func:`rankwise.mars.formulas.correction_factor`.
 
     Returns:
         (n,) fp64 on their device.
@@ -76,7 +76,7 @@ def mars_adamw_(
 ) -> None:
     """MARS-AdamW: AdamW with ``c = coefficient (g + k (g - h))`` in the gradient's place.
 
-    Arguments as for :func:`rankwise.kernels.foreach.mars_adamw_`, all runs fp32.
+    Arguments as for :func:`rankwise.kernels.lists.mars_adamw_`, all runs fp32.
 
     Raises:
         ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
@@ -101,7 +101,7 @@ def adamw_(
 ) -> None:
     """AdamW.
 
-    Arguments as for :func:`rankwise.kernels.foreach.adamw_`, all runs fp32.
+    Arguments as for :func:`rankwise.kernels.lists.adamw_`, all runs fp32.
 
     Raises:
         ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
@@ -125,7 +125,7 @@ def mars_lion_(
 ) -> None:
     """MARS-Lion.
 
-    Arguments as for :func:`rankwise.kernels.foreach.mars_lion_`, all runs fp32.
+    Arguments as for :func:`rankwise.kernels.lists.mars_lion_`, all runs fp32.
 
     Raises:
         ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.
@@ -146,7 +146,7 @@ def mars_momentum_(
 ) -> None:
     """Momentum of the matrix rules, ``m := beta1 m + (1 - beta1) c``.
 
-    Arguments as for :func:`rankwise.kernels.foreach.mars_momentum_`, all runs fp32.
+    Arguments as for :func:`rankwise.kernels.lists.mars_momentum_`, all runs fp32.
 
     Raises:
         ValueError: As there, or a tensor is not a contiguous fp32 run, or the lists do not fit together.

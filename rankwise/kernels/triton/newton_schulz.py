@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.updates.linalg import NEWTON_SCHULZ_COEFFICIENTS
+from rankwise.updates.newton_schulz import NEWTON_SCHULZ_COEFFICIENTS
 
 __all__ = ["newton_schulz", "symmetric_polynomial", "symmetric_product"]
 
@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
-    """As :func:`rankwise.updates.linalg.newton_schulz`, three products per step of which two are half ones.
+    """As :func:`rankwise.updates.newton_schulz.newton_schulz`, three products per step of which two are half ones.
 
     Args:
         matrix: (..., m, n).
@@ -39,7 +39,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
     if matrix.ndim < 2 or dtype not in _DTYPES or steps < 1:
         raise ValueError(
             f"newton_schulz takes (..., m, n), products in {', '.join(map(str, _DTYPES))} and at least one step, got "
-            f"{tuple(matrix.shape)}, {dtype} and {steps}; use rankwise.updates.linalg for others"
+            f"{tuple(matrix.shape)}, {dtype} and {steps}; use rankwise.updates.newton_schulz for others"
         )
     if matrix.numel() == 0:
         return torch.empty_like(matrix)

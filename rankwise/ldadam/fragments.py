@@ -1,0 +1,237 @@
+"""LDAdam on a rank's own fragments: what goes to the owners of the matrices, and what their answers do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rankwise.kernels.lists import add_, subtract_scaled_
+from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.forms import fragments_step_for, subtract_for
+from rankwise.ldadam.native import Job, takes
+from rankwise.ldadam.slices import Cut
+from rankwise.sharding import Fragment, MatrixTask
+from rankwise.step.entries import Entry
+from rankwise.step.matrix_states import MatrixState
+from rankwise.step.unit import StepUnit
+from rankwise.updates.adamw import Scalar
+
+__all__ = ["Fragments", "Signature", "split_factors"]
+
+
+class Signature(NamedTuple):
+    """What the matrices of a batch, or the slices of matrices, have in common.
+
+    Attributes:
+        rows: Of one of them.
+        columns: Of one of them.
+        rank: Of the subspace.
+        group: Position of the param group.
+        right: Whether the whole matrix is projected from the right.
+        cut: The side of the whole matrix of which they are slices; None for whole matrices.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    group: int
+    right: bool
+    cut: Cut | None = None
+
+    @property
+    def short(self) -> int:
+        """Length of the side that is projected."""
+        return self.columns if self.right else self.rows
+
+    @property
+    def long(self) -> int:
+        """Length of the other side."""
+        return self.rows if self.right else self.columns
+
+
+def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor]:
+    """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
+
+    Args:
+        factors: (..., elements), what an owner sends of one or more matrices.
+        signature: Of their batch.
+    """
+    elements = signature.short * signature.rank
+    basis, others = factors[..., :elements], factors[..., elements:]
+    return (
+        basis.unflatten(-1, (signature.short, signature.rank)),
+        others.unflatten(-1, (-1, signature.rank, signature.long)),
+    )
+
+
+class Fragments:
+    """Weights, gradients and error buffers of a step, by the index of their entry.
+
+    Attributes:
+        sources: What each matrix's owner gathers, the gradient with what is left of earlier ones; None for fragments
+            of other rules. Where the error buffer has the gradients' type it is the buffer itself.
+    """
+
+    def __init__(self, unit: StepUnit) -> None:
+        self._unit = unit
+        self.sources: list[Tensor | None] = [None] * len(unit.entries)
+        self._weights: dict[int, Tensor] = {}
+        self._errors: dict[int, Tensor] = {}
+        self._arrived: list[tuple[int, Tensor]] = []
+        self._missing: dict[int, Tensor] = {}  # gradients that their sources do not have yet
+
+    def add(
+        self,
+        entries: Sequence[Entry],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        errors: list[Tensor] | None,
+        later: Collection[int] = (),
+    ) -> None:
+        """Enter fragments.
+
+        Args:
+            entries: Which they are.
+            weights: Changed in place by :meth:`step`.
+            grads: Read only.
+            errors: Their error buffers, changed in place; None without error feedback.
+            later: Fragments that :meth:`job` or :meth:`complete` will be asked for: whose gradients need not be in
+                their buffers before.
+        """
+        sources = grads
+        if errors is not None and errors and errors[0].dtype == grads[0].dtype:
+            indices = [entry.index for entry in entries]
+            self._missing |= {index: grad for index, grad in zip(indices, grads, strict=True) if index in later}
+            now = [place for place, index in enumerate(indices) if index not in self._missing]
+            add_([errors[place] for place in now], [grads[place] for place in now])
+            sources = errors
+        elif errors is not None:
+            sources = [grad + error for grad, error in zip(grads, errors, strict=True)]
+        for place, entry in enumerate(entries):
+            self.sources[entry.index] = sources[place]
+            self._weights[entry.index] = weights[place]
+            if errors is not None:
+                self._errors[entry.index] = errors[place]
+
+    def complete(self, index: int) -> None:
+        """Put a fragment's gradient into its buffer, unless it is there."""
+        gradient = self._missing.pop(index, None)
+        if gradient is not None:
+            self._source(index).add_(gradient)
+
+    def job(
+        self, index: int, signature: Signature, state: MatrixState, step: int, group: Mapping[str, Any]
+    ) -> Job | None:
+        """A whole matrix for :func:`rankwise.ldadam.native.ldadam_steps_`.
+
+        Args:
+            index: Of its one fragment.
+            signature: Of its batch.
+            state: Its states.
+            step: Steps applied including this one.
+            group: Hyper-parameters.
+
+        Returns:
+            None if that takes no such tensors.
+        """
+        gradient, source, weight = self._missing.get(index), self._source(index), self._weights[index]
+        states = [state[name] for name in ("basis", "exp_avg", "exp_avg_sq")]
+        own_error = index not in self._errors or self._errors[index] is source
+        tensors = [weight, source, *states, *([] if gradient is None else [gradient])]
+        if not own_error or not takes(signature.rank, *tensors):
+            return None
+        self._missing.pop(index, None)
+        shape = (signature.rows, signature.columns)
+        return Job(shape, signature.right, gradient, source, weight, state, step, group)
+
+    def receive(self, task: MatrixTask, index: int, result: Tensor) -> None:
+        """Keep what the owner of a matrix sent until :meth:`step`."""
+        self._arrived.append((index, result))
+
+    def step(self, signature: Signature, as_factors: bool, lr: Scalar) -> None:
+        """Step the fragments whose results have arrived, all of matrices of one shape and group.
+
+        Args:
+            signature: Of the batch.
+            as_factors: Whether the results are the factors, or the fragments' own elements of their products.
+            lr: Learning rate.
+        """
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        if not as_factors:
+            self._step_by_elements(arrived, lr)
+        elif not self._step_at_once(arrived, signature, lr):
+            for index, result in arrived:
+                self._step_by_factors(index, result, signature, lr)
+
+    def _step_by_elements(self, arrived: list[tuple[int, Tensor]], lr: Scalar) -> None:
+        products = [result.view(-1, self._weights[index].numel()) for index, result in arrived]
+        subtract_scaled_([self._weights[index] for index, _ in arrived], [product[0] for product in products], lr)
+        for (index, _), product in zip(arrived, products, strict=True):
+            if index in self._errors:
+                self._source(index).sub_(product[1])
+                self._keep_error(index)
+
+    def _step_at_once(self, arrived: list[tuple[int, Tensor]], signature: Signature, lr: Scalar) -> bool:
+        """In one launch, where there is a kernel for it."""
+        fused = fragments_step_for(self._unit.device, self._unit.dtype)
+        if fused is None or any(self._fragment(index).columns is not None for index, _ in arrived):
+            return False
+        indices = [index for index, _ in arrived]
+        feedback = indices[0] in self._errors
+        from rankwise.ldadam.cuda_fragments import Factors
+
+        factors = []
+        for index, result in arrived:
+            basis, others = split_factors(result, signature)
+            kept = others[1] if feedback else None
+            factors.append(Factors(self._fragment(index).start, basis, others[0], kept))
+        fused(
+            [self._weights[index] for index in indices],
+            factors,
+            [self._source(index) for index in indices] if feedback else None,
+            [self._errors[index] for index in indices] if feedback else None,
+            cols=signature.columns,
+            right=signature.right,
+            lr=lr,
+            weight_decay=0.0,  # applied before the gradients were sent
+        )
+        return True
+
+    def _step_by_factors(self, index: int, result: Tensor, signature: Signature, lr: Scalar) -> None:
+        part = self._fragment(index)
+        basis, (direction, *kept) = _own_factors(result, signature, part)
+        self._subtract(self._weights[index], basis, direction * lr, signature, part)
+        if kept:
+            self._subtract(self._source(index), basis, kept[0], signature, part)
+            self._keep_error(index)
+
+    def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: Signature, part: Fragment) -> None:
+        """Subtract a fragment's elements of a product of two factors."""
+        place = (part.start, part.end, signature.rows, part.row_length, signature.right)
+        updates.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
+
+    def _fragment(self, index: int) -> Fragment:
+        assert self._unit.exchange is not None
+        return self._unit.exchange.layout.mine[index]
+
+    def _source(self, index: int) -> Tensor:
+        source = self.sources[index]
+        assert source is not None
+        return source
+
+    def _keep_error(self, index: int) -> None:
+        if self._errors[index] is not self._source(index):
+            self._errors[index].copy_(self._source(index))
+
+
+def _own_factors(factors: Tensor, signature: Signature, part: Fragment) -> tuple[Tensor, Tensor]:
+    """Basis and the products' other factors of one matrix, for the columns that a rank holds."""
+    basis, others = split_factors(factors, signature)
+    if part.columns is None:
+        return basis, others
+    block = slice(*part.columns)
+    return (basis[block], others) if signature.right else (basis, others[..., block])

@@ -1,0 +1,199 @@
+"""LDAdam's step on whole matrices in C++.
+
+Products with a few columns run in libraries at a fraction of the speed of memory, and the low-dimensional part is a
+hundred small operations. The results are those of :mod:`rankwise.ldadam.formulas` but for rounding; a matrix has the
+same bits wherever it lies and however many threads there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.native.building import FAST, library
+from rankwise.kernels.sizes import check_shapes
+from rankwise.ldadam import formulas as updates
+from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
+
+__all__ = ["Job", "ldadam_step", "ldadam_steps_", "subtract_product_", "takes"]
+
+_SOURCE = Path(__file__).with_name("ldadam.cpp")
+_LANES = 16
+_MAX_RANK = 32
+"""Libraries are faster above it."""
+
+
+class _Matrix(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "rank", "right")),
+        *((name, ctypes.c_void_p) for name in ("added", "matrix", "weight", "basis", "first", "second", "direction")),
+        ("feedback", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("lr", "weight_matrix", "weight_momentum")),
+        *((name, ctypes.c_double) for name in ("beta1", "beta2", "past1", "past2", "present1", "present2")),
+        *((name, ctypes.c_double) for name in ("eps", "share", "kept")),
+        ("done", ctypes.c_int64),
+    ]
+
+
+@dataclass
+class Job:
+    """A matrix to be stepped where it lies, from its second step on.
+
+    Attributes:
+        shape: Of the parameter.
+        right: What :func:`rankwise.ldadam.formulas.projects_right` says for it.
+        gradient: 1-D; None: ``source`` has it already.
+        source: The error buffer, 1-D, changed in place; without error feedback the gradient, left as it is.
+        weight: 1-D, changed in place.
+        state: ``basis``, ``exp_avg`` and ``exp_avg_sq``, changed in place.
+        step: Steps applied including this one.
+        group: Hyper-parameters.
+    """
+
+    shape: tuple[int, int]
+    right: bool
+    gradient: Tensor | None
+    source: Tensor
+    weight: Tensor
+    state: Mapping[str, Tensor]
+    step: int
+    group: Mapping[str, Any]
+
+
+def takes(rank: int, *tensors: Tensor) -> bool:
+    """Whether there is a form for matrices of this rank, made of these tensors.
+
+    Args:
+        rank: Of the subspace: 16 or 32.
+        tensors: Weights, gradients, states: contiguous and float32.
+    """
+    known = rank % _LANES == 0 and 0 < rank <= _MAX_RANK
+    return (
+        known
+        and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+        and library(_SOURCE, FAST) is not None
+    )
+
+
+def ldadam_steps_(jobs: Sequence[Job]) -> list[float | None]:
+    """Step matrices, each by one thread if there are many.
+
+    Args:
+        jobs: The matrices; :func:`takes` must say yes to the tensors of each.
+
+    Returns:
+        For each, the share of its old subspace that lies in the new one; None where Cholesky failed: then only the
+        gradient has been added to its source.
+    """
+    found = [_described(job) for job in jobs]
+    for matrix, job in zip(found, jobs, strict=True):
+        size = (job.shape[0] * job.shape[1],)
+        check_shapes(gradient=(job.gradient, size), source=(job.source, size), weight=(job.weight, size))
+        matrix.added = None if job.gradient is None else job.gradient.data_ptr()
+        matrix.matrix, matrix.weight = job.source.data_ptr(), job.weight.data_ptr()
+        matrix.feedback, matrix.lr = int(job.group["error_feedback"]), float(job.group["lr"])
+    return _run(found)
+
+
+def ldadam_step(
+    matrix: Tensor,
+    U_prev: Tensor,
+    M_prev: Tensor,
+    V_prev: Tensor,
+    step: int,
+    betas: tuple[float, float] = (0.908, 0.99),
+    rho: float = 0.908,
+    eps: float = 1e-8,
+    error_feedback: bool = True,
+    written_beta1: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`rankwise.ldadam.formulas.ldadam_step`, which takes what there is no form for here.
+
+    That is: stacks of matrices, the first step, other options, and what :func:`takes` says no to.
+    """
+    right = matrix.stride(-1) != 1
+    rows = matrix.mT if right else matrix
+    hyper = {"betas": betas, "rho": rho, "eps": eps, "error_feedback": error_feedback}
+    if matrix.dim() == 2 and step > 1 and not options and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
+        updates.check_shapes(matrix, U_prev, M_prev)
+        names = ("basis", "exp_avg", "exp_avg_sq")
+        state = {name: old.clone() for name, old in zip(names, (U_prev, M_prev, V_prev), strict=True)}
+        job = Job((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)
+        described = _described(job, written_beta1)
+        direction = torch.empty_like(M_prev)
+        described.matrix, described.direction = rows.data_ptr(), direction.data_ptr()
+        if _run([described])[0] is not None:
+            return state["basis"], state["exp_avg"], state["exp_avg_sq"], direction
+    hyper["written_beta1"] = written_beta1
+    return updates.ldadam_step(matrix, U_prev, M_prev, V_prev, step, **hyper, **options)  # type: ignore[arg-type]
+
+
+def _described(job: Job, written_beta1: float | None = None) -> _Matrix:
+    """Everything but what is to be done with the matrix and its weight."""
+    betas, feedback = job.group["betas"], job.group["error_feedback"]
+    (short, long), rank = job.shape[:: -1 if job.right else 1], job.state["basis"].shape[-1]
+    states = {"basis": (short, rank), "exp_avg": (rank, long), "exp_avg_sq": (rank, long)}
+    check_shapes(**{name: (job.state[name], shape) for name, shape in states.items()})
+    past, present = ([1 - beta**count for beta in betas] for count in (job.step - 1, job.step))
+    weights = updates.basis_weights(job.step, betas[0], job.group["rho"], feedback, written_beta1)
+    share = updates.momentum_share(betas[0], written_beta1) if feedback else 0.0
+    rates = dict(
+        zip(("beta1", "beta2", "past1", "past2", "present1", "present2"), (*betas, *past, *present), strict=True)
+    )
+    return _Matrix(
+        rows=job.shape[0],
+        columns=job.shape[1],
+        rank=job.state["basis"].shape[1],
+        right=int(job.right),
+        basis=job.state["basis"].data_ptr(),
+        first=job.state["exp_avg"].data_ptr(),
+        second=job.state["exp_avg_sq"].data_ptr(),
+        weight_matrix=weights[0],
+        weight_momentum=weights[1],
+        eps=job.group["eps"],
+        share=share,
+        **rates,
+    )
+
+
+def _run(matrices: Sequence[_Matrix]) -> list[float | None]:
+    own = library(_SOURCE, FAST)
+    assert own is not None
+    array = (_Matrix * len(matrices))(*matrices)
+    limits = (ctypes.c_double(MIN_DIAGONAL), ctypes.c_double(MIN_SECOND_DIAGONAL))
+    own.ldadam_steps(ctypes.c_int64(len(array)), array, *limits, torch.get_num_threads())
+    return [matrix.kept if matrix.done else None for matrix in array]
+
+
+def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
+    """``matrix -= left right``; as :func:`rankwise.ldadam.formulas.subtract_product_`, which takes other types.
+
+    Args:
+        matrix: (rows, columns), changed in place.
+        left: (rows, r).
+        right: (r, columns).
+    """
+    left, right = left.contiguous(), right.contiguous()
+    if not takes(left.shape[1], matrix, left, right):
+        return updates.subtract_product_(matrix, left, right)
+    check_shapes(left=(left, (matrix.shape[0], left.shape[1])), right=(right, (left.shape[1], matrix.shape[1])))
+    own = library(_SOURCE, FAST)
+    assert own is not None
+    own.subtract_rows_product(
+        ctypes.c_void_p(matrix.data_ptr()),
+        ctypes.c_int64(matrix.shape[0]),
+        ctypes.c_int64(matrix.shape[1]),
+        ctypes.c_void_p(left.data_ptr()),
+        ctypes.c_int64(left.shape[1]),
+        ctypes.c_void_p(right.data_ptr()),
+        torch.get_num_threads(),
+    )

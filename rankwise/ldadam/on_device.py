@@ -1,0 +1,71 @@
+"""LDAdam's matrices whose step counts only the device knows: a step that a graph can repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.forms import moments_for
+from rankwise.step.matrix_states import MatrixState
+
+__all__ = ["SubspaceStep", "Triple", "step_on_device"]
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Basis (..., m, r), first and second moment (..., r, n)."""
+
+
+class SubspaceStep(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        states: New basis, first and second moment.
+        factors: The direction, and with error feedback what the buffer loses.
+        rotation: ``R`` (..., r, r).
+        kept: How many matrices keep their basis, because no new one could be factored; 0-d.
+    """
+
+    states: Triple
+    factors: list[Tensor]
+    rotation: Tensor
+    kept: Tensor
+
+
+def step_on_device(
+    matrices: Tensor, old: Triple, states: Sequence[MatrixState], group: Mapping[str, Any]
+) -> SubspaceStep:
+    """Advance matrices that have taken a step before; nothing is read on the host.
+
+    A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
+    step, which is orthonormal; elsewhere Householder reflections are tried instead.
+
+    Args:
+        matrices: ``C`` (..., m, n), of one matrix or a stack of them.
+        old: Their states.
+        states: Of each matrix, where ``step`` and ``beta1``, on the device of the matrices, are advanced in place.
+        group: Param group.
+    """
+    basis, M, V = old
+    steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
+    alone = matrices.dim() == 2
+    step, written = (counts[0] if alone else torch.stack(counts) for counts in (steps, written_betas))
+    step = step + 1
+    beta1, feedback = group["betas"][0], group["error_feedback"]
+    of_matrix, of_momentum = updates.basis_weights(step, beta1, group["rho"], feedback, written)
+    found, failed = updates.try_next_basis(matrices, basis, M, of_matrix, updates.per_matrix(of_momentum, M))
+    new_basis = torch.where(failed[..., None, None], basis, found)
+    projected, rotation = updates.project(matrices, basis, new_basis)
+    moments = moments_for(matrices.device, matrices.dtype)
+    new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
+    factors = [direction]
+    if feedback:
+        # What kept_factor() says, of the product that is there already.
+        share = beta1 / (1 - beta1)
+        factors.append(torch.where((written == beta1)[..., None, None], new_M, projected - share * new_M))
+    torch._foreach_add_(steps, 1)
+    torch._foreach_zero_(written_betas)
+    torch._foreach_add_(written_betas, beta1)
+    return SubspaceStep((new_basis, new_M, new_V), factors, rotation, failed.sum())

@@ -1,0 +1,444 @@
+"""MARS: variance-reduced AdamW, Lion, Shampoo and Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.forms import newton_schulz_for, orthogonal_steps_for, product_dtype_for
+from rankwise.kernels.lists import decay_, subtract_scaled_
+from rankwise.kernels.native.newton_schulz import Job
+from rankwise.mars import formulas as updates
+from rankwise.options.validation import MARSOptions, OptionError, Options, patterns
+from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
+from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding.sources import LayoutSource
+from rankwise.step.element_states import StateTypes
+from rankwise.step.entries import Entry
+from rankwise.step.first_order import adamw_step
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.unit import Bucket, StepUnit, spans
+from rankwise.step.work import StepWork
+
+__all__ = ["MARS"]
+
+_ORTHOGONAL = ("shampoo", "muon")
+
+_Signature = tuple[int, int, tuple[int, int], int]
+"""Of a matrix task: rows and columns of what is orthogonalised, logical shape of the weight, its param group."""
+
+
+@dataclass
+class _Part:
+    """A bucket's fragments of one kind with their clip coefficients."""
+
+    bucket: Bucket
+    entries: list[Entry]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    coefficients: Tensor | None
+    orthogonal: bool
+
+
+class MARS(ShardedOptimizer):
+    r"""Variance-reduced pretraining optimizers (arXiv 2411.10438) and MARS-M (arXiv 2510.21800).
+
+    .. math::
+        c_t &= g_t + \tfrac{\gamma\beta_1}{1-\beta_1}\,(g_t - h_t), \qquad
+        \tilde c_t = c_t / \max(1, \lVert c_t\rVert / \text{clip})
+
+    takes the gradient's place in AdamW, Lion, or the orthogonalised momentum of Shampoo and Muon (Newton-Schulz).
+    ``h`` is the previous gradient, or in exact mode the present batch's gradient at the previous weights. Norms are
+    those of whole parameters, however the framework cuts them.
+
+    Args:
+        params: Parameters, ``(name, parameter)`` pairs or param groups.
+        lr: Learning rate.
+        variant: "adamw", "lion", "shampoo" (orthogonalised momentum, factor ``sqrt(max(1, rows / columns))``) or
+            "muon" (MARS-M: factor ``0.2 sqrt(max(rows, columns))``).
+        betas: Decay rates; Lion, Shampoo and Muon use the first alone.
+        eps: Added to the bias-corrected root.
+        weight_decay: Decoupled decay, times lr.
+        gamma: Strength of the correction; 0 switches it off.
+        exact: Compare with the same batch at the previous weights; see :meth:`record_reference`.
+        clip: Largest norm of a corrected gradient, per parameter; None does not clip.
+        optimize_1d: Vectors take the variance-reduced rule too, instead of AdamW.
+        lr_1d: Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon": lr). The ratio to lr
+            is kept under schedules.
+        betas_1d: Decay rates of the fallback.
+        weight_decay_1d: Decay of the fallback ("muon": ``weight_decay``, as published).
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: Type of its products. "auto": "bfloat16", as published, where that is the fastest of the machine
+            (Nvidia GPUs from sm_80 and AMD's; CPUs with AVX512-BF16, AMX or Arm's instructions for it), else "float32";
+            "float64" for float64 parameters. A machine without bfloat16 products takes 15 to 70 times as long for them;
+            data-parallel ranks of both kinds must name a type.
+        comm_dtype: Type in which straddling matrices of "shampoo" and "muon" travel to their owners and back.
+            None: their own, which rounds nothing; "bfloat16" halves the bytes.
+        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
+        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
+            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
+        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
+            device, and whatever depends on them is computed there. The first step must be taken before the capture.
+
+    Raises:
+        OptionError: A value is outside its range, or no parameter takes the MARS rule.
+    """
+
+    options_type: ClassVar[type[Options]] = MARSOptions
+    options: MARSOptions
+    health_means = ("clip_rate",)
+    product_option = "ns_dtype"
+    copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
+    one_by_one = True
+    optional_states = ("next_reference",)
+    group_options = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "gamma",
+        "clip",
+        "betas_1d",
+        "weight_decay_1d",
+        "ns_steps",
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 3e-3,
+        variant: str = "adamw",
+        betas: tuple[float, float] = (0.95, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        gamma: float = 0.025,
+        exact: bool = False,
+        clip: float | None = 1.0,
+        optimize_1d: bool = False,
+        lr_1d: float | None = None,
+        betas_1d: tuple[float, float] = (0.9, 0.95),
+        weight_decay_1d: float = 0.1,
+        ns_steps: int = 5,
+        ns_dtype: str = "auto",
+        comm_dtype: str | None = None,
+        exclude: Sequence[str] = (),
+        skip_nonfinite: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        options = MARSOptions(
+            lr=lr,
+            variant=variant,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            gamma=gamma,
+            exact=exact,
+            clip=clip,
+            optimize_1d=optimize_1d,
+            lr_1d=lr_1d,
+            betas_1d=betas_1d,
+            weight_decay_1d=weight_decay_1d,
+            ns_steps=ns_steps,
+            ns_dtype=ns_dtype,
+            comm_dtype=comm_dtype,
+            exclude=patterns(exclude),
+            skip_nonfinite=skip_nonfinite,
+            capturable=capturable,
+        )
+        self._recorded = False
+        super().__init__(params, options, {"lr_1d_ratio": _fallback_lr_ratio(options)})
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Embeddings take the element-wise variants' rule, as published; orthogonalisation leaves them out."""
+        options = self.options
+        return RoutingPolicy(
+            embeddings=options.variant not in _ORTHOGONAL, exclude=options.exclude, vectors=options.optimize_1d
+        )
+
+    @property
+    def identity(self) -> str:
+        """Class and variant: variants have different element states."""
+        return f"MARS-{self.options.variant}"
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """The momentum, the second moment where AdamW is involved, and the comparison gradient(s)."""
+        if rule == "fallback":
+            return {"exp_avg": None, "exp_avg_sq": None}
+        second = () if self.options.variant == "lion" or self._is_orthogonal(info) else ("exp_avg_sq",)
+        references = ("reference", "next_reference") if self.options.exact else ("reference",)
+        return dict.fromkeys(("exp_avg", *second, *references))
+
+    def attach(self, source: LayoutSource) -> None:
+        """See the base class.
+
+        Raises:
+            OptionError: Exact mode, which needs a second backward pass per step that an engine does not offer.
+        """
+        if self.options.exact:
+            raise OptionError(
+                "MARS: exact=True is invalid under a framework engine: it needs two gradients per step, and the engine "
+                "hands over one; set exact to false (the published default) or train with plain PyTorch"
+            )
+        super().attach(source)
+
+    @torch.no_grad()
+    def record_reference(self) -> None:
+        """Exact mode: copy the current ``.grad`` as the comparison gradient of the step after the next one.
+
+        Call it with the *next* batch's gradient at today's weights, then ``zero_grad()``, compute the present batch's
+        gradient and ``step()`` (arXiv 2411.10438, Algorithm 1 with one batch of look-ahead).
+
+        Raises:
+            RuntimeError: The optimizer was not built with ``exact=True``.
+        """
+        if not self.options.exact:
+            raise RuntimeError("record_reference() belongs to exact mode; build MARS with exact=True.")
+        unit = self._unit()
+        for entry in unit.entries:
+            tensor = unit.tensors[entry.fragment.tensor]
+            if entry.route.rule != "matrix":
+                continue
+            if tensor.grad is not None:
+                flat = tensor.grad.reshape(-1)[entry.fragment.offset : entry.fragment.offset + entry.fragment.numel]
+                unit.states.views(self.state, "next_reference", [entry])[0].copy_(flat)
+            elif "next_reference" in self.state.get(tensor, {}):
+                # The batch does not touch it: what is there belongs to an earlier step.
+                unit.states.views(self.state, "next_reference", [entry])[0].zero_()
+        self._recorded = True
+
+    def _plan(self, unit: StepUnit) -> None:
+        tasks = []
+        for key in unit.keys("matrix"):
+            info = unit.infos[key]
+            if self._is_orthogonal(info):
+                rows, columns = info.matrix_shape
+                short, long = min(rows, columns), max(rows, columns)
+                signature = (rows, columns, info.logical_matrix_shape, unit.group_position[key])
+                tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
+        self._choose_owners(unit, tasks)
+
+    def work(self, unit: StepUnit) -> StepWork:
+        """See the base class: the norms of the corrected gradients."""
+        return StepWork(sums=(1,), element_flops=24.0)
+
+    def product_type(self, unit: StepUnit) -> torch.dtype | None:
+        """See the base class; of Newton-Schulz."""
+        if self.options.variant not in _ORTHOGONAL:
+            return None
+        wish = self.options.ns_dtype
+        return product_dtype_for(unit.device, unit.dtype) if wish == "auto" else getattr(torch, wish)
+
+    def _is_orthogonal(self, info: ParameterInfo) -> bool:
+        return self.options.variant in _ORTHOGONAL and len(info.shape) >= 2
+
+    def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.rule == "fallback":
+                self._fallback(unit, bucket)
+        matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
+        coefficients = self._clip_coefficients(unit, matrices)
+        orthogonal: list[_Part] = []
+        for bucket, span in spans(matrices):
+            for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
+                if part.orthogonal:
+                    self._momentum(unit, part)
+                    orthogonal.append(part)
+                else:
+                    self._element_wise(unit, part)
+                    self.health.add("matrices_updated", len(part.entries))
+        if unit.exchange is not None:
+            self._orthogonalise(unit, orthogonal)
+
+    def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
+        group = bucket.group
+        adamw_step(
+            unit,
+            bucket,
+            lr=group["lr"] * group["lr_1d_ratio"],
+            betas=group["betas_1d"],
+            weight_decay=group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"],
+        )
+
+    def _clip_coefficients(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor | None:
+        """For every fragment, what clips the corrected gradient of its whole parameter: one collective."""
+        clipping = any(bucket.group["clip"] is not None for bucket in buckets)
+        # Other ranks may have something to clip where this one has nothing.
+        if not clipping and not unit.sums.straddlers:
+            return None
+        norms = [torch.zeros(0, dtype=torch.float64, device=unit.device)]
+        for bucket in buckets:
+            norms.append(unit.kernels.mars_squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        squares = unit.sum_over_ranks(entries, torch.cat(norms))[0]
+        found = []
+        for bucket, span in spans(buckets):
+            clip = bucket.group["clip"]
+            if clip is None:
+                found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
+            else:
+                found.append(updates.clip_coefficient(squares[span], clip).to(unit.dtype))
+                self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
+        return torch.cat(found) if clipping else None
+
+    def _parts(self, bucket: Bucket, coefficients: Tensor | None) -> list[_Part]:
+        """A bucket's fragments by what becomes of their momentum."""
+        parts = []
+        for orthogonal in (False, True):
+            chosen = [i for i, entry in enumerate(bucket.entries) if self._is_orthogonal(entry.info) == orthogonal]
+            if len(chosen) == len(bucket.entries):
+                return [_Part(bucket, bucket.entries, bucket.weights, bucket.grads, coefficients, orthogonal)]
+            if chosen:
+                own = None if coefficients is None else torch.stack([coefficients[i] for i in chosen])
+                entries = [bucket.entries[i] for i in chosen]
+                weights, grads = ([tensors[i] for i in chosen] for tensors in (bucket.weights, bucket.grads))
+                parts.append(_Part(bucket, entries, weights, grads, own, orthogonal))
+        return parts
+
+    def _corrected(self, part: _Part) -> dict[str, Any]:
+        """Arguments that all forms of the correction share."""
+        # In exact mode the reference is recorded; it is not the gradient of the step before.
+        return {"k": _factor(part.bucket), "coefficients": part.coefficients, "advance": not self.options.exact}
+
+    def _momentum(self, unit: StepUnit, part: _Part) -> None:
+        references, exp_avgs = (part.bucket.state(name, part.entries) for name in ("reference", "exp_avg"))
+        beta1 = part.bucket.group["betas"][0]
+        unit.kernels.mars_momentum_(part.grads, references, exp_avgs, beta1=beta1, **self._corrected(part))
+
+    def _element_wise(self, unit: StepUnit, part: _Part) -> None:
+        group, state = part.bucket.group, part.bucket.state
+        lists = [part.weights, part.grads, *(state(name, part.entries) for name in ("reference", "exp_avg"))]
+        hyper = {"lr": group["lr"], "weight_decay": group["weight_decay"], **self._corrected(part)}
+        if self.options.variant == "lion":
+            unit.kernels.mars_lion_(*lists, beta1=group["betas"][0], **hyper)
+        else:
+            hyper |= {"betas": group["betas"], "eps": group["eps"], "step": part.bucket.step_of(part.entries)}
+            unit.kernels.mars_adamw_(*lists, state("exp_avg_sq", part.entries), **hyper)
+
+    def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+        # Before any state changes: the step can be repeated once the gradient is recorded.
+        if self.options.exact and not self._recorded and any(tensor.grad is not None for tensor in unit.tensors):
+            raise RuntimeError(
+                "MARS exact mode: step() without a recorded comparison gradient; call record_reference() with the next "
+                "batch's gradient before computing the present batch's."
+            )
+        return super()._open(unit)
+
+    def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        judged = super()._judged(unit, grads)
+        if self.options.exact:
+            # Recorded one step ago, when nobody looked at it.
+            states = (self.state[tensor] for tensor, grad in zip(unit.tensors, grads, strict=True) if grad is not None)
+            judged += [state["reference"] for state in states if "reference" in state]
+        return judged
+
+    def _orthogonalise(self, unit: StepUnit, parts: list[_Part]) -> None:
+        assert unit.exchange is not None
+        sources: list[Tensor | None] = [None] * len(unit.entries)
+        targets: dict[int, Tensor] = {}
+        for part in parts:
+            exp_avgs = part.bucket.state("exp_avg", part.entries)
+            decay_(part.weights, part.bucket.group["lr"], part.bucket.group["weight_decay"])
+            for entry, weight, exp_avg in zip(part.entries, part.weights, exp_avgs, strict=True):
+                sources[entry.index] = exp_avg
+                targets[entry.index] = weight
+
+        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+            self.health.add("matrices_updated", len(tasks))
+            return self._directions(unit, batch.signature, stack)
+
+        weights: list[Tensor] = []
+        directions: list[Tensor] = []
+
+        def deliver(task: MatrixTask, fragment: int, direction: Tensor) -> None:
+            weights.append(targets[fragment])
+            directions.append(direction)
+
+        def delivered(batch: Batch) -> None:
+            subtract_scaled_(weights, directions, self.param_groups[batch.signature[-1]]["lr"])
+            weights.clear()
+            directions.clear()
+
+        product = self.product_type(unit)
+        assert product is not None
+        steps = orthogonal_steps_for(unit.device, unit.dtype, product)
+        jobs: list[Job] = []
+
+        def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
+            self.health.add("matrices_updated", 1)
+            (index,), (exp_avg,) = indices, parts
+            if steps is not None:
+                jobs.append(self._job(task.signature, exp_avg, targets[index]))
+                return
+            direction = self._directions(unit, task.signature, exp_avg.view(1, -1))
+            subtract_scaled_([targets[index]], [direction[0]], self.param_groups[task.signature[-1]]["lr"])
+
+        unit.exchange.run(sources, compute, deliver, delivered=delivered, at_once=at_once)
+        if steps is not None:
+            steps(jobs)
+
+    def _directions(self, unit: StepUnit, signature: _Signature, exp_avgs: Tensor) -> Tensor:
+        """Of a stack of momenta (tasks, elements)."""
+        rows, columns, logical, position = signature
+        group = self.param_groups[position]
+        directions = updates.orthogonal_direction(
+            exp_avgs.view(-1, rows, columns),
+            self.options.variant,  # type: ignore[arg-type]
+            *logical,
+            beta1=group["betas"][0],
+            eps=self._eps(group),
+            ns_steps=group["ns_steps"],
+            ns_dtype=self.product_type(unit),
+            orthogonalise=newton_schulz_for(unit.device),
+        )
+        return directions.reshape(len(exp_avgs), -1)
+
+    def _job(self, signature: _Signature, exp_avg: Tensor, weight: Tensor) -> Job:
+        rows, columns, logical, position = signature
+        group, variant = self.param_groups[position], self.options.variant
+        return Job(
+            (rows, columns),
+            exp_avg,
+            weight,
+            eps=updates.norm_offset(variant, group["betas"][0], self._eps(group)),  # type: ignore[arg-type]
+            factor=updates.shape_factor(variant, *logical),  # type: ignore[arg-type]
+            lr=float(group["lr"]),
+            steps=group["ns_steps"],
+        )
+
+    def _eps(self, group: Mapping[str, Any]) -> float | None:
+        return group["eps"] if self.options.variant == "shampoo" else None
+
+    def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
+        super()._close(unit, weights)
+        if self.options.exact and self._recorded:
+            for tensor in unit.tensors:
+                state = self.state[tensor]
+                if "next_reference" in state and self.capturable and "reference" in state:
+                    # Where a graph reads it.
+                    state["reference"].copy_(state["next_reference"])
+                elif "next_reference" in state:
+                    upcoming = state["next_reference"]
+                    spent = state.get("reference")
+                    state["next_reference"] = torch.zeros_like(upcoming) if spent is None else spent
+                    state["reference"] = upcoming
+            self._recorded = False
+
+
+def _factor(bucket: Bucket) -> float:
+    return updates.correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
+
+
+def _fallback_lr_ratio(options: MARSOptions) -> float:
+    if options.lr_1d is None:
+        return 1.0 if options.variant == "muon" else 0.5
+    if float(options.lr) == 0.0:
+        raise OptionError(
+            f"MARS: lr_1d={options.lr_1d!r} is invalid with lr=0: the fallback's rate is a multiple of lr; pass the "
+            "peak lr and let the scheduler start from 0"
+        )
+    return options.lr_1d / float(options.lr)

@@ -1,0 +1,1 @@
+"""MKOR: Kronecker factors by rank-1 updates (arXiv 2306.01685)."""

@@ -1,0 +1,234 @@
+"""MKOR's Kronecker factors: one left and one right inverse per matrix, handled in batches of equal shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels import triton
+from rankwise.kernels.forms import is_for_cpus, kernels_for, product_dtype_for
+from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor import formulas as updates
+from rankwise.mkor.forms import precondition_into_for
+from rankwise.options.validation import MKOROptions
+from rankwise.sharding import MatrixTask
+from rankwise.statistics.vectors import LayerVectors
+from rankwise.step.matrix_states import MatrixState
+
+__all__ = ["KroneckerFactors", "LayerSignature"]
+
+
+class LayerSignature(NamedTuple):
+    """What layers of one batch have in common.
+
+    Attributes:
+        outputs: Features the layer gives.
+        inputs: Features it takes.
+        has_bias: Whether the bias gradient rides along as one more column.
+        transposed: Whether the weight is (inputs, outputs).
+        position: Param group.
+    """
+
+    outputs: int
+    inputs: int
+    has_bias: bool
+    transposed: bool
+    position: int
+
+    @property
+    def cost(self) -> float:
+        """Floating-point operations of preconditioning one matrix."""
+        columns = self.inputs + self.has_bias
+        return float(2 * self.outputs * columns * (self.outputs + columns))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of the weight and, if it rides along, of the bias."""
+        return (self.outputs * self.inputs, self.outputs)[: 1 + self.has_bias]
+
+
+class KroneckerFactors:
+    """Creates, moves and applies the factors; the states stay with their owner.
+
+    Args:
+        options: MKOR's.
+    """
+
+    def __init__(self, options: MKOROptions) -> None:
+        self._options = options
+
+    def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """The type of the products with gradients of a type on a device: the option's, or what it leaves to them."""
+        wish = self._options.product_dtype
+        if wish != "auto":
+            return getattr(torch, wish)  # type: ignore[no-any-return]
+        # Wider factors were asked for their digits.
+        return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
+
+    def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
+        """Identity factors, and the number of factor steps in a row that failed. Too long a side gets no factor."""
+        dtype = getattr(torch, self._options.factor_dtype)
+        lengths = {"left": (signature.outputs, 0), "right": (signature.inputs, int(signature.has_bias))}
+        state = {
+            name: torch.eye(length + extra, dtype=dtype, device=device)
+            for name, (length, extra) in lengths.items()
+            if length <= self._options.max_factor_dim
+        }
+        return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
+
+    def move(
+        self, tasks: Sequence[MatrixTask], states: Sequence[MatrixState], vectors: Mapping[str, LayerVectors]
+    ) -> tuple[Tensor, Tensor]:
+        """One guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
+
+        Args:
+            tasks: The matrices.
+            states: Theirs, changed in place.
+            vectors: The statistics by key.
+
+        Returns:
+            Numbers of matrices moved, and kept because the result was not finite, 0-d.
+        """
+        seen = torch.cat([vectors[task.key][2] for task in tasks]) > 0
+        healthy = torch.ones_like(seen)
+        for side in ("right", "left"):
+            if side in states[0]:
+                vector = self._vector(side, tasks, vectors)
+                healthy &= self._update([state[side] for state in states], vector, seen) | ~seen
+        failures = [state["failures"] for state in states]
+        torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
+        return (healthy & seen).sum(), (~healthy).sum()
+
+    def _vector(self, side: str, tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]) -> Tensor:
+        if side == "left":
+            return torch.stack([vectors[task.key][1] for task in tasks]) * self._options.output_gain
+        inputs = torch.stack([vectors[task.key][0] for task in tasks])
+        return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
+
+    def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor) -> Tensor:
+        """Move those that were seen, in place; tells which of them took the update."""
+        options = self._options
+        kernels = kernels_for(vectors.device, vectors.dtype)
+        chosen = {
+            "decay": options.factor_decay,
+            "rule": options.rule,
+            "stabilizer": options.stabilizer,
+            "norm": options.stabilizer_norm,
+            "seen": seen,
+        }
+        if is_for_cpus(kernels):
+            return blocked_mkor.update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
+        if kernels is triton and inverses[0].dtype != torch.float64:
+            from rankwise.mkor.cuda import update_factors_
+
+            return update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
+        old = torch.stack(inverses)
+        new, ok = self._moved(old, vectors)
+        torch._foreach_copy_(inverses, list(torch.where(seen[:, None, None], new, old)))
+        return ok
+
+    def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        options = self._options
+        if options.stabilizer is None:
+            moved = updates.rank1_inverse_update(old, vector, options.factor_decay, options.rule)  # type: ignore[arg-type]
+            return updates.guarded(moved, old)
+        return updates.update_factor(
+            old,
+            vector,
+            options.factor_decay,
+            options.rule,  # type: ignore[arg-type]
+            *options.stabilizer,
+            norm=options.stabilizer_norm,  # type: ignore[arg-type]
+        )
+
+    def apply(
+        self,
+        signature: LayerSignature,
+        states: Sequence[MatrixState],
+        stack: Tensor,
+        product: torch.dtype,
+        space: blocked_mkor.Workspace,
+    ) -> Tensor:
+        """Precondition the gradients of a batch.
+
+        Args:
+            signature: Of its matrices.
+            states: Theirs.
+            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone.
+            product: Type of the products.
+            space: For what comes in between on a CPU.
+
+        Returns:
+            The preconditioned gradients, laid out alike.
+        """
+        kernels = kernels_for(stack.device, stack.dtype)
+        if is_for_cpus(kernels):
+            result, sizes = torch.empty_like(stack), signature.sizes
+            for new, state, grad in zip(result, states, stack, strict=True):
+                self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), product, space)
+            return result
+        left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
+        shape = (signature.outputs, signature.inputs)
+        if signature.transposed:
+            # The factors are symmetric: the transposed gradient changes their places, and its bias is its last row.
+            left, right = right, left
+            shape = (signature.inputs + signature.has_bias, signature.outputs)
+        update = _products(stack, shape, left, right, product)
+        if self._options.rescale is None:
+            return update
+        if kernels is triton:
+            from rankwise.mkor.cuda_rescale import rescale_
+
+            rescale_(list(update), list(stack))
+            return update
+        norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
+        return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
+
+    def apply_to_one(
+        self,
+        signature: LayerSignature,
+        state: MatrixState,
+        parts: Sequence[Tensor],
+        out: Sequence[Tensor],
+        product: torch.dtype,
+        space: blocked_mkor.Workspace,
+    ) -> None:
+        """Precondition one gradient on a CPU; the same bits as :meth:`apply` there.
+
+        Args:
+            signature: Of the matrix.
+            state: Its state.
+            parts: Gradients of its weight and, if it has one, of its bias, 1-D; left as they are.
+            out: For the preconditioned ones, in other memory.
+            product: Type of the products.
+            space: For what comes in between.
+        """
+        left, right = state.get("left"), state.get("right")
+        shape, turned = (signature.outputs, signature.inputs), signature.transposed
+        if turned:
+            left, right, shape = right, left, shape[::-1]
+        rescale = self._options.rescale is not None
+        into = precondition_into_for(parts[0].device, parts[0].dtype)
+        into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
+
+
+def _products(
+    stack: Tensor,
+    shape: tuple[int, int],
+    left: Sequence[Tensor] | None,
+    right: Sequence[Tensor] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The batch times its factors, laid out as the batch; what follows a matrix in it is its last column."""
+    elements = math.prod(shape)
+    matrix = stack[:, :elements].view(-1, *shape)
+    whole = torch.cat([matrix, stack[:, elements:, None]], dim=2) if stack.shape[1] > elements else matrix
+    stacked = [None if side is None else torch.stack(list(side)) for side in (left, right)]
+    product = updates.apply_inverses(whole, stacked[0], stacked[1], dtype)
+    if whole is matrix:
+        return product.view_as(stack)
+    return torch.cat([product[..., : shape[1]].flatten(1), product[..., shape[1]]], dim=1)

@@ -1,0 +1,81 @@
+"""MKOR's products for CPUs in C++, with the matrix tiles of recent x86 processors (Intel AMX)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.native.products import SIDE, products
+from rankwise.kernels.sizes import check_shapes
+from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor.blocked import Workspace
+
+__all__ = ["precondition_into"]
+
+
+class _Gradient(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "turned")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+    ]
+
+
+def precondition_into(
+    out: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    shape: tuple[int, int],
+    left: Tensor | None,
+    right: Tensor | None,
+    space: Workspace,
+    *,
+    turned: bool = False,
+    rescale: bool = True,
+    product: torch.dtype | None = None,
+) -> None:
+    """As :func:`rankwise.mkor.blocked.precondition_into`, which takes what there is no form for here.
+
+    That is: everything but bfloat16 products of float32 gradients and bfloat16 factors, and machines without such
+    tiles. The factors must be symmetric, as :func:`rankwise.mkor.blocked.update_factors_` leaves them. The
+    roundings to bfloat16 are the same; the order of the sums between them is not. The bits do not depend on the number
+    of threads.
+    """
+    # Nothing is compiled for what there is no form for.
+    known = product in (None, torch.bfloat16) and _is_known(out, parts, left, right)
+    own = products() if known else None
+    if own is None:
+        options = {"turned": turned, "rescale": rescale, "product": product}
+        return blocked_mkor.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
+    rows, columns = shape
+    rides = len(parts) > 1
+    height, width = rows + (rides and turned), columns + (rides and not turned)
+    check_shapes(left=(left, (height, height)), right=(right, (width, width)))
+    for weight, *bias in (parts, out):
+        check_shapes(weight=(weight, (rows * columns,)))
+        if rides:
+            check_shapes(bias=(bias[0], (columns if turned else rows,)))
+    gradient = _Gradient(rows, columns, turned, parts[0].data_ptr(), parts[1].data_ptr() if rides else None)
+    blocks = -(-height // SIDE) * -(-width // SIDE)
+    memory = space.take("blocks", (2 * blocks * SIDE**2,), torch.bfloat16)
+    tensors = (out[0], out[1] if rides else None)
+    own.precondition(
+        ctypes.byref(gradient),
+        *(ctypes.c_void_p(None if side is None else side.data_ptr()) for side in (left, right)),
+        int(rescale),
+        *(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors),
+        ctypes.c_void_p(memory.data_ptr()),
+        torch.get_num_threads(),
+    )
+
+
+def _is_known(out: Sequence[Tensor], parts: Sequence[Tensor], left: Tensor | None, right: Tensor | None) -> bool:
+    sides = [side for side in (left, right) if side is not None]
+    return bool(sides) and all(
+        tensor.dtype == dtype and tensor.is_contiguous()
+        for dtype, tensors in ((torch.float32, (*out, *parts)), (torch.bfloat16, sides))
+        for tensor in tensors
+    )

@@ -1,1 +1,0 @@
-"""The optimizers as torch.optim classes: state, param groups and calls into rankwise.updates."""

@@ -1,0 +1,1 @@
+"""Which parameter takes which rule: by logical shape, role and pattern."""

@@ -1,0 +1,176 @@
+"""Which parameters the tensors in the param groups store: the one thing a framework must tell an optimizer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.options.validation import OptionError
+
+__all__ = [
+    "LayoutSource",
+    "Slice",
+    "TensorContents",
+    "TensorParallel",
+    "WholeParameters",
+    "framework_advice",
+    "real_view",
+    "refuse_unreadable",
+]
+
+
+# By the module that a program using the framework has imported.
+_ADVICE = {
+    "deepspeed": "import deepspeed_plugin before deepspeed.initialize",
+    "megatron.core": "let Megatron build the optimizer after megatron_patches.apply()",
+}
+
+
+def framework_advice() -> str:
+    """What to call so that a framework tells an optimizer what it must know.
+
+    An optimizer that was told nothing cannot know whose tensors it meets: the frameworks that this process has loaded
+    are named; all of them if it has loaded none.
+    """
+    loaded = [advice for module, advice in _ADVICE.items() if module in sys.modules]
+    return " or ".join(loaded or _ADVICE.values())
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """A tensor, or of a complex one its real and imaginary parts along a last dimension; the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
+    """Refuse tensors whose values are not where a plain tensor has them.
+
+    Args:
+        owner: Of the message: the optimizer.
+        name: The parameter.
+        tensor: The parameter, or what is to be its gradient.
+
+    Raises:
+        OptionError: It is a tensor subclass that holds its values elsewhere, or is flattened and sharded by FSDP.
+    """
+    kind = type(tensor)
+    sharded = any(getattr(tensor, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
+    if sharded or "_flat_param" in name or "_fsdp_wrapped_module" in name:
+        kind_of = "a parameter that FSDP has flattened"
+    elif getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__:
+        kind_of = f"a {kind.__name__}, a tensor subclass, as fully_shard makes them"
+    else:
+        return
+    raise OptionError(
+        f"{owner}: the parameter '{name}' is invalid, being {kind_of}: it must be a plain tensor with all of its "
+        "values; train with DistributedDataParallel, ZeRO or a distributed optimizer that rankwise supports instead"
+    )
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor.
+
+    Attributes:
+        columns: As in :class:`rankwise.sharding.Fragment`: the block of columns the run is counted in, or None.
+        copy: Which of several copies of the parameter this is, where ranks hold it alike.
+    """
+
+    name: str
+    start: int
+    end: int
+    offset: int
+    columns: tuple[int, int] | None = None
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class TensorContents:
+    """What one optimizer tensor stores.
+
+    Attributes:
+        group: Index of the param group it came from, as passed to the constructor.
+        slices: The runs of parameters in it; padding belongs to none.
+    """
+
+    group: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel groups among the ranks of a layout.
+
+    Attributes:
+        sets: Positions in the layout's group of the ranks of each of them, the same on every rank.
+        group: This rank's.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup
+
+
+class LayoutSource(Protocol):
+    """What a framework tells the optimizer about the tensors it put into the param groups.
+
+    A source may have a method ``ranks_apart(tensor)``: the ranks that hold the rest of a tensor's parameters where they
+    are not those of the whole layout, as of experts, else None; all tensors of one ``step()`` call have the same.
+
+    Attributes:
+        group: Of the ranks that hold pieces or copies of the parameters; None for a single process.
+        replicated: Whether every rank holds every parameter whole.
+        tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
+            slice; checkpoints must take its states so too. None: every matrix is computed by one rank.
+    """
+
+    group: dist.ProcessGroup | None
+    replicated: bool
+    tensor_parallel: TensorParallel | None
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """Name the parameters stored in ``tensor``."""
+        ...
+
+
+class WholeParameters:
+    """The layout of plain PyTorch: every tensor of the param groups is a whole parameter of this process."""
+
+    tensor_parallel: TensorParallel | None = None
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.replicated = False
+        self._contents: dict[int, TensorContents] = {}
+        self._names: dict[int, str] = {}
+
+    def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
+        """The same parameters, held alike by every rank of a data-parallel group."""
+        source = WholeParameters()
+        source.group, source.replicated = group, dist.get_world_size(group) > 1
+        source._contents, source._names = self._contents, self._names
+        return source
+
+    def register(self, tensor: Tensor, name: str, group: int) -> None:
+        """Name a parameter of the constructor."""
+        whole = Slice(name, 0, real_view(tensor).numel(), 0)
+        self._names[id(tensor)] = name
+        self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name a parameter was registered by; None if it was not."""
+        return self._names.get(id(tensor))
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """See :class:`LayoutSource`."""
+        try:
+            return self._contents[id(tensor)]
+        except KeyError:
+            raise RuntimeError(
+                f"step() met a tensor of shape {tuple(tensor.shape)} that was not among the constructor's parameters. "
+                f"A framework replaced the parameters; {framework_advice()}, so that the optimizer is told their "
+                "layout."
+            ) from None

@@ -1,0 +1,1 @@
+"""SONew: sparsified online Newton (arXiv 2311.10085)."""

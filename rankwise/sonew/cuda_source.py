@@ -1,0 +1,176 @@
+r"""Source text of the SONew kernel, which depends on the band: Triton has no arrays of registers.
+
+Tile of a run: BLOCK lanes, of which the first and the last PAD repeat neighbours of the tile. Every lane advances the
+statistics of its element, takes the next ``band`` lanes' from them, and factors its window ``j .. j + band`` in
+registers: the order recursion of :func:`rankwise.sonew.banded.banded_factors` over all windows inside it. What it
+subtracts from later elements moves back to their lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+__all__ = ["kernel_source", "padding"]
+
+_INDENT = "    "
+
+_HEAD = """
+@jit
+def {name}_kernel(
+    table: tl.tensor, tiles: tl.tensor, borders: tl.tensor, partials: tl.tensor,
+    beta1: tl.tensor, share1: tl.tensor, beta2: tl.tensor, share2: tl.tensor, eps: tl.tensor, tolerance: tl.tensor,
+    scale: tl.tensor, graft_scale1: tl.tensor, graft_scale2: tl.tensor, graft_eps: tl.tensor,
+    STEPS_ON_DEVICE: tl.constexpr, SQUARES_ON_DEVICE: tl.constexpr, GRAFT: tl.constexpr, BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    run = tl.load(tiles + 2 * program)
+    row = table + run * {width}
+    start = tl.load(tiles + 2 * program + 1)
+    length = tl.load(row + {length})
+    borders += program * {border}
+    partials += 2 * program
+    lanes = tl.arange(0, BLOCK)
+    size = (tl.minimum(start + (BLOCK - {padded}), length) - start).to(tl.int32)
+    own = (lanes >= {pad}) & (lanes < {pad} + size)
+    whole = (lanes >= {pad}) & (lanes < BLOCK - {pad})
+    fast = (size == BLOCK - {padded}) & wide(row, {length})
+    damping = number_of(eps, run, STEPS_ON_DEVICE)
+"""
+
+_TAIL = """
+update = update * number_of(scale, run, STEPS_ON_DEVICE)
+if fast:
+    put(row, {out}, start, update, lanes, whole, {pad}, True)
+else:
+    put(row, {out}, start, update, lanes, own, {pad}, False)
+total = tl.where(own, update, 0.0).to(tl.float64)
+tl.store(partials, tl.sum(total * total, axis=0))
+if GRAFT == 1:
+    corrected = diagonal * number_of(graft_scale2, run, SQUARES_ON_DEVICE)
+    graft = momentum * number_of(graft_scale1, run, STEPS_ON_DEVICE) / (tl.sqrt_rn(corrected) + graft_eps)
+elif GRAFT == 2:
+    graft = grad
+elif GRAFT == 3:
+    graft = momentum * number_of(graft_scale1, run, STEPS_ON_DEVICE)
+else:
+    graft = tl.full((BLOCK,), 0.0, tl.float32)
+total = tl.where(own, graft, 0.0).to(tl.float64)
+tl.store(partials + 1, tl.sum(total * total, axis=0))
+"""
+
+
+def padding(band: int) -> int:
+    """Lanes at either end of a tile that repeat its neighbours; a multiple of 4 keeps wide loads possible."""
+    return -(-band // 4) * 4
+
+
+def kernel_source(band: int) -> str:
+    """The kernel of a band, ``sonew_<band>_kernel``."""
+    pad, fields = padding(band), 3 + band
+    names = {
+        "name": f"sonew_{band}",
+        "pad": pad,
+        "padded": 2 * pad,
+        "out": fields,
+        "length": fields + 1,
+        "width": fields + 6,
+        "border": fields * 2 * pad,
+    }
+    body = [*_statistics(band, pad, fields), *_factors(band), *_product(band), *_TAIL.format(**names).splitlines()]
+    return _HEAD.format(**names) + "".join(f"{_INDENT}{line}\n" for line in body)
+
+
+def _statistics(band: int, pad: int, fields: int) -> Iterator[str]:
+    """Read every field with its neighbours, advance it, write it back."""
+    if band:
+        yield f"beside = (lanes < {pad}) | ((lanes >= {pad} + size) & (lanes < {2 * pad} + size))"
+        yield f"place = tl.where(lanes < {pad}, lanes, lanes - size)"
+        yield f"reach = reach_of(row, {fields}, start, lanes, {pad}, BLOCK)"
+    edges = [f"edge{distance}" for distance in range(1, band + 1)]
+    names = ("grad", "momentum", "diagonal", *edges)
+    yield from _in_both_ways(
+        [f"{name} = get(row, {field}, start, lanes, OWN, {pad}, FAST)" for field, name in enumerate(names)]
+    )
+    for field, name in enumerate(names) if band else ():
+        side = f"tl.load(borders + {field * 2 * pad} + place, mask=beside, other=0.0)"
+        yield f"{name} = tl.where(own, {name}, {side})"
+    yield "momentum = beta1 * momentum + share1 * grad"
+    yield "diagonal = beta2 * diagonal + share2 * (grad * grad)"
+    for distance, edge in enumerate(edges, start=1):
+        yield f"product = grad * shifted(grad, {distance}, BLOCK)"
+        yield f"{edge} = beta2 * {edge} + tl.where(reach >= {distance}, share2 * product, 0.0)"
+    stores = [f"put(row, {field}, start, {name}, lanes, OWN, {pad}, FAST)" for field, name in enumerate(names)]
+    yield from _in_both_ways(stores[1:])
+
+
+def _in_both_ways(lines: list[str]) -> Iterator[str]:
+    """With wide accesses, where the tile is full and lies at multiples of 16 bytes, and element by element."""
+    for condition, own, fast in (("if fast:", "whole", "True"), ("else:", "own", "False")):
+        yield condition
+        yield from (_INDENT + line.replace("OWN", own).replace("FAST", fast) for line in lines)
+
+
+def _factors(band: int) -> Iterator[str]:
+    """Coefficients ``psi<i>`` of this lane's window and its conditional variance ``schur``.
+
+    ``a<k>_<s>_<i>`` and ``b<k>_<s>_<i>``: the i-th coefficient in the regressions, on the rest, of the first and of
+    the last element of the window of k + 1 elements that begins s lanes after this one; ``vf``, ``vl`` their
+    conditional variances, ``rf``, ``rl`` the reciprocals.
+    """
+    yield "h0 = diagonal + damping"
+    for shift in range(1, band + 1):
+        yield f"h{shift} = shifted(h0, {shift}, BLOCK)"
+    for distance in range(1, band + 1):
+        yield f"e{distance}_0 = edge{distance}"
+        for shift in range(1, band - distance + 1):
+            yield f"e{distance}_{shift} = shifted(edge{distance}, {shift}, BLOCK)"
+    for shift in range(band + 1) if band else ():
+        yield f"vf0_{shift} = h{shift}"
+        yield f"vl0_{shift} = h{shift}"
+        yield f"rf0_{shift} = 1.0 / h{shift}"
+        yield f"rl0_{shift} = rf0_{shift}"
+        yield f"ok0_{shift} = h{shift} == h{shift}"
+    yield "schur = h0"
+    for order in range(1, band + 1):
+        for shift in range(band - order + 1):
+            yield from _window(order, shift, last=order == band)
+        # A window that leaves its chain has no edges there, and gives what the window that ends with the chain gave.
+        yield f"schur = tl.where(ok{order}_0, vf{order}_0, schur)"
+        for i in range(1, order + 1):
+            before = f"psi{i}" if i < order else "0.0"
+            yield f"psi{i} = tl.where(ok{order}_0, a{order}_0_{i}, {before})"
+
+
+def _window(k: int, s: int, last: bool) -> Iterator[str]:
+    """From order k - 1 of the windows at s and s + 1 to order k of the window at s."""
+    tag, first, second = f"{k}_{s}", f"{k - 1}_{s}", f"{k - 1}_{s + 1}"
+    known = "".join(f" - a{first}_{i} * e{k - i}_{s + i}" for i in range(1, k))
+    yield f"partial = e{k}_{s}{known}"
+    yield f"on_last = partial * rl{second}"
+    yield f"on_first = partial * rf{first}"
+    for i in range(1, k):
+        yield f"a{tag}_{i} = a{first}_{i} - on_last * b{second}_{i}"
+        yield f"b{tag}_{i + 1} = b{second}_{i} - on_first * a{first}_{i}"
+    yield f"a{tag}_{k} = on_last"
+    yield f"b{tag}_1 = on_first"
+    yield "unexplained = 1.0 - on_last * on_first"
+    yield f"vf{tag} = vf{first} * unexplained"
+    yield f"vl{tag} = vl{second} * unexplained"
+    # A comparison with a NaN is false, so that a degenerate window never counts as sound.
+    sound = f"(vf{tag} > tolerance * h{s}) & (vl{tag} > tolerance * h{s + k})"
+    yield f"ok{tag} = ok{first} & ok{second} & {sound}"
+    if not last:
+        yield "reciprocal = 1.0 / unexplained"
+        yield f"rf{tag} = rf{first} * reciprocal"
+        yield f"rl{tag} = rl{second} * reciprocal"
+
+
+def _product(band: int) -> Iterator[str]:
+    """``update``: the product of the factors with the momentum."""
+    yield "residual = momentum"
+    for distance in range(1, band + 1):
+        yield f"residual -= psi{distance} * shifted(momentum, {distance}, BLOCK)"
+    yield "whitened = tl.where(schur == 0.0, 0.0, residual / schur)"
+    yield "update = whitened"
+    for distance in range(1, band + 1):
+        yield f"update -= shifted(psi{distance} * whitened, -{distance}, BLOCK)"

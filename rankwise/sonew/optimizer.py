@@ -1,0 +1,235 @@
+"""SONew: sparsified online Newton, diagonal, tridiagonal or banded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.forms import is_for_cpus
+from rankwise.options.validation import Options, SONewOptions, patterns
+from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
+from rankwise.sharding import Halo, HaloExchange
+from rankwise.sonew import formulas as updates
+from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.forms import directions_for
+from rankwise.sonew.windows import windowed_directions
+from rankwise.step.element_states import StateTypes
+from rankwise.step.first_order import adamw_step
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.unit import Bucket, StepUnit, spans
+from rankwise.step.work import StepWork
+
+__all__ = ["SONew"]
+
+
+class _Directions(NamedTuple):
+    """Of a bucket's fragments, with their squared norms and those of the grafts, (fragments,) in fp64."""
+
+    directions: list[Tensor]
+    squares: Tensor
+    graft_squares: Tensor
+
+
+def _margins(halos: Sequence[Halo]) -> Margins:
+    """The neighbours of a run in all fields, from those in each."""
+    return Margins(torch.stack([halo.left for halo in halos]), torch.stack([halo.right for halo in halos]))
+
+
+def _kept_buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
+    """Memory for a bucket's directions, the same at every step: on a CPU fresh pages cost more than the directions."""
+    buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
+    for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
+        if entry.index not in buffers:
+            buffers[entry.index] = torch.empty_like(grad)
+    return [buffers[entry.index] for entry in bucket.entries]
+
+
+class SONew(ShardedOptimizer):
+    r"""Sparsified online Newton (arXiv 2311.10085).
+
+    Keeps the covariance of neighbouring gradient entries on a band and steps along ``X m``, ``X`` the positive
+    definite matrix of largest determinant whose inverse agrees with the band. The step takes its length, per parameter,
+    from a graft direction. Vectors take AdamW with the same lr and betas.
+
+    Args:
+        params: Parameters, ``(name, parameter)`` pairs or param groups.
+        lr: Learning rate.
+        band: Neighbours on each side: 0 diagonal, 1 tridiagonal, 4 as in the paper's banded runs.
+        betas: Decay rates of the momentum and of the statistics.
+        eps: Absolute damping of the bias-corrected diagonal.
+        weight_decay: Decoupled decay, times lr.
+        graft: Whose norm the step takes: "adam", "adam_official" (second moment not bias-corrected, as the published
+            torch code), "rmsprop", "sgd", "momentum" or "none".
+        graft_eps: Added to the roots of the graft direction.
+        gamma: Edges whose relative conditional variance is not above this are dropped.
+        chain: "row": chains end with the rows of a matrix, which makes row cuts free of communication; "tensor": one
+            chain per parameter in row-major order, as in the paper. Either is exact under any cut.
+        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
+        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
+            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
+        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
+            device, and whatever depends on them is computed there. The first step must be taken before the capture.
+
+    Raises:
+        OptionError: A value is outside its range, or no parameter takes the SONew rule.
+    """
+
+    options_type: ClassVar[type[Options]] = SONewOptions
+    options: SONewOptions
+    health_means = ("graft_ratio",)
+    group_options = ("lr", "betas", "eps", "weight_decay", "graft_eps", "gamma")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        band: int = 1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        graft: str = "adam",
+        graft_eps: float = 1e-8,
+        gamma: float = 1e-2,
+        chain: str = "row",
+        exclude: Sequence[str] = (),
+        skip_nonfinite: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        options = SONewOptions(
+            lr=lr,
+            band=band,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            graft=graft,
+            graft_eps=graft_eps,
+            gamma=gamma,
+            chain=chain,
+            exclude=patterns(exclude),
+            skip_nonfinite=skip_nonfinite,
+            capturable=capturable,
+        )
+        super().__init__(params, options)
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Every matrix, embeddings included, as published."""
+        return RoutingPolicy(embeddings=True, exclude=self.options.exclude)
+
+    @property
+    def _covariance_names(self) -> list[str]:
+        return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
+        names = ["exp_avg", "exp_avg_sq"]
+        if rule == "matrix":
+            names += self._covariance_names
+            names += ["graft_sq"] if self.options.graft == "rmsprop" else []
+        return dict.fromkeys(names)
+
+    def _plan(self, unit: StepUnit) -> None:
+        keys = unit.keys("matrix") if self.options.band else []
+        by_row = self.options.chain == "row"
+        unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
+
+    def work(self, unit: StepUnit) -> StepWork:
+        """See the base class: the norms of step and graft; "rmsprop" needs those of the gradients before."""
+        sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
+        return StepWork(sums=sums, halo_fields=3 + self.options.band, element_flops=30.0 + 12.0 * self.options.band**2)
+
+    def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
+        matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
+        halos = self._halos(unit, matrices)
+        grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
+        found = [
+            self._directions(unit, bucket, halos, None if grad_norms is None else grad_norms[span])
+            for bucket, span in spans(matrices)
+        ]
+        ratios = self._graft_ratios(unit, matrices, found)
+        self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
+        for (bucket, span), (directions, *_) in zip(spans(matrices), found, strict=True):
+            lr, decay = bucket.group["lr"], bucket.group["weight_decay"]
+            own = None if ratios is None else ratios[span]
+            unit.kernels.scaled_step_(bucket.weights, directions, own, lr=lr, weight_decay=decay)
+        for bucket in buckets:
+            if bucket.rule == "fallback":
+                adamw_step(unit, bucket)
+
+    def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
+        """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""
+        halo = unit.halo
+        assert halo is not None
+        if halo.empty:
+            return {}
+        count = 3 + self.options.band
+        empty = torch.empty(0, dtype=unit.dtype, device=unit.device)
+        fields: list[list[Tensor]] = [[empty] * len(unit.entries) for _ in range(count)]
+        for bucket in buckets:
+            names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
+            columns = [bucket.grads, *(bucket.state(name) for name in names)]
+            for field, column in zip(fields, columns, strict=True):
+                for entry, value in zip(bucket.entries, column, strict=True):
+                    field[entry.index] = value
+        found = halo(fields)
+        return {
+            entry.index: [found[field][entry.index] for field in range(count)]
+            for bucket in buckets
+            for entry in bucket.entries
+            if not entry.fragment.is_whole
+        }
+
+    def _grad_norms(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor:
+        grads = [grad for bucket in buckets for grad in bucket.grads]
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        return unit.sum_over_ranks(entries, unit.kernels.squared_norms(grads))[0].sqrt().to(unit.dtype)
+
+    def _directions(
+        self, unit: StepUnit, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
+    ) -> _Directions:
+        """Advance the statistics of a bucket; directions of its fragments, and the norms for the graft."""
+        group = bucket.group
+        hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
+        hyper |= {"step": bucket.step, "graft": self.options.graft}
+        names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
+        fields = [bucket.grads, *(bucket.state(name) for name in names)]
+        fused = directions_for(unit.device, unit.dtype)
+        in_blocks = any(entry.fragment.columns is not None for entry in bucket.entries)
+        if fused is None or in_blocks or self.options.graft == "rmsprop":
+            rms: list[Tensor] | None = bucket.state("graft_sq") if self.options.graft == "rmsprop" else None
+            found, grafts = windowed_directions(
+                [entry.fragment for entry in bucket.entries],
+                fields,
+                [halos.get(entry.index) for entry in bucket.entries],
+                chain=self.options.chain,
+                rms=rms,
+                grad_norms=grad_norms,
+                **hyper,
+            )
+            squares = unit.kernels.squared_norms(found)
+            return _Directions(found, squares, squares if grafts is None else unit.kernels.squared_norms(grafts))
+        runs, margins = [], []
+        for entry in bucket.entries:
+            fragment = entry.fragment
+            by_row = self.options.chain == "row" and len(fragment.shape) > 1
+            runs.append(Run(fragment.start, fragment.shape[-1] if by_row else None))
+            halo = halos.get(entry.index)
+            margins.append(None if halo is None else _margins(halo))
+        out = _kept_buffers(unit, bucket) if is_for_cpus(unit.kernels) else [torch.empty_like(g) for g in bucket.grads]
+        return _Directions(out, *fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
+
+    def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:
+        """Per fragment, the factor that gives its whole parameter's step the norm of the graft: one collective."""
+        if self.options.graft == "none":
+            return None
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        none = torch.zeros(0, dtype=torch.float64, device=unit.device)
+        squares = torch.cat([none, *(part.squares for part in found)])
+        graft_squares = torch.cat([none, *(part.graft_squares for part in found)])
+        own, graft = unit.sum_over_ranks(entries, squares, graft_squares)
+        ratios = updates.graft_ratio(graft, own).to(unit.dtype)
+        self.health.add("graft_ratio", ratios.sum(), len(entries))
+        return ratios

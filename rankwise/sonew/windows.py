@@ -1,0 +1,131 @@
+"""SONew's directions in blocks of whole chains: every device, type, graft and kind of cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rankwise.sharding import Fragment, Halo
+from rankwise.sonew import formulas as updates
+from rankwise.updates.adamw import Step, bias_corrections
+
+__all__ = ["windowed_directions"]
+
+
+def windowed_directions(
+    fragments: Sequence[Fragment],
+    fields: Sequence[list[Tensor]],
+    halos: Sequence[Sequence[Halo] | None],
+    *,
+    chain: str,
+    rms: list[Tensor] | None,
+    grad_norms: Tensor | None,
+    betas: tuple[float, float],
+    eps: float,
+    gamma: float,
+    step: Step,
+    graft: str,
+    graft_eps: float,
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Advance the statistics of fragments in place.
+
+    Args:
+        fragments: Where each lies.
+        fields: Gradients, momenta, diagonals and the edges of each distance, one list each.
+        halos: For each fragment its neighbours in every field, if it is cut.
+        chain: "row" or "tensor".
+        rms: Second moments of the "rmsprop" graft.
+        grad_norms: (fragments,), norms of the whole parameters' gradients, for "rmsprop".
+        betas: Decay rates of momentum and statistics.
+        eps: Absolute damping of the bias-corrected diagonal.
+        gamma: Relative edge tolerance.
+        step: Number of this step, from 1; or (fragments,), a number for each.
+        graft: One of :data:`rankwise.sonew.formulas.GRAFTS`.
+        graft_eps: Added to the roots of the graft.
+
+    Returns:
+        Directions, and graft directions unless ``graft`` is "none".
+    """
+    corrections = bias_corrections(betas, step)
+    directions: list[Tensor] = []
+    grafts: list[Tensor] = []
+    for index, fragment in enumerate(fragments):
+        correction1, correction2 = (of[index] if isinstance(of, Tensor) else of for of in corrections)
+        grad, *states = (field[index] for field in fields)
+        window = _Window(fragment, chain, len(states) - 2)
+        embedded = window.embed((grad, *states), halos[index])
+        momentum, diagonal, covariances = updates.statistics(embedded[0], embedded[1], embedded[2], embedded[3:], betas)
+        # Bias corrections folded into the damping and the result: no pass over memory for them.
+        direction = updates.direction(momentum, diagonal, covariances, eps=eps * correction2, tolerance=gamma)
+        directions.append(window.extract(direction) * (correction2 / correction1))
+        for stored, new in zip(states, (momentum, diagonal, *covariances), strict=True):
+            stored.copy_(window.extract(new))
+        taken, new_rms = updates.graft_direction(
+            graft,
+            grad,
+            states[0] / correction1,
+            states[1],
+            states[1] / correction2,
+            eps=graft_eps,
+            rms=None if rms is None else rms[index],
+            grad_norm=None if grad_norms is None else grad_norms[index],
+            beta2=betas[1],
+        )
+        if rms is not None and new_rms is not None:
+            rms[index].copy_(new_rms)
+        if taken is not None:
+            grafts.append(taken)
+    return directions, None if graft == "none" else grafts
+
+
+class _Window:
+    """Where a fragment sits in a block of whole chains: padded to full rows, or with a halo on either side.
+
+    In a block of columns every row is a window of its own chain, with a halo at both ends.
+    """
+
+    def __init__(self, fragment: Fragment, chain: str, width: int) -> None:
+        self._numel = fragment.numel
+        self._width = width
+        by_row = fragment.columns is not None or (chain == "row" and len(fragment.shape) > 1)
+        self._margin = width if fragment.columns is not None else 0
+        if by_row:
+            length = fragment.row_length
+            first = fragment.start // length
+            rows = -(-fragment.end // length) - first
+            self._shape: tuple[int, ...] = (rows, length)
+            self._start = fragment.start - first * length
+            self._size = rows * length
+        else:
+            margin = 0 if fragment.is_whole else width
+            self._start = margin
+            self._size = self._numel + 2 * margin
+            self._shape = (self._size,)
+
+    def embed(self, fields: Sequence[Tensor], halos: Sequence[Halo] | None) -> list[Tensor]:
+        """The fields as blocks of chains; neighbours outside the block belong to other chains and stay out."""
+        if self._size == self._numel and not self._margin:
+            return [field.view(self._shape) for field in fields]
+        return [self._block(field, None if halos is None else halos[index]) for index, field in enumerate(fields)]
+
+    def _block(self, field: Tensor, halo: Halo | None) -> Tensor:
+        block = field.new_zeros(self._size)
+        end = self._start + self._numel
+        block[self._start : end] = field
+        if halo is not None:
+            left, right = min(self._width, self._start), min(self._width, self._size - end)
+            block[self._start - left : self._start] = halo.left[self._width - left :]
+            block[end : end + right] = halo.right[:right]
+        block = block.view(self._shape)
+        if not self._margin:
+            return block
+        strips = field.new_zeros(self._shape[0], 2, self._width) if halo is None or halo.rows is None else halo.rows
+        return torch.cat([strips[:, 0], block, strips[:, 1]], dim=1)
+
+    def extract(self, block: Tensor) -> Tensor:
+        """The fragment's own elements, 1-D."""
+        if self._margin:
+            block = block[:, self._margin : -self._margin]
+        return block.reshape(-1)[self._start : self._start + self._numel]

@@ -1,0 +1,391 @@
+r"""MKOR's statistics of linear layers, taken from module hooks: mean input and gradient of a virtual bias.
+
+The forward hook sums a layer's input over its tokens and leaves a hook on the output; when the output's gradient
+arrives, both sums are committed together. That happens once per micro-batch, never for a forward without a backward,
+so it holds under evaluation, several micro-batches in flight, and both kinds of activation checkpointing, whose extra
+forward either records no graph or leaves one that is thrown away. No activation is kept.
+
+The scale rule: with all sums taken over every micro-batch and data-parallel rank of one optimizer step,
+
+.. math::
+    a = \frac{\sum x}{\text{count}}, \qquad g = \frac{1}{P S} \sum dY
+
+where :math:`P` and :math:`S` are the divisors the framework applies to gradients (data-parallel size, loss scale), so
+that :math:`g` is the gradient the layer's bias has, or would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from rankwise.statistics.views import LinearShape, LinearView, Side, describe_linear, views_of
+
+__all__ = ["Capture", "Describe", "LinearShape", "Record", "describe_linear", "exclude_embeddings"]
+
+Describe = Callable[[nn.Module], LinearShape | list[LinearView] | None]
+"""Recognises a linear module: the shape of its one weight, or a view of each of its weights, or None."""
+
+
+@dataclass(eq=False)
+class Record:
+    """Sums of one weight over the current accumulation window.
+
+    Attributes:
+        name: of the first module that uses the weight, in the model given to `Capture`.
+        parameter: the weight.
+        bias: the bias all modules of the weight add, or None if they add none or different ones.
+        shape: features and orientation, taken from the module: a weight may be sharded to nothing.
+        inputs: the part of the input that this rank sums up; all of it unless ranks share the layer.
+        outputs: the same of the output gradient.
+        sum_input: sum of that part of the input over tokens.
+        sum_output_grad: sum of that part of the output gradient over tokens, with the loss scale in it.
+        count: number of tokens in the sums; 0 if no backward pass came by.
+        touched: whether there is anything in the sums.
+    """
+
+    name: str
+    parameter: Parameter
+    bias: Parameter | None
+    shape: LinearShape
+    inputs: Side
+    outputs: Side
+    sum_input: Tensor = field(repr=False)
+    sum_output_grad: Tensor = field(repr=False)
+    count: int = 0
+    epoch: int = field(default=0, repr=False)
+    touched: bool = field(default=False, repr=False)
+
+    @property
+    def module_has_bias(self) -> bool:
+        """Whether the bias gradient can ride along as one more column of the weight gradient."""
+        return self.bias is not None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is ``(in_features, out_features)``."""
+        return self.shape.transposed
+
+    def whole_sums(self) -> tuple[Tensor, Tensor]:
+        """Copies of the sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``.
+
+        Zero where other ranks sum up.
+        """
+        inputs = self.inputs.widened(self.sum_input, self.shape.in_features)
+        return inputs, self.outputs.widened(self.sum_output_grad, self.shape.out_features)
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        self.hand_over()
+        self.epoch += 1
+
+    def hand_over(self) -> None:
+        """Start the sums afresh within the window: somebody has copied them."""
+        if self.touched:
+            self.sum_input.zero_()
+            self.sum_output_grad.zero_()
+        self.count = 0
+        self.touched = False
+
+    def move_to(self, device: torch.device) -> None:
+        """Follow a model that was moved, or materialized, after the record was made."""
+        if self.sum_input.device != device:
+            if self.touched:
+                self.sum_input, self.sum_output_grad = self.sum_input.to(device), self.sum_output_grad.to(device)
+            else:
+                self.sum_input = torch.zeros_like(self.sum_input, device=device)
+                self.sum_output_grad = torch.zeros_like(self.sum_output_grad, device=device)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward call that waits for its output gradient."""
+
+    record: Record
+    sum_input: Tensor
+    count: int
+    epoch: int = -1
+
+
+class CommitListener(Protocol):
+    """Follows the sums as the backward pass adds to them."""
+
+    open: bool
+    """Whether a window has begun that all ranks must end together."""
+
+    def committed(self, record: Record) -> None:
+        """A weight has got the sums of a module call."""
+
+    def abandon(self) -> None:
+        """The window is dropped."""
+
+
+def exclude_embeddings(model: nn.Module) -> Callable[[nn.Module, Parameter], bool]:
+    """Predicate for `Capture` that turns down weights which an embedding of the model shares.
+
+    Args:
+        model: the model whose ``torch.nn.Embedding`` weights are meant.
+
+    Returns:
+        A function of a module and its weight.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return lambda module, parameter: id(parameter) not in embeddings
+
+
+class Capture:
+    """Collects the statistics of the linear layers of a model, by weight.
+
+    A weight used by several modules, or several times, has one record: tokens and gradients of all its uses add up.
+    The sums live on the weight's device in float32 (float64 for a float64 weight); their size is linear in the layer's
+    width.
+
+    Weights that are frozen or recomputed at each use (parametrizations) are left out. ``torch.autograd.grad`` through
+    a captured layer counts as a backward pass: switch ``enabled`` off around it.
+
+    Args:
+        model: a module to search, or an iterable of modules to hook.
+        select: whether to capture the weight (second argument) of a module (first); all of them by default.
+        window: called at each commit, gives the identifier of the current accumulation window, for example an
+            engine's count of optimizer steps. Without it a window ends with `take` or `begin_window`.
+        describe: recognises a module as linear; replace it to hook a framework's own layers, or layers that ranks
+            share: each then sums its part, and the sums over all ranks are those of one process.
+
+    Raises:
+        ValueError: if modules that share a weight disagree on its shape, or a layer has no shape yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        select: Callable[[nn.Module, Parameter], bool] | None = None,
+        window: Callable[[], Hashable] | None = None,
+        describe: Describe = describe_linear,
+    ) -> None:
+        self.enabled = True
+        self.listener: CommitListener | None = None
+        self.on_training_forward: Callable[[list[Parameter]], None] | None = None
+        """Called with the weights of a module whose output wants a gradient."""
+        self._chosen: frozenset[Record] | None = None
+        self._in_company = True
+        self._judged = False
+        self.records: dict[Parameter, Record] = {}
+        self._window = window
+        self._window_id: Hashable = None
+        self._root = model if isinstance(model, nn.Module) else None
+        self._by_module: dict[nn.Module, list[tuple[LinearView, Record]]] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in _named_modules(model):
+            for view in views_of(module, describe(module)):
+                if view.weight.requires_grad and (select is None or select(module, view.weight)):
+                    self._by_module.setdefault(module, []).append((view, self._add(name, view)))
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks in place, unless they are."""
+        if not self._handles:
+            self._handles = [
+                module.register_forward_hook(self._on_forward, with_kwargs=True) for module in self._by_module
+            ]
+            if self._root is not None and self._window is not None:
+                self._handles.append(self._root.register_forward_pre_hook(self._on_window))
+
+    def remove(self) -> None:
+        """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.clear()
+
+    def listen_to(self, records: Collection[Record], in_company: bool) -> None:
+        """Collect the statistics of some weights, until told otherwise; of all at first.
+
+        Args:
+            records: Those wanted; none switches everything off.
+            in_company: Whether the listener is to follow, because it is known that this window's sums will be used.
+        """
+        self.enabled = bool(records)
+        self._chosen = None if len(records) == len(self.records) else frozenset(records)
+        self._in_company = in_company
+
+    def listen_to_all(self) -> None:
+        """Collect the statistics of all weights."""
+        self.listen_to(self.records.values(), True)
+        self.enabled = True
+
+    def window_id(self) -> Hashable:
+        """The present accumulation window, as `window` names it; None without one."""
+        return None if self._window is None else self._window()
+
+    def begin_window(self, window_id: Hashable) -> None:
+        """Name the accumulation window; sums of another one that nobody has taken are dropped.
+
+        They are left over from a step that was skipped, after an overflow for instance.
+
+        Args:
+            window_id: anything that differs from one optimizer step to the next.
+        """
+        if window_id != self._window_id:
+            self._window_id = window_id
+            self.clear()
+
+    def take(self, parameter: Parameter) -> tuple[Tensor, int, Tensor]:
+        """Hand over the sums of a weight and start it afresh.
+
+        Args:
+            parameter: a key of `records`.
+
+        Returns:
+            Sum of the inputs ``(in_features,)``, number of tokens, and sum of the output gradients
+            ``(out_features,)``. A number of 0 means that no backward pass came by in this window.
+
+        Raises:
+            KeyError: if the weight is not captured.
+        """
+        record = self.records[parameter]
+        inputs, outputs = record.whole_sums()
+        count = record.count
+        record.clear()
+        return inputs, count, outputs
+
+    def clear(self) -> None:
+        """Forget the sums of all weights."""
+        if self.listener is not None:
+            self.listener.abandon()
+        for record in self.records.values():
+            record.clear()
+
+    def _add(self, name: str, view: LinearView) -> Record:
+        weight, shape = view.weight, view.shape
+        if isinstance(weight, nn.parameter.UninitializedParameter):
+            raise ValueError(f"module {name!r} is lazy and has no shape yet; run one forward pass before capturing it")
+        record = self.records.get(weight)
+        if record is None:
+            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            sum_input = torch.zeros(view.inputs.width(shape.in_features), dtype=dtype, device=weight.device)
+            sum_output_grad = torch.zeros(view.outputs.width(shape.out_features), dtype=dtype, device=weight.device)
+            sides = view.inputs, view.outputs
+            record = Record(name, weight, view.bias, shape, *sides, sum_input, sum_output_grad)
+            self.records[weight] = record
+        elif (record.shape, record.inputs, record.outputs) != (shape, view.inputs, view.outputs):
+            raise ValueError(
+                f"modules {record.name!r} and {name!r} share a weight but use it as {record.shape} and {shape}; "
+                "exclude its weight (MKOR's option 'exclude', Capture's 'select')"
+            )
+        elif record.bias is not view.bias:
+            record.bias = None
+        return record
+
+    def _on_window(self, module: nn.Module, args: Any) -> None:
+        # Every rank comes by here, also one whose backward pass will reach no captured layer.
+        follows = self.listener is not None and self.enabled and self._in_company
+        if follows and module.training and torch.is_grad_enabled():
+            assert self._window is not None and self.listener is not None
+            self.begin_window(self._window())
+            self.listener.open = True
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.enabled:
+            return
+        result = output[0] if isinstance(output, tuple) else output
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        if self.on_training_forward is not None:
+            self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
+        if self._window is None and not _in_backward():
+            self._drop_what_was_skipped(module)
+        inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+        for view, record in self._by_module.get(module, ()):
+            if not self._wants(record):
+                continue
+            rows = None if view.rows is None else view.rows(args, kwargs)
+            call = _input_call(view, record, _as_rows(inputs, rows))
+            result.register_hook(partial(self._on_output_grad, call, rows))
+
+    def _on_output_grad(self, call: _Call, rows: slice | None, grad: Tensor | None) -> None:
+        if grad is None or not self.enabled or not self._handles or not self._wants(call.record):
+            return
+        if self._window is not None:
+            self.begin_window(self._window())
+        record = call.record
+        record.move_to(grad.device)
+        part = record.outputs.part(_as_rows(grad, rows), record.shape.out_features)
+        record.sum_output_grad += _sum_over_tokens(part, record.sum_output_grad.dtype)
+        # A retained graph sends several gradients for one input, which counts once.
+        if call.epoch != record.epoch:
+            call.epoch = record.epoch
+            record.sum_input += call.sum_input
+            record.count += call.count
+        record.touched = True
+        self._judged = False
+        if self.listener is not None and self._in_company:
+            self.listener.committed(record)
+
+    def _drop_what_was_skipped(self, module: nn.Module) -> None:
+        """Forget a window whose gradients are gone and whose sums are not finite: a gradient scaler skipped its step.
+
+        Finite ones stay: gradients may have been moved to where they are accumulated.
+        """
+        views = self._by_module.get(module, ())
+        if not any(record.touched and record.parameter.grad is None for _, record in views) or self._judged:
+            return
+        self._judged = True  # once per backward pass, as this waits for the device
+        sums = [s for r in self.records.values() if r.touched for s in (r.sum_input, r.sum_output_grad)]
+        if not all(torch.stack([total.isfinite().all().cpu() for total in sums]).tolist()):
+            self.clear()
+
+    def _wants(self, record: Record) -> bool:
+        return self._chosen is None or record in self._chosen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        # Hooks travel with a copied model; its modules are unknown here and commit nothing.
+        return self
+
+    def __reduce__(self) -> tuple[type[Capture], tuple[list[nn.Module]]]:
+        return Capture, ([],)
+
+    def __repr__(self) -> str:
+        state = "enabled" if self.enabled else "disabled"
+        return f"Capture({len(self.records)} weights of {len(self._by_module)} modules, {state})"
+
+
+def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield from model.named_modules()
+    else:
+        yield from ((str(index), module) for index, module in enumerate(model))
+
+
+def _in_backward() -> bool:
+    """Whether this is a forward pass repeated by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
+    flat = tensor.detach().reshape(-1, tensor.shape[-1])
+    return flat if rows is None else flat[rows]
+
+
+def _input_call(view: LinearView, record: Record, rows: Tensor) -> _Call:
+    features, side = record.shape.in_features, record.inputs
+    if rows.shape[1] not in (features, side.width(features)):
+        raise ValueError(
+            f"module {record.name!r} got an input with {rows.shape[1]} features, its in_features is "
+            f"{features}; exclude its weight (MKOR's option 'exclude', Capture's 'select')"
+        )
+    count = len(range(rows.shape[0])[side.share(rows.shape[0])])
+    part = side.part(rows, features)
+    if view.prepare is not None:
+        part = view.prepare(part)
+    return _Call(record, _sum_over_tokens(part, record.sum_input.dtype), count)
+
+
+def _sum_over_tokens(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.sum(0, dtype=dtype)

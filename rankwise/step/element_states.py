@@ -1,0 +1,160 @@
+"""Where per-element states lie in the tensors that store them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.graphs import refuse_capture
+from rankwise.sharding.sources import real_view
+from rankwise.step.entries import Entry
+
+__all__ = ["ElementStates", "StateTypes", "States", "StoredRun"]
+
+StateTypes = Mapping[str, torch.dtype | None]
+"""Type of every element state by name; None is that of the computation."""
+
+States = Mapping[Tensor, dict[str, Any]]
+"""``Optimizer.state``: handed in at every call, because loading a checkpoint replaces it."""
+
+
+class StoredRun(NamedTuple):
+    """A run of a parameter in an optimizer tensor, with views of its element states."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    offset: int
+    states: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it."""
+
+    dtype: torch.dtype
+    compact_numel: int | None
+    offsets: Mapping[int, int]
+
+
+class ElementStates:
+    """Allocates the element states of a unit's tensors and finds each entry's part of them.
+
+    Args:
+        tensors: The tensors of the unit.
+        entries: Its entries.
+        declared: For every entry, the states its rule keeps.
+        dtype: Type of the computation.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], entries: Sequence[Entry], declared: Sequence[StateTypes], dtype: torch.dtype
+    ) -> None:
+        self._tensors = tensors
+        self._declared = declared
+        self._by_tensor: list[list[Entry]] = [[] for _ in tensors]
+        for entry in entries:
+            self._by_tensor[entry.fragment.tensor].append(entry)
+        self._slots: dict[tuple[int, str], _Slot] = {}
+        for index, stored in enumerate(self._by_tensor):
+            for name in dict.fromkeys(name for entry in stored for name in declared[entry.index]):
+                self._slots[(index, name)] = self._slot(stored, name, dtype)
+
+    def _slot(self, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
+        users = [entry for entry in stored if name in self._declared[entry.index]]
+        state_dtype = self._declared[users[0].index][name] or dtype
+        if len(users) == len(stored):
+            return _Slot(state_dtype, None, {entry.index: entry.fragment.offset for entry in users})
+        offsets, position = {}, 0
+        for entry in users:
+            offsets[entry.index] = position
+            position += entry.fragment.numel
+        return _Slot(state_dtype, position, offsets)
+
+    def views(self, states: States, name: str, entries: Iterable[Entry]) -> list[Tensor]:
+        """1-D views of a state on some entries, allocated on first use."""
+        found = []
+        for entry in entries:
+            slot = self._slots[(entry.fragment.tensor, name)]
+            stored = self._stored(states, entry.fragment.tensor, name, slot)
+            start = slot.offsets[entry.index]
+            found.append(stored.view(-1)[start : start + entry.fragment.numel])
+        return found
+
+    def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
+        owner = self._tensors[index]
+        state = states[owner]
+        shape = self._shape(owner, slot)
+        if name not in state:
+            refuse_capture(owner.device, "the first step of a parameter")
+            state[name] = torch.zeros(shape, dtype=slot.dtype, device=owner.device)
+        stored: Tensor = state[name]
+        if stored.numel() != prod(shape):
+            raise RuntimeError(
+                f"the state {name!r} of a parameter has the shape {tuple(stored.shape)}, but must have {shape}: it was "
+                "replaced since the optimizer was built; build a new optimizer, or put the state of that shape back"
+            )
+        if stored.dtype != slot.dtype or stored.device != owner.device:
+            # Of a checkpoint, or of before the model was brought to another type.
+            refuse_capture(owner.device, "the first step with states of another type")
+            stored = state[name] = stored.to(owner.device, slot.dtype)
+        return stored
+
+    @staticmethod
+    def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:
+        return tuple(real_view(owner).shape) if slot.compact_numel is None else (slot.compact_numel,)
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every state of one tensor."""
+        owner = self._tensors[index]
+        return {name: self._shape(owner, slot) for (at, name), slot in self._slots.items() if at == index}
+
+    def offset(self, name: str, entry: Entry) -> int | None:
+        """Where the entry's part of a state begins; None if its rule keeps no such state."""
+        slot = self._slots.get((entry.fragment.tensor, name))
+        return None if slot is None else slot.offsets.get(entry.index)
+
+    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
+        """The entries in one tensor with views of their states, allocated if they were not."""
+        return [
+            (entry, {name: self.views(states, name, [entry])[0] for name in self._declared[entry.index]})
+            for entry in self._by_tensor[index]
+        ]
+
+    def of_parameter(self, states: States, index: int, name: str, state: str) -> list[tuple[int, Tensor]]:
+        """First elements of the runs of one parameter in one tensor, with views of a state its rule keeps."""
+        found = []
+        for entry in self._by_tensor[index]:
+            if entry.info.name == name:
+                # A matrix of a stack counts from its own first element.
+                before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.fragment.shape)
+                found.append((before + entry.fragment.start, self.views(states, state, [entry])[0]))
+        return found
+
+    def runs(self, states: States, index: int) -> list[StoredRun]:
+        """The runs in one tensor with views of their states, allocated if they were not."""
+        found = []
+        for entry, views in self.of_entries(states, index):
+            fragment = entry.fragment
+            found.append(StoredRun(entry.key, fragment.shape, fragment.start, fragment.end, fragment.offset, views))
+        return found
+
+    def record(self, names: Iterable[str], index: int) -> dict[str, Any]:
+        """What one tensor and its states ``names`` store, in plain data.
+
+        Returns:
+            ``runs``, with key, shape, start, end and offset of each; and ``states``, with the offsets of the runs'
+            parts by name, see :meth:`offset`.
+        """
+        entries = self._by_tensor[index]
+        fragments = [entry.fragment for entry in entries]
+        return {
+            "runs": [[part.key, list(part.shape), part.start, part.end, part.offset] for part in fragments],
+            "states": {name: [self.offset(name, entry) for entry in entries] for name in names},
+        }

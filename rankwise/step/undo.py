@@ -1,0 +1,103 @@
+"""Steps whose gradients are not finite are undone on the device; the host learns of it when the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.step.matrix_states import MatrixStates
+from rankwise.step.unit import StepUnit
+
+__all__ = ["Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
+
+Kept = tuple[Tensor, Tensor]
+"""A tensor that a step changes in place, and a copy of what it was."""
+
+
+def any_not_finite(unit: StepUnit, tensors: Sequence[Tensor]) -> Tensor:
+    """Whether a tensor of any rank holds an infinity or a NaN.
+
+    Args:
+        unit: Names the ranks, which call this together.
+        tensors: This rank's.
+
+    Returns:
+        A 0-d number on the device, 1 if so, the same on every rank.
+    """
+    # The largest entries: a 2-norm of finite numbers may overflow.
+    sizes = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf) if tensors else ()
+    found = torch.zeros((), dtype=torch.float32, device=unit.device)
+    if sizes:
+        found = (~torch.stack(list(sizes)).isfinite().all()).to(torch.float32)
+    if unit.layout.world_size > 1:
+        unit.traffic.count(found)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=unit.layout.group)
+    return found
+
+
+def zeroed_where(broken: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients, or zeros: no factorisation is to meet a NaN."""
+    return [None if grad is None else torch.where(broken > 0, 0.0, grad) for grad in grads]
+
+
+class Unsettled(NamedTuple):
+    """What the host must take back once it knows whether a step was undone.
+
+    Attributes:
+        broken: Copy of the flag in the host's memory.
+        arrived: When the copy has arrived; None: it is there.
+        counts: Numbers that the host itself works with.
+    """
+
+    broken: Tensor
+    arrived: torch.Event | None
+    counts: list[Kept]
+
+    @classmethod
+    def of(cls, broken: Tensor, counts: list[Kept]) -> Unsettled:
+        """Start copying the flag."""
+        on_host = broken.device.type == "cpu"
+        copy = torch.empty((), dtype=broken.dtype, pin_memory=broken.device.type == "cuda")
+        copy.copy_(broken, non_blocking=True)
+        arrived = None if on_host else torch.Event(broken.device)
+        if arrived is not None:
+            arrived.record()
+        return cls(copy, arrived, counts)
+
+    def settle(self) -> None:
+        """Take the counts back if the step was undone; the flag was sent before the step's own work."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        if float(self.broken):
+            for count, old in self.counts:
+                count.copy_(old)
+
+
+@contextmanager
+def undone_where(
+    broken: Tensor, tensors: Sequence[Tensor], matrix_states: MatrixStates, counts: list[Kept], counted: Sequence[str]
+) -> Iterator[None]:
+    """Put everything that the body changes back to what it was, bit by bit, where the flag says so.
+
+    Args:
+        broken: See :func:`any_not_finite`.
+        tensors: Weights and element states, changed in place.
+        matrix_states: Those the body asks for are watched.
+        counts: Receives the matrices' counts and what they were.
+        counted: Names of the matrix states that the host works with.
+    """
+    kept: list[Kept] = [(tensor, tensor.clone()) for tensor in tensors]
+    with matrix_states.watched() as before:
+        yield
+    for key, state in before.items():
+        for name, old in state.items():
+            live = matrix_states.get(key, {}).get(name)
+            if live is not None:
+                (counts if name in counted else kept).append((live, old))
+    for tensor, old in kept:
+        tensor.copy_(torch.where(broken > 0, old, tensor))

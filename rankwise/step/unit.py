@@ -1,0 +1,241 @@
+"""One ``step()`` call's worth of work: the tensors the framework handed over, cut into named fragments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.kernels.forms import kernels_for
+from rankwise.kernels.graphs import refuse_capture
+from rankwise.routing.roles import ParameterInfo, Route, Rule
+from rankwise.sharding import (
+    DeviceIndices,
+    FragmentSums,
+    HaloExchange,
+    Layout,
+    MatrixExchange,
+    MatrixTask,
+    SlicedMatrix,
+    Traffic,
+    gather_together,
+    in_slices,
+    plan_matrices,
+)
+from rankwise.step.element_states import ElementStates, States
+from rankwise.step.entries import Entry
+from rankwise.updates.adamw import Step
+
+__all__ = ["Bucket", "StepUnit", "refuse_difference", "spans"]
+
+
+@dataclass
+class Bucket:
+    """Active entries that share a param group and a rule; all tensors are 1-D, in entry order.
+
+    Attributes:
+        count: The step count that they share, too; None where only the device knows the counts.
+    """
+
+    group: dict[str, Any]
+    rule: Rule
+    count: int | None
+    entries: list[Entry]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
+    _counts: Callable[[Sequence[Entry]], Tensor] = field(repr=False)
+
+    @property
+    def step(self) -> Step:
+        """See :meth:`step_of`, of all entries."""
+        return self.step_of(self.entries)
+
+    def step_of(self, entries: Sequence[Entry]) -> Step:
+        """The number of this step, or (entries,) numbers on the device."""
+        return self._counts(entries) if self.count is None else self.count
+
+    def state(self, name: str, entries: Sequence[Entry] | None = None) -> list[Tensor]:
+        """Views of an element state on the bucket's fragments, or on some of them."""
+        return self._states(name, self.entries if entries is None else entries)
+
+
+def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
+    """Where each bucket's part lies in a list that runs over the entries of all of them."""
+    position = 0
+    for bucket in buckets:
+        yield bucket, slice(position, position + len(bucket.entries))
+        position += len(bucket.entries)
+
+
+@dataclass
+class StepUnit:
+    """The planned-once part of a step: layout, routes, sums and matrix exchange."""
+
+    tensors: list[Tensor]
+    tensor_groups: list[int]  # of each tensor's param group as passed to the constructor
+    positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
+    planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
+    layout: Layout
+    entries: list[Entry]
+    states: ElementStates
+    infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
+    routes: Mapping[str, Route]
+    group_position: Mapping[str, int]
+    device: torch.device
+    dtype: torch.dtype
+    sum_all: bool = False
+    forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
+    key: Any = ()  # among the optimizer's units
+    apart: bool = False  # its ranks are some of the optimizer's ranks only
+    sums: FragmentSums = field(init=False)
+    indices: DeviceIndices = field(init=False)
+    exchange: MatrixExchange | None = None
+    slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
+    halo: HaloExchange | None = None
+    traffic: Traffic = field(default_factory=Traffic)  # of collectives an optimizer starts itself
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.indices = DeviceIndices(self.device)
+        keys = self.layout.shapes if self.sum_all else self.keys("matrix")
+        self.sums = FragmentSums(self.layout, self.device, set(keys))
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """What this rank has sent for the unit since it was planned."""
+        parts = [self.traffic, self.sums.traffic]
+        parts += [exchange.traffic for exchange in (self.exchange, self.halo) if exchange is not None]
+        return Traffic(sum(part.collectives for part in parts), sum(part.bytes for part in parts))
+
+    def keys(self, rule: Rule) -> list[str]:
+        """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""
+        return [key for key in self.layout.shapes if self.routes[key].rule == rule]
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The list forms of the element-wise updates for this unit's device and type."""
+        return kernels_for(self.device, self.dtype)
+
+    def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Tensor) -> Tensor:
+        """Per-parameter sums of per-fragment partial sums, in one collective for all quantities.
+
+        Args:
+            entries: The fragments the values belong to; fragments not listed count zero.
+            quantities: Each (entries,).
+
+        Returns:
+            (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
+        """
+        partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
+        index = self._device_index(tuple(entry.index for entry in entries))
+        if entries:
+            partial.index_copy_(1, index, torch.stack(list(quantities)).to(torch.float64))
+        return self.sums(partial).index_select(1, index)
+
+    def _device_index(self, positions: tuple[int, ...]) -> Tensor:
+        if positions not in self.indices:
+            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
+        return self.indices.of(positions)
+
+    def common_step(self, states: States) -> int:
+        """The step all ranks are at; a rank that holds no tensor has no count of its own."""
+        # Where a checkpoint was asked for before the first step, there are states without a count.
+        counts = [int(states[tensor].get("step", 0)) for tensor in self.tensors if tensor in states]
+        step = max(counts, default=0)
+        if all(self.layout.ranks):
+            return step
+        agreed = torch.tensor(step, device=self.device)
+        self.traffic.count(agreed)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.layout.group)
+        return int(agreed)
+
+    def plan_exchange(
+        self,
+        tasks: Sequence[MatrixTask],
+        loads: list[float],
+        comm_dtype: str | None = None,
+        kept: Mapping[str, int] | None = None,
+        one_by_one: bool = False,
+        slices: Mapping[str, SlicedMatrix] | None = None,
+    ) -> list[float]:
+        """Choose owners for ``tasks``.
+
+        Args:
+            tasks: The matrices to place, at least one.
+            loads: What each rank carries already; empty for nothing.
+            comm_dtype: Type in which matrices travel; None: that of the computation.
+            kept: Owners of matrices that have states already, the same on every rank.
+            one_by_one: See :class:`rankwise.sharding.MatrixExchange`.
+            slices: Matrices of which ``tasks`` has the slices.
+
+        Returns:
+            The ranks' loads including these tasks.
+        """
+        self.slices = slices or {}
+        layout = in_slices(self.layout, self.slices)
+        plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
+        wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
+        self.exchange = MatrixExchange(
+            layout, plan, self.device, self.dtype, wire_dtype, one_by_one and self.device.type == "cpu"
+        )
+        return loads
+
+    def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:
+        """Plan, and make sure that all ranks will enter the same collectives, before anything is sent.
+
+        Args:
+            plan: Plans the unit's collectives without entering one. Returns what else must be alike on all ranks that
+                have it, by a name for the message.
+
+        Raises:
+            RuntimeError: The ranks planned differently.
+            Exception: Planning failed on some rank; raised on every rank.
+        """
+
+        def planned() -> tuple[str, Mapping[str, str]]:
+            settings = plan()
+            exchange = "" if self.exchange is None else self.exchange.plan.digest()
+            routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
+            return hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest(), settings
+
+        refuse_difference(gather_together(planned, self.layout.group))
+
+
+def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Compare what the ranks have planned.
+
+    Args:
+        everyone: Of each rank, a digest of its plans, and settings by a name for the message, where it has them.
+
+    Raises:
+        RuntimeError: They are not alike.
+    """
+    differing = _differing([theirs for _, theirs in everyone])
+    signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
+    if len(set(signs)) > 1:
+        usual = max(signs, key=signs.count)
+        odd = [rank for rank, other in enumerate(signs) if other != usual]
+        named = "".join(
+            f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
+            for name, values in differing.items()
+        )
+        raise RuntimeError(
+            f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
+            f"optimizer options differ.{named} Build the same model with the same options on every rank."
+        )
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
+    """Names whose values differ between ranks that have one, with the ranks of each value."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for rank, theirs in enumerate(settings):
+        for name, value in theirs.items():
+            found.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: values for name, values in found.items() if len(values) > 1}
