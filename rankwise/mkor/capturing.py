@@ -19,6 +19,7 @@ from rankwise.sharding import MatrixTask, Traffic
 from rankwise.sharding.sources import framework_advice
 from rankwise.statistics.early import BackwardReduction, twin_group
 from rankwise.statistics.hooks import Capture, Describe, Record, describe_linear
+from rankwise.statistics.scalers import watch_gradient_scalers
 from rankwise.statistics.vectors import (
     GLIMPSE,
     LayerVectors,
@@ -50,6 +51,7 @@ class CapturingOptimizer(ShardedOptimizer):
         super()._detach()
         self._capture: Capture | None = None
         self._loss_scale: Callable[[], float] | None = None
+        self._unscaled_by: Tensor | None = None
         self._records: dict[str, Record] = {}
         self._told_of_unfrozen: set[str] = set()
         self._reduction: BackwardReduction | None = None
@@ -73,7 +75,7 @@ class CapturingOptimizer(ShardedOptimizer):
             window: Callable that identifies the current accumulation window, so that statistics of a step the
                 framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
             loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the
-                step: with ``torch.amp.GradScaler``, pass ``scaler.get_scale``. An engine's own scale is known.
+                step. An engine's own scale is known, and ``torch.amp.GradScaler`` tells its own.
             last_micro_batch: Whether the present backward pass is the last before the step; the statistics then travel
                 while it runs, otherwise in ``step()``. Known for ``DistributedDataParallel``.
             describe: Recognises linear modules, see :class:`rankwise.statistics.hooks.Capture`.
@@ -86,6 +88,7 @@ class CapturingOptimizer(ShardedOptimizer):
             last_micro_batch = last_micro_batch or partial(getattr, model, "require_backward_grad_sync")
             model = model.module
         self._loss_scale = loss_scale
+        watch_gradient_scalers()
         self._learn_roles(model)
         names = {id(parameter): name for name, parameter in self.parameters_by_name.items()}
 
@@ -147,6 +150,17 @@ class CapturingOptimizer(ShardedOptimizer):
         # Nothing else of the window: a loss may be recorded between the forward pass and this call.
         if self._capture is not None:
             self._capture.clear()
+
+    def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
+        """Called by gradient scalers between the backward pass and the step, of whose skipping they say nothing.
+
+        Args:
+            scale: What this step's gradients have been divided by; the statistics have not been.
+            is_over: Whether the scaler is done with this step.
+        """
+        self._unscaled_by = scale
+        if self._capture is not None:
+            self._capture.is_over = is_over
 
     def _discard_window(self) -> None:
         if self._capture is not None:
@@ -238,6 +252,8 @@ class CapturingOptimizer(ShardedOptimizer):
 
     def _drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
+        assert self._capture is not None
+        self._unscaled_by = self._capture.is_over = None
         if self._reduction is not None and unit is next(reversed(self._units.values()), unit):
             self._reduction.abandon()
         for key in unit.scratch["statistics"]:
@@ -356,7 +372,11 @@ class CapturingOptimizer(ShardedOptimizer):
         if told is not None:
             return told()
         loss_scale = self._loss_scale or getattr(self._source, "loss_scale", None)
-        return unit.layout.world_size * (float(loss_scale()) if callable(loss_scale) else 1.0)
+        if callable(loss_scale):
+            return unit.layout.world_size * float(loss_scale())
+        if self._unscaled_by is not None:
+            return unit.layout.world_size * self._unscaled_by.to(unit.device)
+        return unit.layout.world_size
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -176,6 +176,8 @@ class Capture:
         self._chosen: frozenset[Record] | None = None
         self._in_company = True
         self._judged = False
+        self.is_over: Callable[[], bool] | None = None
+        """Whether the window has ended, even if its sums have not been taken; asked at training forward passes."""
         self.records: dict[Parameter, Record] = {}
         self._window = window
         self._window_id: Hashable = None
@@ -257,6 +259,7 @@ class Capture:
 
     def clear(self) -> None:
         """Forget the sums of all weights."""
+        self.is_over = None
         if self.listener is not None:
             self.listener.abandon()
         for record in self.records.values():
@@ -329,10 +332,14 @@ class Capture:
             self.listener.committed(record)
 
     def _drop_what_was_skipped(self, module: nn.Module) -> None:
-        """Forget a window whose gradients are gone and whose sums are not finite: a gradient scaler skipped its step.
+        """Forget a window of which it is known, or seen, that a gradient scaler skipped its step.
 
-        Finite ones stay: gradients may have been moved to where they are accumulated.
+        Seen where its gradients are gone and its sums are not finite. Finite ones stay: gradients may have been moved
+        to where they are accumulated.
         """
+        if self.is_over is not None and self.is_over():
+            self.clear()
+            return
         views = self._by_module.get(module, ())
         if not any(record.touched and record.parameter.grad is None for _, record in views) or self._judged:
             return
