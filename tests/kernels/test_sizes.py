@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rankwise.kernels import blocked, native
 from rankwise.kernels.native import newton_schulz
-from rankwise.kernels.native.building import library
 from rankwise.ldadam import native as ldadam
 from rankwise.mkor import native as mkor
 from rankwise.mkor.blocked import Workspace
@@ -58,27 +57,24 @@ def job(**other: Any) -> ldadam.Job:
     return ldadam.Job((32, 48), False, state=state, step=2, group=group, **found)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["gradient", "source", "weight", "basis", "exp_avg", "exp_avg_sq"])
 def test_subspaces_must_be_those_of_the_matrix(name: str) -> None:
-    if library("ldadam") is None:
-        pytest.skip("no compiler")
     ldadam.ldadam_steps_([job()])
     wrong = torch.zeros(7) if name in ("gradient", "source", "weight") else torch.zeros(48, 32)
     with pytest.raises(ValueError, match="has the shape .* but must have"):
         ldadam.ldadam_steps_([job(), job(**{name: wrong})])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("shapes", [((48, 16), (16, 8)), ((32, 16), (32, 8)), ((32, 16), (16, 9))])
 def test_products_must_be_of_the_matrix(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    if library("ldadam") is None:
-        pytest.skip("no compiler")
     with pytest.raises(ValueError, match="has the shape .* but must have"):
         ldadam.subtract_product_(torch.zeros(32, 8), *(torch.zeros(shape) for shape in shapes))
 
 
+@pytest.mark.compiled
 def test_margins_must_be_those_of_the_band() -> None:
-    if library("sonew") is None:
-        pytest.skip("no compiler")
     options: Any = {"betas": (0.9, 0.99), "eps": 1e-8, "gamma": 0.0, "step": 1, "graft": "none", "graft_eps": 1e-8}
 
     def call(margins: list[Margins | None], runs: int = 1) -> None:
