@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from fnmatch import fnmatch
 from typing import Literal
 
 from torch import Tensor, nn
+
+from rankwise.routing.names import Role, is_head, is_router, role_by_name, unwrapped
 
 __all__ = [
     "ParameterInfo",
@@ -27,32 +27,7 @@ __all__ = [
 
 Rule = Literal["matrix", "fallback"]
 _ATTRIBUTE = "_rankwise_info"
-_EMBEDDING_NAMES = ("embed", "wte", "wpe", "word_embeddings", "position_embeddings")
-_HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score"})
-# Heads at the end of a model, but other things inside its layers.
-_END_NAMES = frozenset({"head", "output", "decoder"})
-_INNER_NAMES = ("attn", "attention", "mlp", "ffn", "expert")
-_NORM_NAMES = ("norm", "ln_")
-# What PEFT puts between a module's name and the module: a copy to be trained, the original, what an adapter adds to.
-_WRAPPER = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
-_TABLE_NAMES = ("bias_table", "position_table", "relative_position_bias", "relative_attention_bias")
-# Values per channel of state-space and linear-attention layers, kept as tables; they multiply no vector.
 _TWIN = "@group"
-_CHANNEL_NAMES = frozenset({"a_log", "a_logs", "dt_bias", "time_decay", "time_first", "time_faaaa"})
-
-
-class Role(StrEnum):
-    """What a parameter does in its model."""
-
-    LINEAR = "linear"
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    NORM = "norm"
-    CONV = "conv"
-    EXPERT = "expert"
-    ROUTER = "router"
-    VECTOR = "vector"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -137,7 +112,7 @@ def route(info: ParameterInfo, policy: RoutingPolicy, fallback: bool | None = No
     for pattern in policy.exclude:
         if fnmatch(info.own_name, pattern):
             return Route("fallback", f"excluded by '{pattern}'")
-    role = info.role if info.role is not Role.UNKNOWN else _role_by_name(info.own_name, info.shape)
+    role = info.role if info.role is not Role.UNKNOWN else role_by_name(info.own_name, info.shape)
     dimensions = len(info.shape)
     # Whatever its shape says: a matrix with a side of 1 is a vector, too.
     if role is Role.VECTOR or dimensions < 2 or (dimensions < 4 and 1 in info.matrix_shape):
@@ -169,12 +144,12 @@ def describe(
     names = {parameter: name for name, parameter in model.named_parameters()}
     head = _output_head(model)
     # A wrapped head is a wrapper, and what it wraps has the weight.
-    heads = {_unwrapped(name) for name, module in model.named_modules() if module is head}
+    heads = {unwrapped(name) for name, module in model.named_modules() if module is head}
     for module_name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             if parameter not in names:
                 continue
-            outer = _unwrapped(module_name)
+            outer = unwrapped(module_name)
             shape = tuple(int(size) for size in shape_of(parameter))
             role = _role_by_module(module, outer, outer in heads, shape)
             is_weight = local == "weight"
@@ -225,11 +200,11 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _role_by_module(module: nn.Module, name: str, is_head: bool, shape: tuple[int, ...]) -> Role:
+def _role_by_module(module: nn.Module, name: str, is_the_head: bool, shape: tuple[int, ...]) -> Role:
     kind = type(module).__name__
-    if "Router" in kind or _is_router(name.lower(), shape):
+    if "Router" in kind or is_router(name.lower(), shape):
         return Role.ROUTER
-    if is_head or name.rpartition(".")[2] in _HEAD_NAMES or _ends_the_model(name):
+    if is_the_head or is_head(name):
         return Role.HEAD
     if isinstance(module, nn.Embedding) or kind.endswith("Embedding"):
         return Role.EMBEDDING
@@ -240,44 +215,3 @@ def _role_by_module(module: nn.Module, name: str, is_head: bool, shape: tuple[in
     if isinstance(module, nn.modules.conv._ConvNd):
         return Role.CONV
     return Role.UNKNOWN
-
-
-def _role_by_name(name: str, shape: tuple[int, ...]) -> Role:
-    lowered = name.lower()
-    module, _, local = lowered.rpartition(".")
-    module = _unwrapped(module)
-    if _is_router(module, shape):
-        return Role.ROUTER
-    if local.endswith("bias") or local in _CHANNEL_NAMES:
-        return Role.VECTOR
-    if module.rpartition(".")[2].startswith("conv") and len(shape) > 2:
-        return Role.CONV
-    if module == "shared" or any(hint in lowered for hint in _TABLE_NAMES):  # T5 shares its embedding under that name
-        return Role.EMBEDDING
-    if not _HEAD_NAMES.isdisjoint(module.split(".")) or _ends_the_model(module):
-        return Role.HEAD
-    if any(hint in lowered for hint in _EMBEDDING_NAMES):
-        return Role.EMBEDDING
-    if any(hint in lowered for hint in _NORM_NAMES):
-        return Role.NORM
-    return Role.UNKNOWN
-
-
-def _unwrapped(module: str) -> str:
-    """The name a module had before it was wrapped."""
-    return _WRAPPER.sub("", module)
-
-
-def _is_router(module: str, shape: tuple[int, ...]) -> bool:
-    """Whether a module sends tokens to experts. Other gates are called so too, but they have no fewer outputs."""
-    parts = module.split(".")
-    if "router" in parts:
-        return True
-    return parts[-1] in ("gate", "wg") and len(shape) == 2 and shape[0] < shape[1]
-
-
-def _ends_the_model(module: str) -> bool:
-    """Whether a module is called like an output head and lies outside the layers of the model."""
-    *outer, name = module.split(".")
-    inner = (part.isdigit() or any(hint in part for hint in _INNER_NAMES) for part in map(str.lower, outer))
-    return name in _END_NAMES and not any(inner)

@@ -264,6 +264,67 @@ def test_names_stand_in_for_module_types(name: str, role: str) -> None:
     assert route(info, ANY) == Route("fallback" if role == "norm" else "matrix", role)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "role"),
+    [
+        ("layers.0.router_weights", (8, 64), "router"),
+        ("layers.0.moe.router_mlp.0.weight", (64, 64), "router"),
+        ("layers.0.moe.gating.weight", (8, 64), "router"),
+        ("layers.0.experts.0.gate_logits", (8, 64), "router"),
+        ("position_encoding", (512, 64), "embedding"),
+        ("pos_emb", (2, 512, 64), "embedding"),
+        ("tok_emb.weight", (512, 64), "embedding"),
+        ("layers.0.relative_position.table", (32, 8), "embedding"),
+        ("layers.0.attn.rel_pos_h", (27, 64), "embedding"),
+        ("position_encoder.positions.weight", (512, 64), "embedding"),
+        ("register_tokens", (4, 64), "embedding"),
+        ("layers.0.scale_shift_table", (6, 64), "embedding"),
+        ("layers.0.mixer.D", (64, 8), "vector"),
+        ("layers.0.s4.log_A_real", (64, 32), "vector"),
+    ],
+)
+@pytest.mark.parametrize("annotated", [False, True])
+def test_tables_and_routers_by_the_words_of_their_names(
+    name: str, shape: tuple[int, ...], role: str, annotated: bool
+) -> None:
+    """Also where the module that keeps them is of a type that nobody knows."""
+    info = ParameterInfo(name, shape)
+    if annotated:
+        model = nn.Module()
+        *path, local = name.split(".")
+        holder = model
+        for part in path:
+            holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(local, nn.Parameter(torch.empty(shape)))
+        (info,) = describe(model).values()
+    assert route(info, MATRICES) == Route("fallback", role)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("layers.0.mlp.gate_proj.weight", (256, 64)),
+        ("layers.0.mlp.gate_up_proj.weight", (512, 64)),
+        ("layers.0.experts.gate_up_proj", (4, 128, 64)),
+        ("layers.0.mlp.gate", (64, 256)),
+        ("layers.0.gating.linear_in.weight", (32, 64)),
+        ("layers.0.gating.weight", (64, 64)),
+        ("layers.0.per_layer_input_gate.weight", (32, 64)),
+        ("layers.0.attn.linear_pos.weight", (64, 64)),
+        ("layers.0.attn.pos_key_proj.weight", (64, 64)),
+        ("layers.0.attn.pos_proj", (64, 64)),
+        ("layers.0.pos_ffn.w_1.weight", (256, 64)),
+        ("layers.0.image_encoding.weight", (64, 64)),
+        ("layers.0.time_emb_proj.weight", (64, 64)),
+        ("layers.0.attn.in_proj_weight", (192, 64)),
+        ("layers.0.lora.d", (64, 8)),
+    ],
+)
+def test_matrices_whose_names_resemble_tables_and_routers(name: str, shape: tuple[int, ...]) -> None:
+    assert route(ParameterInfo(name, shape), MATRICES).rule == "matrix"
+
+
 def test_the_module_type_goes_before_the_name() -> None:
     """A Linear in a module called 'embedder' is still a Linear."""
     model = nn.ModuleDict({"embedder_norm": nn.Linear(8, 8)})
