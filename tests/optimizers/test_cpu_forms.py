@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing asks for a library that is not there, and the steps are those of the blocked forms."""
     expected, _ = _steps(name, blocked)
     for module in (native, native_sonew, native_ldadam):
-        monkeypatch.setattr(module, "library", lambda key: None)
+        monkeypatch.setattr(module, "library", lambda *_: None)
     assert kernels_for(torch.device("cpu"), torch.float32) is blocked
     found, _ = _steps(name, None)
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
@@ -203,13 +204,16 @@ class _Counted:
         return getattr(self._library, name)
 
 
+def _counted(find: Callable[..., Any], calls: list[str], *source: Any) -> _Counted:
+    return _Counted(find(*source), calls)
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", ["mars-adamw", "mars-lion", "sonew-tridiagonal", "sonew-band4", "ldadam"])
 def test_calls_do_not_depend_on_the_number_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for module in (native, native_sonew, native_ldadam):
-        original = module.library
-        monkeypatch.setattr(module, "library", lambda key, find=original: _Counted(find(key), calls))
+        monkeypatch.setattr(module, "library", partial(_counted, module.library, calls))
 
     def settled(step: int, *_: Any) -> None:
         if step == 1:
