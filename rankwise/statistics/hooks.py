@@ -305,12 +305,13 @@ class Capture:
         if self._window is None and not _in_backward():
             self._drop_what_was_skipped(module)
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+        hooked = _with_gradient(result, inputs)
         for view, record in self._by_module.get(module, ()):
             if not self._wants(record):
                 continue
             rows = None if view.rows is None else view.rows(args, kwargs)
             call = _input_call(view, record, _as_rows(inputs, rows))
-            result.register_hook(partial(self._on_output_grad, call, rows))
+            hooked.register_hook(partial(self._on_output_grad, call, rows))
 
     def _on_output_grad(self, call: _Call, rows: slice | None, grad: Tensor | None) -> None:
         if grad is None or not self.enabled or not self._handles or not self._wants(call.record):
@@ -373,6 +374,19 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
 def _in_backward() -> bool:
     """Whether this is a forward pass repeated by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _with_gradient(output: Tensor, inputs: Tensor) -> Tensor:
+    """The tensor that gets the gradient of a module's output, whatever is done to the output afterwards.
+
+    An output that is another one reshaped, as of ``nn.Linear`` with a bias and more than two dimensions, gets none once
+    it has been changed in place, by ``ReLU(inplace=True)`` for example: autograd then goes around it.
+    """
+    base = None if torch.compiler.is_compiling() else output._base
+    if base is None or not base.requires_grad or base is inputs or base is inputs._base:
+        return output
+    same_rows = base.numel() == output.numel() and base.shape[-1:] == output.shape[-1:]
+    return base if same_rows and base.is_contiguous() and output.is_contiguous() else output
 
 
 def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:

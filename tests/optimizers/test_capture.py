@@ -173,10 +173,29 @@ def test_sums_carry_no_graph() -> None:
     assert not any(t.requires_grad for x, _, g in take_all(capture) for t in (x, g))
 
 
-def test_output_changed_in_place_afterwards() -> None:
-    layer = nn.Linear(4, 3).double()
+def set_where_positive(output: Tensor) -> Tensor:
+    output[output > 0] = output.new_tensor(0.5)
+    return output
+
+
+class ViewedConv1D(Conv1D):
+    """As GPT-2's multiplies: the rows together, then reshaped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+
+
+@pytest.mark.parametrize("change", [lambda y: y.mul_(3.0).relu_(), nn.ReLU(inplace=True), set_where_positive])
+@pytest.mark.parametrize("lead", [[5], [2, 5], [2, 1, 5]])
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(4, 3), lambda: Conv1D(3, 4), lambda: ViewedConv1D(3, 4)])
+def test_output_changed_in_place_afterwards(
+    kind: Callable[[], nn.Module], lead: list[int], change: Callable[[Tensor], Tensor]
+) -> None:
+    """Autograd goes around a view that is changed in place, and most outputs are views."""
+    layer = kind().double()
     capture = Capture(layer)
-    loss_of(layer(data(5, 4)).mul_(3.0).relu_()).backward()
+    loss_of(change(layer(data(*lead, 4)))).backward()
+    assert isinstance(layer.bias, Parameter) and isinstance(layer.weight, Parameter)
     assert torch.allclose(capture.take(layer.weight)[2], layer.bias.grad, rtol=1e-13)
 
 
