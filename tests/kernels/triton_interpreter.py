@@ -74,6 +74,35 @@ def _check_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorHandle, "set_attr", checked)
 
 
+def _tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what a call of a device function changes in Triton's language, which it leaves so: nothing compiles then.
+
+    Versions that undo nothing at all give nothing to undo it with.
+    """
+    from triton.runtime import interpreter as machine
+
+    change, opened = machine._patch_lang, []
+
+    def changed(function: Any) -> Any:
+        scope = change(function)
+        if scope is None:
+            return None
+
+        def restore() -> None:
+            # Those of the functions that were called in between first.
+            while opened:
+                last = opened.pop()
+                type(last).restore(last)
+                if last is scope:
+                    return
+
+        scope.restore = restore
+        opened.append(scope)
+        return scope
+
+    monkeypatch.setattr(machine, "_patch_lang", changed)
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in the interpreter during the test, and are what they were before it and after it.
@@ -94,6 +123,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 monkeypatch.setattr(module, name, interpreted(value))
     _repair_bfloat16(monkeypatch)
     _check_claims(monkeypatch)
+    _tidy_up(monkeypatch)
     yield
 
 
