@@ -53,7 +53,7 @@ class CapturingOptimizer(ShardedOptimizer):
         self._loss_scale: Callable[[], float] | None = None
         self._unscaled_by: Tensor | None = None
         self._records: dict[str, Record] = {}
-        self._told_of_unfrozen: set[str] = set()
+        self._frozen: dict[str, Tensor] = {}
         self._reduction: BackwardReduction | None = None
         self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
 
@@ -102,10 +102,13 @@ class CapturingOptimizer(ShardedOptimizer):
         self._capture.on_training_forward = self._refuse_unknown_replicas
         self._records = {names[id(parameter)]: record for parameter, record in self._capture.records.items()}
         self._reduction = self._capture.listener = self._reduce_early(last_micro_batch)
+        self._frozen = {}
         for name, chosen in self._routes.items():
             if chosen.rule == "matrix" and name not in self._records:
-                frozen = not self.parameters_by_name[name].requires_grad
-                self._routes[name] = Route("fallback", _FROZEN if frozen else "no linear module uses it")
+                parameter = self.parameters_by_name[name]
+                if not parameter.requires_grad:
+                    self._frozen[name] = parameter
+                self._routes[name] = Route("fallback", _FROZEN if name in self._frozen else "no linear module uses it")
         self._route_left_out()
         self._forget_plans()
         self._refuse_if_idle()
@@ -304,15 +307,10 @@ class CapturingOptimizer(ShardedOptimizer):
             self._routes[name] = Route("fallback", "no input has come by: its module has not been called")
 
     def _warn_of_unfrozen(self) -> None:
-        thawed = [
-            name
-            for name, chosen in self._routes.items()
-            if chosen.reason == _FROZEN
-            and self.parameters_by_name[name].requires_grad
-            and name not in self._told_of_unfrozen
-        ]
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
-            self._told_of_unfrozen.update(thawed)
+            for name in thawed:
+                del self._frozen[name]
             logger.warning(
                 "MKOR: %s was frozen when capture() was called and takes %s alone; call optimizer.capture(model) again "
                 "for it to get factors.",
