@@ -53,9 +53,10 @@ def test_a_library_is_built_once(cache: Path) -> None:
     assert [path for path in cache.iterdir() if path.suffix not in (".so", ".lock", ".sha256")] == []
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("damage", ["emptied", "cut short", "other bytes", "not a library", "no checksum"])
 def test_a_damaged_library_is_built_again(cache: Path, damage: str) -> None:
-    assert building.library(PRODUCTS) is not None or not cache.exists()
+    assert building.library(PRODUCTS) is not None
     (built,) = cache.glob("*.so")
     whole = built.read_bytes()
     middle = len(whole) // 2

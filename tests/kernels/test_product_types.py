@@ -146,7 +146,9 @@ RULES: dict[str, tuple[type[ShardedOptimizer], dict[str, Any], str, int]] = {
 }
 
 
-@pytest.fixture(params=[blocked, native, lists], ids=["blocked", "native", "lists"])
+@pytest.fixture(
+    params=[blocked, pytest.param(native, marks=pytest.mark.compiled), lists], ids=["blocked", "native", "lists"]
+)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without tiles of its own for products; whether torch's are fast is up to the test."""
     monkeypatch.setattr(forms, "products", lambda: None)

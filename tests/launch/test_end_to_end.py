@@ -78,7 +78,8 @@ def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path
         TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert not lock.exists() and (missing_build_tools() or result.stderr.count(f"removed {lock}") == 1)
+    # Where nothing can be built, nobody looks for locks.
+    assert missing_build_tools() or (not lock.exists() and result.stderr.count(f"removed {lock}") == 1)
     assert "validation" in result.stdout and "unigram" in result.stdout
     # Not a terminal: lines, and no bar.
     assert re.findall(r"^adamw: step (\d+)/3, loss \d\.\d+, [\d,]+ tokens/s", result.stdout, re.MULTILINE) == ["3"]
