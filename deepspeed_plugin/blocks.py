@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed_plugin.json_file import read_config
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.options.hints import nearest, shown
-from rankwise.options.validation import OptionError, Options, check_given, check_keys, check_preset
+from rankwise.options.validation import OptionError, check_given, check_keys, check_preset
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["JSON_TYPES", "check_block", "resolve", "types_by_spelling", "unknown_type", "validate_config"]
@@ -105,7 +104,7 @@ def _refuse_beside_params(block: Mapping[str, Any], canonical: str) -> None:
     for key in block:
         if key in _BLOCK_KEYS:
             continue
-        if key in _keys_of(JSON_TYPES[canonical][0]):
+        if key in JSON_TYPES[canonical][0].options_type.names():
             raise OptionError(
                 f"optimizer.{key}={shown(block[key])} is invalid: options of type '{canonical}' are read inside "
                 f'"params" alone; move it there'
@@ -115,13 +114,9 @@ def _refuse_beside_params(block: Mapping[str, Any], canonical: str) -> None:
         raise OptionError(f"optimizer has no key {shown(key)}: {hint}")
 
 
-def _keys_of(cls: type[ShardedOptimizer]) -> list[str]:
-    return [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "params")]
-
-
 def _chosen_by_the_machine(cls: type[ShardedOptimizer]) -> list[str]:
     """Options that are "auto" by themselves."""
-    return [key for key, known in inspect.signature(cls.__init__).parameters.items() if known.default == "auto"]
+    return [key for key, known in cls.options_type.table().items() if known.default == "auto"]
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +133,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     owner = f"optimizer type '{canonical}'"
     cls, preset = JSON_TYPES[canonical]
     check_preset(options, preset, owner, instead=cls.__name__)
-    check_keys(options, _keys_of(cls), owner)
+    check_keys(options, cls.options_type.names(), owner)
     resolved = dict(preset)
     automatic = (*_AUTO_KEYS, *_chosen_by_the_machine(cls))
     for key, value in options.items():
@@ -155,11 +150,9 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{owner}: exact=True is invalid under DeepSpeed: an engine runs one backward pass per step, exact mode "
             "needs the next batch's gradient too; leave it out"
         )
-    options_type: type[Options] = cls.options_type
     # What integrations fill in may stand there unread as long as it is the default.
-    check_given(
-        {key: value for key, value in options.items() if key not in _AUTO_KEYS}, options_type(**resolved), owner
-    )
+    written = {key: value for key, value in options.items() if key not in _AUTO_KEYS}
+    check_given(written, cls.options_type(**resolved).unread(), owner)
     return resolved
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from types import NoneType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from megatron_patches.registry import NAMES, option_names, resolve
 from megatron_patches.resuming import flag_of
 from megatron_patches.support import SupportError, refused_flags
+from rankwise.options.fields import Option
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -30,20 +28,30 @@ class Flag(NamedTuple):
     """One option on the command line.
 
     Attributes:
-        option: As it is typed, ``--ldadam-rank``.
-        key: The constructor's keyword, ``rank``.
+        option: As it is typed, ``--mars-gamma``.
+        known: What the optimizer's class says of it.
         names: The ``--optimizer`` names that know it.
-        hint: Its type in the option class.
-        default: Its value where it is not given.
-        help: From the optimizer's docstring.
     """
 
     option: str
-    key: str
+    known: Option
     names: tuple[str, ...]
-    hint: Any
-    default: Any
-    help: str
+
+    @property
+    def key(self) -> str:
+        """The constructor's keyword, ``gamma``."""
+        return self.known.name
+
+    @property
+    def default(self) -> Any:
+        """Its value where it is not given."""
+        return self.known.default
+
+    @property
+    def help(self) -> str:
+        """What it does, its values and its default."""
+        values = self.known.check.range
+        return f"{self.known.text} {values[:1].upper()}{values[1:]}. Default: {_shown(self.default)}."
 
     @property
     def dest(self) -> str:
@@ -174,39 +182,25 @@ def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, n
 
 def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[Flag]:
     names = [name for name, (known, _) in NAMES.items() if known is cls]
-    hints = get_type_hints(cls.options_type)
-    defaults = cls.options_type()
-    texts = _argument_texts(cls)
+    table = cls.options_type.table()
     for key in dict.fromkeys(key for name in names for key in option_names(name)):
         owners = tuple(name for name in names if key in option_names(name))
-        yield Flag(flag_of(cls, key), key, owners, hints[key], getattr(defaults, key), texts[key])
-
-
-def _argument_texts(cls: type) -> dict[str, str]:
-    """The "Args" of a class's docstring, one line each."""
-    section = re.split(r"^(\w+):$", inspect.getdoc(cls) or "", flags=re.MULTILINE)
-    lines = section[section.index("Args") + 1]
-    return {
-        key: " ".join(re.sub(r":\w+:`~?([^`]+)`|``([^`]+)``", r"\1\2", text).split())
-        for key, text in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", lines, flags=re.MULTILINE)
-    }
+        yield Flag(flag_of(cls, key), table[key], owners)
 
 
 def _parsing(flag: Flag) -> dict[str, Any]:
     """How argparse is to read a flag."""
-    text = f"{flag.help} Default: {_shown(flag.default)}.".replace("%", "%%")
-    if flag.hint is bool:
+    check = flag.known.check
+    text = flag.help.replace("%", "%%")
+    if check.kind is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
-    kinds = [kind for kind in get_args(flag.hint) if kind is not NoneType] if NoneType in get_args(flag.hint) else []
-    kind = kinds[0] if kinds else flag.hint
-    if get_origin(kind) is not tuple:
-        return {"type": _optional(kind) if kinds else kind, "metavar": kind.__name__.upper(), "help": text}
-    element, *rest = get_args(kind)
-    if rest == [Ellipsis]:
-        return {"nargs": "*", "type": element, "metavar": "PATTERN", "help": text}
-    if kinds:  # Two values, or the one word "none".
-        return {"nargs": "+", "type": _optional(element), "metavar": element.__name__.upper(), "help": text}
-    return {"nargs": 1 + len(rest), "type": element, "metavar": element.__name__.upper(), "help": text}
+    metavar = "PATTERN" if check.count is None else check.kind.__name__.upper()
+    parsing = {"type": _optional(check.kind) if check.optional else check.kind, "metavar": metavar, "help": text}
+    if check.count is None:
+        return parsing | {"nargs": "*"}
+    if check.count > 1:  # Or the one word "none".
+        return parsing | {"nargs": "+" if check.optional else check.count}
+    return parsing
 
 
 def _optional(kind: type) -> Callable[[str], Any]:

@@ -25,7 +25,7 @@ from megatron_patches.names import describe_model
 from megatron_patches.support import SupportError, refuse_exact, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.options.validation import OptionError, Options, check_given, check_keys, check_preset
+from rankwise.options.validation import OptionError, check_given, check_keys, check_preset
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.table import idle_allowed
@@ -131,8 +131,7 @@ def option_names(name: str) -> list[str]:
         name: A key of :data:`NAMES`.
     """
     cls, preset = NAMES[name]
-    keys = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "params")]
-    return [key for key in keys if key not in preset and key not in _MEGATRON_OPTIONS]
+    return [key for key in cls.options_type.names() if key not in preset and key not in _MEGATRON_OPTIONS]
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,8 +155,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     check_preset(options, preset, owner, instead=cls.__name__.lower())
     check_keys(options, option_names(name), owner)
     resolved = {**preset, **{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}}
-    options_type: type[Options] = cls.options_type
-    check_given(options, options_type(**resolved), owner)
+    check_given(options, cls.options_type(**resolved).unread(), owner)
     refuse_exact(name, resolved)
     return resolved
 

@@ -17,8 +17,10 @@ from rankwise.ldadam.fragments import Fragments, Signature, split_factors
 from rankwise.ldadam.in_place import SubspacesInPlace
 from rankwise.ldadam.joint import holders_of, step_slices
 from rankwise.ldadam.on_device import Triple, step_on_device
+from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.slices import Cut, exchanged
-from rankwise.options.validation import LDAdamOptions, OptionError, Options, patterns
+from rankwise.options.constructor import options_as_keywords
+from rankwise.options.validation import OptionError
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.sharding import Batch, MatrixTask, Reply, find_slices
 from rankwise.step.element_states import StateTypes
@@ -44,70 +46,26 @@ class LDAdam(ShardedOptimizer):
     Parameters that are not matrices, embeddings, heads, and matrices too small for a low rank to save anything take
     AdamW with the same lr and betas.
 
-    Args:
-        params: Parameters, ``(name, parameter)`` pairs or param groups.
-        lr: Learning rate.
-        rank: Rank of the subspace; at most the short side is used.
-        rho: Share of the momentum in the matrix the basis follows.
-        betas: Decay rates of the moments.
-        eps: Added to the bias-corrected root.
-        weight_decay: Decoupled decay, times lr, of the full matrix.
-        error_feedback: Keep what the projection drops and add it to the next gradient.
-        error_dtype: Type of the error buffer; None: that of the computation. It holds the momentum too: bfloat16
-            halves its memory and rounds the momentum.
-        comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
-            nothing; "bfloat16" halves the bytes.
-        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
-        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
-            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
-        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
-            device, and whatever depends on them is computed there. The first step must be taken before the capture.
+    Example:
+        >>> optimizer = rankwise.LDAdam(model.named_parameters(), lr=1e-3, rank=32)
+        >>> model(batch).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the low-rank rule.
     """
 
-    options_type: ClassVar[type[Options]] = LDAdamOptions
     options: LDAdamOptions
     health_means = ("subspace_rotation",)
     health_totals = ("kept_bases",)
-    group_options = ("lr", "rank", "rho", "betas", "eps", "weight_decay", "error_feedback")
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     counted_states = ("step", "beta1")
     one_by_one = True
     idle_advice: ClassVar[Mapping[str, str]] = {"saves nothing": "lower 'rank'"}
-    structural_options = ("fallback", "rank", "error_feedback")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        rank: int = 16,
-        rho: float = 0.908,
-        betas: tuple[float, float] = (0.908, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        error_feedback: bool = True,
-        error_dtype: str | None = None,
-        comm_dtype: str | None = None,
-        exclude: Sequence[str] = (),
-        skip_nonfinite: bool = False,
-        capturable: bool = False,
-    ) -> None:
-        options = LDAdamOptions(
-            lr=lr,
-            rank=rank,
-            rho=rho,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            error_feedback=error_feedback,
-            error_dtype=error_dtype,
-            comm_dtype=comm_dtype,
-            exclude=patterns(exclude),
-            skip_nonfinite=skip_nonfinite,
-            capturable=capturable,
-        )
+    @options_as_keywords(LDAdamOptions)
+    def __init__(self, params: Any, options: LDAdamOptions) -> None:
         super().__init__(params, options)
 
     def _detach(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from rankwise.kernels.forms import newton_schulz_for, orthogonal_steps_for, prod
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.kernels.native.newton_schulz import Job
 from rankwise.mars import formulas as updates
-from rankwise.options.validation import MARSOptions, OptionError, Options, patterns
+from rankwise.mars.options import MARSOptions
+from rankwise.options.constructor import options_as_keywords
+from rankwise.options.validation import OptionError
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.sharding.sources import LayoutSource
@@ -55,100 +57,25 @@ class MARS(ShardedOptimizer):
     ``h`` is the previous gradient, or in exact mode the present batch's gradient at the previous weights. Norms are
     those of whole parameters, however the framework cuts them.
 
-    Args:
-        params: Parameters, ``(name, parameter)`` pairs or param groups.
-        lr: Learning rate.
-        variant: "adamw", "lion", "shampoo" (orthogonalised momentum, factor ``sqrt(max(1, rows / columns))``) or
-            "muon" (MARS-M: factor ``0.2 sqrt(max(rows, columns))``).
-        betas: Decay rates; Lion, Shampoo and Muon use the first alone.
-        eps: Added to the bias-corrected root.
-        weight_decay: Decoupled decay, times lr.
-        gamma: Strength of the correction; 0 switches it off.
-        exact: Compare with the same batch at the previous weights; see :meth:`record_reference`.
-        clip: Largest norm of a corrected gradient, per parameter; None does not clip.
-        optimize_1d: Vectors take the variance-reduced rule too, instead of AdamW.
-        lr_1d: Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon": lr). The ratio to lr
-            is kept under schedules.
-        betas_1d: Decay rates of the fallback.
-        weight_decay_1d: Decay of the fallback ("muon": ``weight_decay``, as published).
-        ns_steps: Newton-Schulz iterations.
-        ns_dtype: Type of its products. "auto": "bfloat16", as published, where that is the fastest of the machine
-            (Nvidia GPUs from sm_80 and AMD's; CPUs with AVX512-BF16, AMX or Arm's instructions for it), else "float32";
-            "float64" for float64 parameters. A machine without bfloat16 products takes 15 to 70 times as long for them;
-            data-parallel ranks of both kinds must name a type.
-        comm_dtype: Type in which straddling matrices of "shampoo" and "muon" travel to their owners and back.
-            None: their own, which rounds nothing; "bfloat16" halves the bytes.
-        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
-        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
-            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
-        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
-            device, and whatever depends on them is computed there. The first step must be taken before the capture.
+    Example:
+        >>> optimizer = rankwise.MARS(model.named_parameters(), lr=6e-3, variant="muon")
+        >>> model(batch).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the MARS rule.
     """
 
-    options_type: ClassVar[type[Options]] = MARSOptions
     options: MARSOptions
     health_means = ("clip_rate",)
     product_option = "ns_dtype"
     copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
     one_by_one = True
     optional_states = ("next_reference",)
-    group_options = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "gamma",
-        "clip",
-        "betas_1d",
-        "weight_decay_1d",
-        "ns_steps",
-    )
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 3e-3,
-        variant: str = "adamw",
-        betas: tuple[float, float] = (0.95, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        gamma: float = 0.025,
-        exact: bool = False,
-        clip: float | None = 1.0,
-        optimize_1d: bool = False,
-        lr_1d: float | None = None,
-        betas_1d: tuple[float, float] = (0.9, 0.95),
-        weight_decay_1d: float = 0.1,
-        ns_steps: int = 5,
-        ns_dtype: str = "auto",
-        comm_dtype: str | None = None,
-        exclude: Sequence[str] = (),
-        skip_nonfinite: bool = False,
-        capturable: bool = False,
-    ) -> None:
-        options = MARSOptions(
-            lr=lr,
-            variant=variant,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            gamma=gamma,
-            exact=exact,
-            clip=clip,
-            optimize_1d=optimize_1d,
-            lr_1d=lr_1d,
-            betas_1d=betas_1d,
-            weight_decay_1d=weight_decay_1d,
-            ns_steps=ns_steps,
-            ns_dtype=ns_dtype,
-            comm_dtype=comm_dtype,
-            exclude=patterns(exclude),
-            skip_nonfinite=skip_nonfinite,
-            capturable=capturable,
-        )
+    @options_as_keywords(MARSOptions)
+    def __init__(self, params: Any, options: MARSOptions) -> None:
         self._recorded = False
         super().__init__(params, options, {"lr_1d_ratio": _fallback_lr_ratio(options)})
 

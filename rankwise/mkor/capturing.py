@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.factors import LayerSignature
-from rankwise.options.validation import MKOROptions, OptionError
+from rankwise.mkor.options import MKOROptions
+from rankwise.options.validation import OptionError
 from rankwise.routing.roles import Route
 from rankwise.sharding import MatrixTask, Traffic
 from rankwise.sharding.sources import framework_advice

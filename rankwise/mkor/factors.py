@@ -14,7 +14,7 @@ from rankwise.kernels.forms import is_for_cpus, kernels_for, product_dtype_for
 from rankwise.mkor import blocked as blocked_mkor
 from rankwise.mkor import formulas as updates
 from rankwise.mkor.forms import precondition_into_for
-from rankwise.options.validation import MKOROptions
+from rankwise.mkor.options import MKOROptions
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 from rankwise.step.matrix_states import MatrixState

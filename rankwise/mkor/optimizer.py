@@ -13,9 +13,10 @@ from torch import Tensor
 from rankwise.kernels.forms import is_for_cpus
 from rankwise.mkor.blocked import Workspace
 from rankwise.mkor.factors import KroneckerFactors
+from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioned import Preconditioned
 from rankwise.mkor.switch import SwitchingOptimizer
-from rankwise.options.validation import MKOROptions, Options, patterns
+from rankwise.options.constructor import options_as_keywords
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.statistics.vectors import LayerVectors
@@ -40,121 +41,31 @@ class MKOR(SwitchingOptimizer):
 
     The statistics come from module hooks: call :meth:`capture` once with the model. The DeepSpeed plugin does it.
 
-    Args:
-        params: Parameters, ``(name, parameter)`` pairs or param groups.
-        lr: Learning rate.
-        backend: First-order rule after preconditioning: "adamw", "lamb" or "sgd". It also serves everything else.
-        factor_decay: Factor momentum.
-        update_interval: Steps between factor updates; the preconditioner is applied at every step.
-        rule: "official" (the published code), "ema" (the paper's derivation) or "paper_literal" (the printed
-            formula, which is the inverse of nothing).
-        stabilizer: (threshold, retention) of the norm-based stabilizer; None switches it off.
-        stabilizer_norm: "row_sum" or "max_entry", the latter as in the published code.
-        rescale: "joint" keeps the gradient's Frobenius norm; None does not rescale.
-        max_factor_dim: Sides above it get no factor; a matrix with both sides above takes the backend alone.
-        factor_dtype: Storage type of the factor inverses. All arithmetic outside the products is float32, or float64
-            for float64 parameters.
-        product_dtype: Type of the operands of :math:`G^{-1} D A^{-1}`, to which the gradient and either product are
-            rounded; sums are at least float32. "auto": "bfloat16" for bfloat16 factors where that is the fastest of the
-            machine (Nvidia GPUs from sm_80 and AMD's; CPUs with AVX512-BF16, AMX or Arm's instructions for it), else
-            "float32"; "float64" for float64 parameters. A machine with bfloat16 products runs them several times as
-            fast, one without 15 to 70 times as slow; data-parallel ranks of both kinds must name a type.
-        comm_dtype: Type in which straddling matrices travel to their owners and back. None: their own, which rounds
-            nothing; "bfloat16" halves the bytes.
-        tp_mode: Under Megatron's tensor parallelism, "exact" (factors of whole matrices) or "block" (every shard is a
-            matrix of its own); no effect elsewhere.
-        hybrid: MKOR-H: drop the factors for good once the loss has passed its knee.
-        hybrid_beta: See :class:`rankwise.mkor.hybrid.KneeDetector`, like the following three.
-        hybrid_patience: Consecutive slow steps it takes.
-        hybrid_min_steps: Steps before the first check.
-        hybrid_ema: Decay of the loss averages.
-        output_gain: Factor on ``g``, whose natural scale is often far below 1.
-        betas: Moment decay rates of "adamw" and "lamb".
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled with "adamw"; inside the trust ratio with "lamb"; added to the gradient with "sgd".
-        momentum: Of "sgd".
-        nesterov: Of "sgd".
-        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are not preconditioned.
-        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
-            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
+    Example:
+        >>> optimizer = rankwise.MKOR(model.named_parameters(), lr=3e-3, backend="lamb")
+        >>> optimizer.capture(model)
+        >>> model(batch).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
 
     Raises:
         OptionError: A value is outside its range, or there is no matrix to precondition.
     """
 
-    options_type: ClassVar[type[Options]] = MKOROptions
     options: MKOROptions
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")
-    group_options: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "momentum")
-    copied_attributes = (*SwitchingOptimizer.copied_attributes, "group_options", "_first_order", "_factors")
+    copied_attributes = (*SwitchingOptimizer.copied_attributes, "_first_order", "_factors")
     one_by_one = True
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        backend: str = "adamw",
-        factor_decay: float = 0.95,
-        update_interval: int = 10,
-        rule: str = "official",
-        stabilizer: tuple[float, float] | None = (2.0, 0.9),
-        stabilizer_norm: str = "row_sum",
-        rescale: str | None = "joint",
-        max_factor_dim: int = 16384,
-        factor_dtype: str = "bfloat16",
-        product_dtype: str = "auto",
-        comm_dtype: str | None = None,
-        tp_mode: str = "exact",
-        hybrid: bool = False,
-        hybrid_beta: float = 0.1,
-        hybrid_patience: int = 20,
-        hybrid_min_steps: int = 100,
-        hybrid_ema: float = 0.95,
-        output_gain: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-        exclude: Sequence[str] = (),
-        skip_nonfinite: bool = False,
-    ) -> None:
-        options = MKOROptions(
-            lr=lr,
-            backend=backend,
-            factor_decay=factor_decay,
-            update_interval=update_interval,
-            rule=rule,
-            stabilizer=tuple(stabilizer) if isinstance(stabilizer, list) else stabilizer,  # type: ignore[arg-type]
-            stabilizer_norm=stabilizer_norm,
-            rescale=rescale,
-            max_factor_dim=max_factor_dim,
-            factor_dtype=factor_dtype,
-            product_dtype=product_dtype,
-            comm_dtype=comm_dtype,
-            tp_mode=tp_mode,
-            hybrid=hybrid,
-            hybrid_beta=hybrid_beta,
-            hybrid_patience=hybrid_patience,
-            hybrid_min_steps=hybrid_min_steps,
-            hybrid_ema=hybrid_ema,
-            output_gain=output_gain,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            exclude=patterns(exclude),
-            skip_nonfinite=skip_nonfinite,
-        )
+    @options_as_keywords(MKOROptions)
+    def __init__(self, params: Any, options: MKOROptions) -> None:
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
         self._first_order = FirstOrder(options.backend, options.nesterov)
-        self.group_options = ("lr", *self._first_order.rates)
         self._factors = KroneckerFactors(options)
         super().__init__(params, options)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.mkor.capturing import CapturingOptimizer
 from rankwise.mkor.hybrid import KneeDetector, LossWindow
-from rankwise.options.validation import MKOROptions
+from rankwise.mkor.options import MKOROptions
 from rankwise.step.unit import StepUnit
 
 __all__ = ["SwitchingOptimizer"]

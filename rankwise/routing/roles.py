@@ -86,7 +86,7 @@ class RoutingPolicy:
     """
 
     embeddings: bool
-    exclude: tuple[str, ...] = ()
+    exclude: Sequence[str] = ()
     max_dim: int | None = None
     vectors: bool = False
 

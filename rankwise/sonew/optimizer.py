@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels.forms import is_for_cpus
-from rankwise.options.validation import Options, SONewOptions, patterns
+from rankwise.options.constructor import options_as_keywords
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
 from rankwise.sonew.blocked import Margins, Run
 from rankwise.sonew.forms import directions_for
+from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.windows import windowed_directions
 from rankwise.step.element_states import StateTypes
 from rankwise.step.first_order import adamw_step
@@ -54,64 +55,21 @@ class SONew(ShardedOptimizer):
     definite matrix of largest determinant whose inverse agrees with the band. The step takes its length, per parameter,
     from a graft direction. Vectors take AdamW with the same lr and betas.
 
-    Args:
-        params: Parameters, ``(name, parameter)`` pairs or param groups.
-        lr: Learning rate.
-        band: Neighbours on each side: 0 diagonal, 1 tridiagonal, 4 as in the paper's banded runs.
-        betas: Decay rates of the momentum and of the statistics.
-        eps: Absolute damping of the bias-corrected diagonal.
-        weight_decay: Decoupled decay, times lr.
-        graft: Whose norm the step takes: "adam", "adam_official" (second moment not bias-corrected, as the published
-            torch code), "rmsprop", "sgd", "momentum" or "none".
-        graft_eps: Added to the roots of the graft direction.
-        gamma: Edges whose relative conditional variance is not above this are dropped.
-        chain: "row": chains end with the rows of a matrix, which makes row cuts free of communication; "tensor": one
-            chain per parameter in row-major order, as in the paper. Either is exact under any cut.
-        exclude: Patterns of whole names, with shell wildcards (``"*gate*"``), that are sent to the fallback.
-        skip_nonfinite: Leave every weight and state as it was where a gradient of the step is infinite or NaN on any
-            rank, and count it in :attr:`health`. Costs a copy of weights and states while a step runs.
-        capturable: Make ``step()`` fit for capture in a CUDA graph, as in ``torch.optim``: step counts lie on the
-            device, and whatever depends on them is computed there. The first step must be taken before the capture.
+    Example:
+        >>> optimizer = rankwise.SONew(model.named_parameters(), lr=3e-3, band=1)
+        >>> model(batch).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
 
     Raises:
         OptionError: A value is outside its range, or no parameter takes the SONew rule.
     """
 
-    options_type: ClassVar[type[Options]] = SONewOptions
     options: SONewOptions
     health_means = ("graft_ratio",)
-    group_options = ("lr", "betas", "eps", "weight_decay", "graft_eps", "gamma")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        band: int = 1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        graft: str = "adam",
-        graft_eps: float = 1e-8,
-        gamma: float = 1e-2,
-        chain: str = "row",
-        exclude: Sequence[str] = (),
-        skip_nonfinite: bool = False,
-        capturable: bool = False,
-    ) -> None:
-        options = SONewOptions(
-            lr=lr,
-            band=band,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            graft=graft,
-            graft_eps=graft_eps,
-            gamma=gamma,
-            chain=chain,
-            exclude=patterns(exclude),
-            skip_nonfinite=skip_nonfinite,
-            capturable=capturable,
-        )
+    @options_as_keywords(SONewOptions)
+    def __init__(self, params: Any, options: SONewOptions) -> None:
         super().__init__(params, options)
 
     @property

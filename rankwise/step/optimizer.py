@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
-from rankwise.options.validation import Options
+from rankwise.options.fields import Options
 from rankwise.routing.roles import Rule
 from rankwise.sharding import Fragment, Layout, LayoutError, MatrixTask, SlicedMatrix, gather_together
 from rankwise.sharding.sources import TensorContents, real_view, refuse_unreadable

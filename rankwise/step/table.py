@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.options.fields import Options
 from rankwise.options.hints import OPTION_WORDS, nearest, shown
-from rankwise.options.validation import OptionError, Options
+from rankwise.options.validation import OptionError
 from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, describe, info_of, route
 from rankwise.routing.stored_shapes import transposed_by_name
@@ -58,12 +59,18 @@ class RoutedOptimizer(Optimizer, ABC):
     """The part of :class:`rankwise.step.optimizer.ShardedOptimizer` that names parameters and picks their rules."""
 
     options_type: ClassVar[type[Options]]
-    group_options: tuple[str, ...]
-    """Options that may differ between param groups."""
     idle_advice: ClassVar[Mapping[str, str]] = {}
     """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
-    structural_options: ClassVar[tuple[str, ...]] = ("fallback",)
-    """Keys of a param group on which routes and shapes of states depend."""
+
+    @property
+    def group_options(self) -> tuple[str, ...]:
+        """Options that may differ between param groups."""
+        return self.options.varying
+
+    @property
+    def structural_options(self) -> tuple[str, ...]:
+        """Keys of a param group on which routes and shapes of states depend."""
+        return ("fallback", *self.options.structural())
 
     @property
     @abstractmethod
@@ -259,7 +266,7 @@ class RoutedOptimizer(Optimizer, ABC):
         self._refuse_misspelt(group)
         values = {name: getattr(self.options, name) for name in self.options.names()}
         # Those of the class: what a backend does not read is for the options to refuse, with the reason.
-        variable = type(self).group_options
+        variable = self.options.per_group()
         values.update({name: group[name] for name in variable if name in group})
         type(self.options)(**values)
         for name in self.options.names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -51,8 +52,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (LDAdam, "error_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (LDAdam, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (MKOR, "backend", ["adam", "SGD"], "it must be one of 'adamw', 'lamb', 'sgd'", "did you mean"),
-    (MKOR, "factor_decay", [-0.1, 1.0], r"it must lie in \[0, 1\)", "the default is 0.95"),
-    (MKOR, "factor_decay", [0.0, 0], r"it must lie in \(0, 1\)", "the default is 0.95"),
+    (MKOR, "factor_decay", [-0.1, 1.0, 0.0, 0], r"it must lie in \(0, 1\)", "the default is 0.95"),
     (MKOR, "update_interval", [0, 1.5], "it must be an integer >= 1", "the default is 10"),
     (MKOR, "rule", ["paper", "EMA"], "it must be one of 'official', 'ema', 'paper_literal'", ""),
     (
@@ -137,7 +137,7 @@ def test_bad_values(cls: type, key: str, value: Any, rule: str, fix: str) -> Non
 
 @pytest.mark.parametrize(
     ("cls", "key", "value", "rule", "fix"),
-    [check for check in BAD if check.values[1] in check.values[0].group_options],  # type: ignore[attr-defined]
+    [check for check in BAD if check.values[1] in check.values[0].options_type.per_group()],  # type: ignore[attr-defined]
 )
 def test_bad_values_of_a_group(cls: type, key: str, value: Any, rule: str, fix: str) -> None:
     first, second = parameters()
@@ -346,3 +346,54 @@ def test_a_torch_dtype_means_its_name() -> None:
 def test_divisors_that_vanish_are_announced(cls: type, key: str, caplog: pytest.LogCaptureFixture) -> None:
     cls(parameters(), **{key: 1e-300})
     assert f"{cls.__name__}: with {key}=1e-300" in caplog.text and "0 / 0" in caplog.text
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_help_shows_an_example_and_every_option_with_its_range(cls: type) -> None:
+    text = inspect.getdoc(cls) or ""
+    sections = re.split(r"^(Example|Args|Raises):\n", text, flags=re.MULTILINE)
+    found = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert list(found) == ["Example", "Args", "Raises"]
+    assert f"    >>> optimizer = rankwise.{cls.__name__}(" in found["Example"]
+    entries = [" ".join(entry.split()) for entry in re.split(r"^ {4}(?=\w)", found["Args"], flags=re.MULTILINE)[1:]]
+    assert [re.split(r"\W", entry)[0] for entry in entries] == list(inspect.signature(cls).parameters)
+    for known, entry in zip(cls.options_type.table().values(), entries[1:], strict=True):  # type: ignore[attr-defined]
+        default = f'"{known.default}"' if isinstance(known.default, str) else known.default
+        scope = "; per group" * known.per_group + "; fixed by the first step" * known.structural
+        assert entry == f"{known.name} ({known.check.range}; default {default}{scope}): {known.text}"
+        assert re.match(r'["A-Z].*\.$', known.text), known.text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_signature_names_types_and_defaults_alone(cls: type) -> None:
+    text = str(inspect.signature(cls))
+    assert text.startswith("(params: Any, lr: float | torch.Tensor = ") and text.endswith(" = False) -> None")
+    assert "'float" not in text and "Options" not in text and "*" not in text
+    assert cls.__init__.__qualname__ == f"{cls.__name__}.__init__"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "keywords", "words"),
+    [
+        ((), {"weight_decoy": 1}, r"LDAdam\(\) got an unexpected .* 'weight_decoy'; did you mean 'weight_decay'\?"),
+        ((), {"learning_rate": 1}, "did you mean 'lr'"),
+        ((), {"zzz": 1}, r"LDAdam\(\) got an unexpected keyword argument 'zzz'$"),
+        ((1e-3,), {"lr": 1}, r"LDAdam\(\) multiple values for argument 'lr'"),
+        ((1,) * 19, {}, r"LDAdam\(\) too many positional arguments"),
+    ],
+)
+def test_wrong_keywords_are_named_as_in_any_call(given: tuple[Any, ...], keywords: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        LDAdam(parameters(), *given, **keywords)
+
+
+def test_options_by_position_and_of_a_subclass() -> None:
+    class Mine(LDAdam):
+        def __init__(self, params: Any, **keywords: Any) -> None:
+            super().__init__(params, 0.5, 3, **keywords)
+
+    optimizer = Mine(parameters(), rho=0.5)
+    assert (optimizer.defaults["lr"], optimizer.defaults["rank"], optimizer.options.rho) == (0.5, 3, 0.5)
+    with pytest.raises(TypeError, match=r"^Mine\(\) got an unexpected keyword argument 'rhoo'; did you mean 'rho'\?"):
+        Mine(parameters(), rhoo=1)

@@ -1,0 +1,51 @@
+"""Options of LDAdam."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rankwise.options import shared
+from rankwise.options.checks import Flag, FloatType, Fraction, Integer, OrNone
+from rankwise.options.fields import Options, option
+
+__all__ = ["LDAdamOptions"]
+
+
+@dataclass(frozen=True)
+class LDAdamOptions(Options):
+    """Options of :class:`rankwise.LDAdam`."""
+
+    owner: ClassVar[str] = "LDAdam"
+    lr: float | Tensor = shared.lr(1e-3)
+    rank: int = option(
+        16,
+        Integer(1, why="lower the rank"),
+        "Rank of the subspace; at most the short side is used.",
+        structural=True,
+    )
+    rho: float = option(
+        0.908, Fraction(with_one=True), "Share of the momentum in the matrix the basis follows.", per_group=True
+    )
+    betas: tuple[float, float] = shared.betas((0.908, 0.99), "Decay rates of the moments.")
+    eps: float = shared.eps("Added to the bias-corrected root.")
+    weight_decay: float = shared.weight_decay("Decoupled decay, times lr, of the full matrix.")
+    error_feedback: bool = option(
+        True, Flag(), "Keep what the projection drops and add it to the next gradient.", structural=True
+    )
+    error_dtype: str | None = option(
+        None,
+        OrNone(FloatType()),
+        "Type of the error buffer; None: that of the computation. It holds the momentum too: bfloat16 halves its "
+        "memory and rounds the momentum.",
+    )
+    comm_dtype: str | None = shared.comm_dtype()
+    exclude: Sequence[str] = shared.exclude()
+    skip_nonfinite: bool = shared.skip_nonfinite()
+    capturable: bool = shared.capturable()
+
+    def _check_together(self) -> None:
+        self._refuse_capturable_skips(self.capturable)

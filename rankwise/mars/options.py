@@ -1,0 +1,79 @@
+"""Options of MARS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rankwise.options import shared
+from rankwise.options.checks import Choice, Flag, FloatType, Integer, Number, OrNone
+from rankwise.options.fields import Options, option
+
+__all__ = ["MARSOptions"]
+
+_MOST_ITERATIONS = 100
+
+
+@dataclass(frozen=True)
+class MARSOptions(Options):
+    """Options of :class:`rankwise.MARS`."""
+
+    owner: ClassVar[str] = "MARS"
+    decay_options: ClassVar[tuple[str, ...]] = ("weight_decay", "weight_decay_1d")
+    lr: float | Tensor = shared.lr(3e-3)
+    variant: str = option(
+        "adamw",
+        Choice("adamw", "lion", "shampoo", "muon"),
+        'The rule behind the correction; "shampoo": orthogonalised momentum with the factor sqrt(max(1, rows / '
+        'columns)), "muon": MARS-M, with the factor 0.2 sqrt(max(rows, columns)).',
+    )
+    betas: tuple[float, float] = shared.betas((0.95, 0.99), "Decay rates; Lion, Shampoo and Muon use the first alone.")
+    eps: float = shared.eps("Added to the bias-corrected root.")
+    weight_decay: float = shared.weight_decay("Decoupled decay, times lr.")
+    gamma: float = option(0.025, Number(), "Strength of the correction; 0 switches it off.", per_group=True)
+    exact: bool = option(
+        False,
+        Flag(),
+        "Compare with the same batch at the previous weights; see record_reference(). Plain PyTorch only.",
+    )
+    clip: float | None = option(
+        1.0,
+        OrNone(Number(above=True)),
+        "Largest norm of a corrected gradient, per parameter; None does not clip.",
+        per_group=True,
+    )
+    optimize_1d: bool = option(False, Flag(), "Vectors take the variance-reduced rule too, instead of AdamW.")
+    lr_1d: float | None = option(
+        None,
+        OrNone(Number()),
+        'Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon": lr). The ratio to lr is '
+        "kept under schedules.",
+    )
+    betas_1d: tuple[float, float] = shared.betas((0.9, 0.95), "Decay rates of the fallback.")
+    weight_decay_1d: float = option(
+        0.1, Number(), 'Decay of the fallback ("muon": weight_decay, as published).', per_group=True
+    )
+    ns_steps: int = option(
+        5,
+        Integer(1, _MOST_ITERATIONS, "a handful already reaches an orthogonal matrix"),
+        "Newton-Schulz iterations.",
+        per_group=True,
+    )
+    ns_dtype: str = option(
+        "auto",
+        FloatType(auto=True),
+        'Type of its products. "auto": "bfloat16", as published, where that is the fastest of the machine (Nvidia GPUs '
+        'from sm_80 and AMD\'s; CPUs with AVX512-BF16, AMX or Arm\'s instructions for it), else "float32"; "float64" '
+        "for float64 parameters. A machine without bfloat16 products takes 15 to 70 times as long for them; "
+        "data-parallel ranks of both kinds must name a type.",
+    )
+    comm_dtype: str | None = shared.comm_dtype('straddling matrices of "shampoo" and "muon"')
+    exclude: Sequence[str] = shared.exclude()
+    skip_nonfinite: bool = shared.skip_nonfinite()
+    capturable: bool = shared.capturable()
+
+    def _check_together(self) -> None:
+        self._refuse_capturable_skips(self.capturable)

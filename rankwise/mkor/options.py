@@ -1,0 +1,158 @@
+"""Options of MKOR, its first-order backend included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rankwise.options import shared
+from rankwise.options.checks import (
+    LARGEST,
+    Check,
+    Choice,
+    Flag,
+    FloatType,
+    Fraction,
+    Integer,
+    InvalidError,
+    Number,
+    is_number,
+)
+from rankwise.options.fields import Options, option
+from rankwise.step.first_order import FirstOrder
+
+__all__ = ["MKOROptions"]
+
+
+@dataclass(frozen=True)
+class _Stabilizer(Check):
+    """A threshold and what is retained beyond it."""
+
+    kind = float
+    count = 2
+    optional = True
+
+    def __call__(self, value: Any, default: Any) -> Any:
+        """See the base class."""
+        if value is None:
+            return None
+        pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
+        if not pair or not (0 < value[0] <= LARGEST and 0 <= value[1] <= 1):
+            raise InvalidError(f"it must be {self.range}", f"the default is {list(default)}")
+        return tuple(value)
+
+    @property
+    def range(self) -> str:
+        """See the base class."""
+        return "[threshold > 0, retention in [0, 1]] or null"
+
+
+@dataclass(frozen=True)
+class MKOROptions(Options):
+    """Options of :class:`rankwise.MKOR`."""
+
+    owner: ClassVar[str] = "MKOR"
+    lr: float | Tensor = shared.lr(1e-3)
+    backend: str = option(
+        "adamw",
+        Choice("adamw", "lamb", "sgd"),
+        "First-order rule after preconditioning. It also serves everything else.",
+    )
+    factor_decay: float = option(0.95, Fraction(with_zero=False), "Factor momentum.")
+    update_interval: int = option(
+        10,
+        Integer(1, unit="steps"),
+        "Steps from one factor update to the next; the preconditioner is applied at every step.",
+    )
+    rule: str = option(
+        "official",
+        Choice("official", "ema", "paper_literal"),
+        'The published code, the paper\'s derivation, or ("paper_literal") the printed formula, which is the inverse '
+        "of nothing.",
+    )
+    stabilizer: tuple[float, float] | None = option(
+        (2.0, 0.9), _Stabilizer(), "Of the norm-based stabilizer; None switches it off."
+    )
+    stabilizer_norm: str = option(
+        "row_sum", Choice("row_sum", "max_entry"), 'Which norm; "max_entry" as in the published code.'
+    )
+    rescale: str | None = option(
+        "joint", Choice("joint", None), '"joint" keeps the gradient\'s Frobenius norm; None does not rescale.'
+    )
+    max_factor_dim: int = option(
+        16384,
+        Integer(1),
+        "Sides above it get no factor; a matrix with both sides above takes the backend alone.",
+    )
+    factor_dtype: str = option(
+        "bfloat16",
+        FloatType(),
+        "Storage type of the factor inverses. All arithmetic outside the products is float32, or float64 for float64 "
+        "parameters.",
+    )
+    product_dtype: str = option(
+        "auto",
+        FloatType(auto=True, narrow=False),
+        "Type of the operands of the preconditioning's products, to which the gradient and either product are rounded;"
+        ' sums are at least float32. "auto": "bfloat16" for bfloat16 factors where that is the fastest of the machine '
+        "(Nvidia GPUs from sm_80 and AMD's; CPUs with AVX512-BF16, AMX or Arm's instructions for it), else "
+        '"float32"; "float64" for float64 parameters. A machine with bfloat16 products runs them several times as '
+        "fast, one without 15 to 70 times as slow; data-parallel ranks of both kinds must name a type.",
+    )
+    comm_dtype: str | None = shared.comm_dtype()
+    tp_mode: str = option(
+        "exact",
+        Choice("exact", "block"),
+        'Under Megatron\'s tensor parallelism, "exact" (factors of whole matrices) or "block" (every shard is a matrix '
+        "of its own); no effect elsewhere.",
+    )
+    hybrid: bool = option(
+        False,
+        Flag(),
+        "MKOR-H: drop the factors for good once the loss has passed its knee, which the next four define.",
+    )
+    hybrid_beta: float = option(
+        0.1, Number(above=True), "Share of the mean decrease of the loss below which a step counts as slow."
+    )
+    hybrid_patience: int = option(20, Integer(1, unit="steps"), "Consecutive slow steps it takes.")
+    hybrid_min_steps: int = option(100, Integer(2, unit="steps"), "Steps before the first check.")
+    hybrid_ema: float = option(0.95, Fraction(), "Decay of the loss averages.")
+    output_gain: float = option(1.0, Number(above=True), "Factor on g, whose natural scale is often far below 1.")
+    betas: tuple[float, float] = shared.betas((0.9, 0.999), 'Moment decay rates of "adamw" and "lamb".')
+    eps: float = shared.eps("Added to the root of the second moment.")
+    weight_decay: float = shared.weight_decay(
+        'Decoupled with "adamw"; inside the trust ratio with "lamb"; added to the gradient with "sgd".'
+    )
+    momentum: float = option(0.9, Fraction(), 'Of "sgd".', per_group=True)
+    nesterov: bool = option(False, Flag(), 'Nesterov momentum, of "sgd".')
+    exclude: Sequence[str] = shared.exclude("not preconditioned")
+    skip_nonfinite: bool = shared.skip_nonfinite()
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Those that the backend reads."""
+        read = ("lr", *FirstOrder(self.backend, self.nesterov).rates)
+        return tuple(name for name in self.per_group() if name in read)
+
+    def unread(self) -> Mapping[str, tuple[str, str]]:
+        """What belongs to the other backends, and to MKOR-H."""
+        theirs = ("betas",) if self.backend == "sgd" else ("momentum", "nesterov")
+        other = "'adamw' or 'lamb'" if self.backend == "sgd" else "'sgd'"
+        found = {
+            key: (f"backend={self.backend!r} does not read it", f"leave it out, or set backend to {other}")
+            for key in theirs
+        }
+        if not self.hybrid:
+            knee = [key for key in self.names() if key.startswith("hybrid_")]
+            found |= {key: ("nothing reads it without hybrid", "leave it out, or set hybrid to true") for key in knee}
+        return found
+
+    def _check_together(self) -> None:
+        self._refuse_unread()
+        if self.nesterov and self.momentum == 0:
+            self._fail(
+                "nesterov", "it must go with a momentum above 0", "set momentum to e.g. 0.9, or nesterov to false"
+            )

@@ -1,0 +1,126 @@
+"""An option: a field of a paper's option class. Constructors, documentation, JSON keys and flags are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from rankwise.options.checks import Check, InvalidError
+from rankwise.options.hints import shown
+from rankwise.options.validation import OptionError
+
+__all__ = ["Option", "Options", "option"]
+
+_KEY = "rankwise"
+
+
+class Option(NamedTuple):
+    """What there is to know of an option.
+
+    Attributes:
+        name: Its key everywhere.
+        default: Its value where it is not given.
+        check: The values it takes.
+        text: What it does, in one or more sentences without markup.
+        per_group: Whether param groups may have values of their own.
+        structural: Whether the shapes of states depend on it, so that it stays what it was once a group has states.
+    """
+
+    name: str
+    default: Any
+    check: Check
+    text: str
+    per_group: bool
+    structural: bool
+
+
+def option(default: Any, check: Check, text: str, *, per_group: bool = False, structural: bool = False) -> Any:
+    """Declare a field of an :class:`Options`; see :class:`Option`."""
+    return field(default=default, metadata={_KEY: (check, text, per_group or structural, structural)})
+
+
+class _Common:
+    """What every optimizer has; each declares it in its own place among the others, with a default of its own."""
+
+    lr: float | Tensor
+    skip_nonfinite: bool
+
+
+@dataclass(frozen=True)
+class Options(_Common):
+    """Base of the option sets: every value is checked when one is made.
+
+    Raises:
+        OptionError: A value is outside its range; with the key, the value, the rule and the fix.
+    """
+
+    owner: ClassVar[str] = "optimizer"
+    decay_options: ClassVar[tuple[str, ...]] = ("weight_decay",)
+    """Those that are zero in a group for which a framework wants no decay."""
+    if TYPE_CHECKING:
+        # The options have no such field: type checkers take an optimizer's constructor from theirs.
+        params: InitVar[Any]
+
+    def __post_init__(self, *_: Any) -> None:
+        for known in self.table().values():
+            try:
+                value = known.check(getattr(self, known.name), known.default)
+            except InvalidError as invalid:
+                self._fail(known.name, invalid.rule, invalid.fix)
+            object.__setattr__(self, known.name, value)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse values that do not go together."""
+
+    @classmethod
+    @cache
+    def table(cls) -> Mapping[str, Option]:
+        """All options by name, in the order of the constructor."""
+        return {known.name: Option(known.name, known.default, *known.metadata[_KEY]) for known in fields(cls)}
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """All keys."""
+        return list(cls.table())
+
+    @classmethod
+    def per_group(cls) -> tuple[str, ...]:
+        """Options that may differ between param groups."""
+        return tuple(known.name for known in cls.table().values() if known.per_group)
+
+    @classmethod
+    def structural(cls) -> tuple[str, ...]:
+        """Options on which the shapes of states depend."""
+        return tuple(known.name for known in cls.table().values() if known.structural)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Those of :meth:`per_group` that are read under these values of the others."""
+        return self.per_group()
+
+    def unread(self) -> Mapping[str, tuple[str, str]]:
+        """Options that nothing reads under these values of the others, why, and the fix."""
+        return {}
+
+    def _refuse_unread(self) -> None:
+        for key, (reason, fix) in self.unread().items():
+            value = getattr(self, key)
+            if (tuple(value) if isinstance(value, list) else value) != self.table()[key].default:
+                self._fail(key, reason, fix)
+
+    def _refuse_capturable_skips(self, capturable: bool) -> None:
+        if capturable and self.skip_nonfinite:
+            self._fail(
+                "capturable",
+                "it must be false with skip_nonfinite=True, of which the host has to learn after each step",
+                "set one of the two to false",
+            )
+
+    def _fail(self, key: str, rule: str, fix: str = "") -> NoReturn:
+        fix = fix or f"the default is {self.table()[key].default!r}"
+        raise OptionError(f"{self.owner}: {key}={shown(getattr(self, key))} is invalid: {rule}; {fix}")

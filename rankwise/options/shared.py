@@ -1,0 +1,65 @@
+"""Options that several papers have, each with the default of its own place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankwise.options.checks import Betas, Flag, FloatType, Number, OrNone, Patterns
+from rankwise.options.fields import option
+
+__all__ = ["betas", "capturable", "comm_dtype", "eps", "exclude", "lr", "skip_nonfinite", "weight_decay"]
+
+
+def lr(default: float) -> Any:
+    """The rate, which schedules change."""
+    return option(default, Number(), "Learning rate.", per_group=True)
+
+
+def betas(default: tuple[float, float], text: str) -> Any:
+    """Decay rates of two averages."""
+    return option(default, Betas(), text, per_group=True)
+
+
+def eps(text: str) -> Any:
+    """What keeps a quotient finite."""
+    return option(1e-8, Number(), text, per_group=True)
+
+
+def weight_decay(text: str) -> Any:
+    """Decay of the weights, zero as in torch.optim's older classes."""
+    return option(0.0, Number(), text, per_group=True)
+
+
+def comm_dtype(which: str = "straddling matrices") -> Any:
+    """The type of what the exchange sends."""
+    return option(
+        None,
+        OrNone(FloatType()),
+        f'Type in which {which} travel to their owners and back. None: their own, which rounds nothing; "bfloat16" '
+        "halves the bytes.",
+    )
+
+
+def exclude(become: str = "sent to the fallback") -> Any:
+    """Parameters that are to take the first-order rule."""
+    return option((), Patterns(), f'Patterns of whole names, with shell wildcards ("*gate*"), that are {become}.')
+
+
+def skip_nonfinite() -> Any:
+    """Whether a broken step is undone."""
+    return option(
+        False,
+        Flag(),
+        "Leave every weight and state as it was where a gradient of the step is infinite or NaN on any rank, and count "
+        "it in 'health'. Costs a copy of weights and states while a step runs.",
+    )
+
+
+def capturable() -> Any:
+    """Whether the host may be absent from a step."""
+    return option(
+        False,
+        Flag(),
+        "Make step() fit for capture in a CUDA graph, as in torch.optim: step counts lie on the device, and whatever "
+        "depends on them is computed there. The first step must be taken before the capture.",
+    )
