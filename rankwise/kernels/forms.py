@@ -30,15 +30,7 @@ __all__ = [
     "using",
 ]
 
-FORMS = (
-    "adamw_",
-    "mars_adamw_",
-    "mars_lion_",
-    "mars_momentum_",
-    "mars_squared_norms",
-    "scaled_step_",
-    "squared_norms",
-)
+FORMS = ("run", "squared_norms")
 """Functions that every module offers, with the signatures of :mod:`.lists`."""
 
 _forced: ModuleType | None = None

@@ -12,6 +12,8 @@ from torch import Tensor
 from rankwise.kernels.forms import newton_schulz_for, orthogonal_steps_for, product_dtype_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.kernels.native.newton_schulz import Job
+from rankwise.kernels.passes import STATES, Pass, Scalars
+from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
 from rankwise.mars.options import MARSOptions
 from rankwise.options.constructor import options_as_keywords
@@ -172,11 +174,10 @@ class MARS(ShardedOptimizer):
         orthogonal: list[_Part] = []
         for bucket, span in spans(matrices):
             for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
+                self._element_wise(unit, part)
                 if part.orthogonal:
-                    self._momentum(unit, part)
                     orthogonal.append(part)
                 else:
-                    self._element_wise(unit, part)
                     self.health.add("matrices_updated", len(part.entries))
         if unit.exchange is not None:
             self._orthogonalise(unit, orthogonal)
@@ -199,7 +200,7 @@ class MARS(ShardedOptimizer):
             return None
         norms = [torch.zeros(0, dtype=torch.float64, device=unit.device)]
         for bucket in buckets:
-            norms.append(unit.kernels.mars_squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
+            norms.append(unit.kernels.squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
         entries = [entry for bucket in buckets for entry in bucket.entries]
         squares = unit.sum_over_ranks(entries, torch.cat(norms))[0]
         found = []
@@ -226,25 +227,20 @@ class MARS(ShardedOptimizer):
                 parts.append(_Part(bucket, entries, weights, grads, own, orthogonal))
         return parts
 
-    def _corrected(self, part: _Part) -> dict[str, Any]:
-        """Arguments that all forms of the correction share."""
-        # In exact mode the reference is recorded; it is not the gradient of the step before.
-        return {"k": _factor(part.bucket), "coefficients": part.coefficients, "advance": not self.options.exact}
-
-    def _momentum(self, unit: StepUnit, part: _Part) -> None:
-        references, exp_avgs = (part.bucket.state(name, part.entries) for name in ("reference", "exp_avg"))
-        beta1 = part.bucket.group["betas"][0]
-        unit.kernels.mars_momentum_(part.grads, references, exp_avgs, beta1=beta1, **self._corrected(part))
-
     def _element_wise(self, unit: StepUnit, part: _Part) -> None:
+        """The variant's rule, or the momentum alone, which is to be orthogonalised."""
+        rule: PassRule = "momentum" if part.orthogonal else "lion" if self.options.variant == "lion" else "adamw"
         group, state = part.bucket.group, part.bucket.state
-        lists = [part.weights, part.grads, *(state(name, part.entries) for name in ("reference", "exp_avg"))]
-        hyper = {"lr": group["lr"], "weight_decay": group["weight_decay"], **self._corrected(part)}
-        if self.options.variant == "lion":
-            unit.kernels.mars_lion_(*lists, beta1=group["betas"][0], **hyper)
-        else:
-            hyper |= {"betas": group["betas"], "eps": group["eps"], "step": part.bucket.step_of(part.entries)}
-            unit.kernels.mars_adamw_(*lists, state("exp_avg_sq", part.entries), **hyper)
+        fields = {name: state(name, part.entries) for name in ("reference", *STATES[rule])} | {"grad": part.grads}
+        scalars = Scalars(betas=group["betas"], k=_factor(part.bucket))
+        # In exact mode the reference is recorded; it is not the gradient of the step before.
+        scalars.advance = not self.options.exact
+        if not part.orthogonal:
+            fields["param"] = part.weights
+            scalars.lr, scalars.weight_decay, scalars.eps = (group[name] for name in ("lr", "weight_decay", "eps"))
+        if rule == "adamw":
+            scalars.step = part.bucket.step_of(part.entries)
+        unit.kernels.run(Pass(rule, fields, scalars, part.coefficients))
 
     def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
         # Before any state changes: the step can be repeated once the gradient is recorded.

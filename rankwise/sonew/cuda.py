@@ -2,7 +2,7 @@ r"""SONew's statistics, direction and norms in one pass over many runs, for band
 
 Bytes per element (fp32): ``(4 + band) 4`` read, ``(4 + band) 4`` of them or one more written where ``out`` is not the
 gradient, that is 28 for the diagonal, 36 for the tridiagonal and 60 for the band-4 method, and the step 12 more
-(:func:`rankwise.kernels.triton.steps.scaled_step_`).
+(:mod:`rankwise.kernels.triton`).
 
 Tiles are updated in place while their neighbours still need the old values next to them. A first small launch
 therefore copies the elements on either side of every tile (1 to 2 % of the bytes), and no program reads what another

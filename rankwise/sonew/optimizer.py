@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.forms import is_for_cpus
+from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sharding import Halo, HaloExchange
@@ -110,9 +111,9 @@ class SONew(ShardedOptimizer):
         ratios = self._graft_ratios(unit, matrices, found)
         self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
         for (bucket, span), (directions, *_) in zip(spans(matrices), found, strict=True):
-            lr, decay = bucket.group["lr"], bucket.group["weight_decay"]
-            own = None if ratios is None else ratios[span]
-            unit.kernels.scaled_step_(bucket.weights, directions, own, lr=lr, weight_decay=decay)
+            scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
+            fields = {"grad": directions, "param": bucket.weights}
+            unit.kernels.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
         for bucket in buckets:
             if bucket.rule == "fallback":
                 adamw_step(unit, bucket)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rankwise.kernels.passes import STATES, Pass, Scalars
 from rankwise.step.unit import Bucket, StepUnit, spans
 from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
@@ -23,14 +24,9 @@ def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
         overrides: ``lr``, ``betas``, ``eps`` or ``weight_decay``, where they are not those of the param group.
     """
     hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    unit.kernels.adamw_(
-        bucket.weights,
-        bucket.grads,
-        bucket.state("exp_avg"),
-        bucket.state("exp_avg_sq"),
-        step=bucket.step,
-        **{**hyper, **overrides},
-    )
+    states = {name: bucket.state(name) for name in STATES["adamw"]}
+    scalars = Scalars(**{**hyper, **overrides}, step=bucket.step)
+    unit.kernels.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars))
 
 
 class FirstOrder:
@@ -111,4 +107,5 @@ class FirstOrder:
         ratios = trust_ratio(norms[0], norms[1], max_weight_norm=None).to(unit.dtype)
         for bucket, span in spans(buckets):
             lr = bucket.group["lr"]
-            unit.kernels.scaled_step_(bucket.weights, directions[span], ratios[span], lr=lr, weight_decay=0.0)
+            fields = {"grad": directions[span], "param": bucket.weights}
+            unit.kernels.run(Pass("step", fields, Scalars(lr=lr), ratios[span]))

@@ -14,6 +14,8 @@ from torch import Tensor
 from rankwise.kernels import blocked, forms, native, triton
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import kernels_for, using
+from rankwise.kernels.native import elementwise
+from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import formulas as updates_ldadam
 from rankwise.ldadam import native as native_ldadam
 from rankwise.ldadam.forms import step_for
@@ -36,7 +38,7 @@ def _small_blocks() -> Iterator[None]:
     """So that the fragments of these tests take several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK", 4)
-        patch.setattr(native, "_TILE", 4)
+        patch.setattr(elementwise, "_TILE", 4)
         yield
 
 
@@ -76,8 +78,7 @@ common = given(
 @FORMS
 @settings(deadline=None, max_examples=20)
 @common
-@pytest.mark.parametrize("correct_eps", [True, False])
-def test_adamw(form, correct_eps, sizes, dtype, tensor_lr, decay, seed):
+def test_adamw(form, sizes, dtype, tensor_lr, decay, seed):
     betas, eps = (0.9, 0.95), 1e-3
     lr = as_lr(0.02, tensor_lr, dtype)
     x, m, v = fragments(sizes, dtype, seed), zeros(sizes, dtype), zeros(sizes, dtype)
@@ -85,7 +86,8 @@ def test_adamw(form, correct_eps, sizes, dtype, tensor_lr, decay, seed):
     for step in range(1, STEPS + 1):
         grads = fragments(sizes, dtype, seed + step)
         kept = clones(grads)
-        form.adamw_(x, grads, m, v, lr=lr, betas=betas, eps=eps, weight_decay=decay, step=step, correct_eps=correct_eps)
+        scalars = Scalars(lr=lr, betas=betas, eps=eps, weight_decay=decay, step=step)
+        form.run(Pass("adamw", {"param": x, "grad": grads, "exp_avg": m, "exp_avg_sq": v}, scalars))
         assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
         for i, grad in enumerate(grads):
             pure[1][i], pure[2][i], direction = adamw.adamw_update(
@@ -95,7 +97,6 @@ def test_adamw(form, correct_eps, sizes, dtype, tensor_lr, decay, seed):
                 betas=betas,
                 eps=eps,
                 corrections=adamw.bias_corrections(betas, step),
-                correct_eps=correct_eps,
             )
             pure[0][i] = adamw.decoupled_step(pure[0][i], direction, lr, decay)
     for got, expected in zip((x, m, v), pure, strict=True):
@@ -121,21 +122,16 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
         coefficients = [mars.clip_coefficient(c.square().sum(), 1.0) for c in corrected]
         known = torch.stack(coefficients) if clip and coefficients else None
         if sizes:
-            squares = form.mars_squared_norms(buffers, last, k)
+            squares = form.squared_norms(buffers, last, k)
             assert squares.dtype == torch.float64
             exact = torch.stack([c.double().square().sum() for c in corrected])
             # Relative to what g and h would give one by one: they may cancel.
             rounding = 1e-14 if dtype == torch.float64 else 1e-6
             torch.testing.assert_close(squares, exact, rtol=rounding, atol=10 * rounding)
-        options = {"k": k, "coefficients": known, "advance": advance}
-        if rule != "momentum":
-            options |= {"lr": lr, "weight_decay": decay}
-        if rule == "adamw":
-            form.mars_adamw_(x, buffers, last, m, v, betas=betas, eps=eps, step=step, **options)
-        elif rule == "momentum":
-            form.mars_momentum_(buffers, last, m, beta1=betas[0], **options)
-        else:
-            form.mars_lion_(x, buffers, last, m, beta1=betas[0], **options)
+        held = {"param": x, "grad": buffers, "exp_avg": m, "exp_avg_sq": v}
+        fields = {"reference": last, **{name: held[name] for name in FIELDS[rule]}}
+        scalars = Scalars(lr=lr, betas=betas, eps=eps, weight_decay=decay, step=step, k=k, advance=advance)
+        form.run(Pass(rule, fields, scalars, known))
         if not advance:
             assert_lists_close(last, pure_last, dtype)
             foreach.copy_(last, buffers)
@@ -157,17 +153,36 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
         assert_lists_close(got, expected, dtype)
 
 
+@FORMS
 @settings(deadline=None, max_examples=20)
 @common
-def test_decoupled_step_and_momentum(sizes, dtype, tensor_lr, decay, seed):
-    lr = as_lr(0.3, tensor_lr, dtype)
-    x, d, m = (fragments(sizes, dtype, seed + i) for i in range(3))
-    expected_m = [mars.momentum_update(b, a, 0.9) for a, b in zip(m, d, strict=True)]
-    expected_x = [adamw.decoupled_step(a, b, lr, decay) for a, b in zip(x, d, strict=True)]
-    foreach.momentum_(m, d, 0.9)
-    foreach.decoupled_step_(x, d, lr, decay)
-    assert_lists_close(m, expected_m, dtype)
-    assert_lists_close(x, expected_x, dtype)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("rule", ["momentum", "lion", "adamw"])
+def test_rules_without_a_reference(form, rule, scaled, sizes, dtype, tensor_lr, decay, seed):
+    lr, betas, eps = as_lr(0.3, tensor_lr, dtype), (0.9, 0.95), 1e-3
+    x, g, m, v = (fragments(sizes, dtype, seed + i) for i in range(4))
+    v = [value.square() for value in v]
+    factors = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed)) if scaled else None
+    kept, scales = clones(g), factors if scaled else [1.0] * len(sizes)
+    expected = []
+    for param, grad, first, second, factor in zip(x, g, m, v, scales, strict=True):
+        grad = grad * factor
+        if rule == "adamw":
+            corrections = adamw.bias_corrections(betas, 3)
+            first, second, direction = adamw.adamw_update(
+                grad, first, second, betas=betas, eps=eps, corrections=corrections
+            )
+        else:
+            first, direction = mars.lion_update(grad, first, betas[0])
+        expected.append(
+            (param if rule == "momentum" else adamw.decoupled_step(param, direction, lr, decay), first, second)
+        )
+    held = {"param": x, "grad": g, "exp_avg": m, "exp_avg_sq": v}
+    scalars = Scalars(lr=lr, betas=betas, eps=eps, weight_decay=decay, step=3)
+    form.run(Pass(rule, {name: held[name] for name in FIELDS[rule]}, scalars, factors))
+    assert all(torch.equal(a, b) for a, b in zip(g, kept, strict=True))
+    for got, wanted in zip((x, m, v), zip(*expected, strict=True) if expected else ([], [], []), strict=True):
+        assert_lists_close(got, list(wanted), dtype)
 
 
 @FORMS
@@ -183,14 +198,15 @@ def test_equals_torch_adamw_in_place(form):
         for p, g in zip(reference, grads, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        form.adamw_(views, grads, m, v, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step)
+        scalars = Scalars(lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step)
+        form.run(Pass("adamw", {"param": views, "grad": grads, "exp_avg": m, "exp_avg_sq": v}, scalars))
     torch.testing.assert_close(base, torch.cat(reference).detach(), rtol=1e-14, atol=1e-15)
 
 
 def test_corrected_gradients_are_new_tensors():
     g, h = fragments([4, 6], torch.float64, 0), fragments([4, 6], torch.float64, 1)
     kept = clones(g), clones(h)
-    corrected = foreach.mars_corrected(g, h, 0.475)
+    corrected = foreach.corrected(g, h, 0.475)
     foreach.scale_by_(corrected, torch.tensor([0.5, 2.0], dtype=torch.float64))
     for c, a, b, factor in zip(corrected, *kept, (0.5, 2.0), strict=True):
         torch.testing.assert_close(c, factor * (a + 0.475 * (a - b)), rtol=1e-14, atol=1e-15)
@@ -209,27 +225,50 @@ def test_fragments_of_one_parameter_share_a_coefficient():
 
 @FORMS
 def test_empty_lists(form):
-    options = {"lr": 0.1, "weight_decay": 0.1}
-    form.adamw_([], [], [], [], betas=(0.9, 0.99), eps=1e-8, step=1, **options)
-    foreach.lion_([], [], [], beta1=0.9, **options)
-    options |= {"k": 0.1, "coefficients": None, "advance": True}
-    form.mars_adamw_([], [], [], [], [], betas=(0.9, 0.99), eps=1e-8, step=1, **options)
-    form.mars_lion_([], [], [], [], beta1=0.9, **options)
-    foreach.decoupled_step_([], [], 0.1, 0.1)
-    foreach.momentum_([], [], 0.9)
+    for rule, names in FIELDS.items():
+        for more in ((), ("reference",)):
+            form.run(
+                Pass(rule, {name: [] for name in (*names, *more)}, Scalars(lr=0.1, weight_decay=0.1, advance=True))
+            )
+    assert form.squared_norms([]).shape == form.squared_norms([], []).shape == (0,)
     foreach.copy_([], [])
     foreach.decay_([], 0.1, 0.1)
     foreach.scale_by_([], [])
-    assert foreach.mars_corrected([], [], 0.1) == []
 
 
-@FORMS
-def test_bad_arguments(form):
+def test_bad_arguments():
     x = fragments([3, 4], torch.float32, 0)
+    fields = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), x)
     with pytest.raises(ValueError, match="coefficients has 1 entries for 2 tensors"):
         foreach.scale_by_(x, [torch.ones(())])
     with pytest.raises(ValueError, match="step must be at least 1, got 0"):
-        form.adamw_(x, x, x, x, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=0)
+        Pass("adamw", fields, Scalars(step=0))
+    with pytest.raises(ValueError, match=r"step is \(1,\) for 2 tensors"):
+        Pass("adamw", fields, Scalars(step=torch.ones(1)))
+    with pytest.raises(ValueError, match=r"factors of shape \(1,\) for 2 tensors; pass one for each"):
+        Pass("adamw", fields, Scalars(), torch.ones(1))
+    with pytest.raises(ValueError, match="rule 'lion' takes the lists"):
+        Pass("lion", fields, Scalars())
+    with pytest.raises(ValueError, match="rule 'adamw' takes the lists"):
+        Pass("adamw", {"param": x, "grad": x, "exp_avg": x}, Scalars())
+
+
+@FORMS
+def test_numbers_of_steps_may_be_tensors(form):
+    """Where the host does not know them: a number for every fragment."""
+    sizes, numbers = [5, 9], torch.tensor([2.0, 300.0])
+    together = [fragments(sizes, torch.float64, i) for i in range(3)] + [
+        [value.square() for value in fragments(sizes, torch.float64, 3)]
+    ]
+    alone = [clones(field) for field in together]
+    names = ("param", "grad", "exp_avg", "exp_avg_sq")
+    scalars = Scalars(lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1, step=numbers)
+    form.run(Pass("adamw", dict(zip(names, together, strict=True)), scalars))
+    for index in range(2):
+        scalars.step = int(numbers[index])
+        form.run(Pass("adamw", {name: [field[index]] for name, field in zip(names, alone, strict=True)}, scalars))
+    for got, expected in zip(together, alone, strict=True):
+        assert_lists_close(got, expected, torch.float64)
 
 
 @FORMS
@@ -253,7 +292,8 @@ def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) ->
     ratios = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed))
     factors = ratios if with_ratios else torch.ones_like(ratios)
     expected = [adamw.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
-    form.scaled_step_(x, d, ratios if with_ratios else None, lr=lr, weight_decay=decay)
+    fields, scalars = {"param": x, "grad": d}, Scalars(lr=lr, weight_decay=decay)
+    form.run(Pass("step", fields, scalars, ratios if with_ratios else None))
     assert_lists_close(x, expected, dtype)
 
 

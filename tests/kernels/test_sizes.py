@@ -11,14 +11,13 @@ from torch import Tensor
 
 from rankwise.kernels import blocked, native
 from rankwise.kernels.native import newton_schulz
+from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import native as ldadam
 from rankwise.mkor import native as mkor
 from rankwise.mkor.blocked import Workspace
 from rankwise.sonew import native as sonew
 from rankwise.sonew.blocked import Margins, Run
 
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "step": 2}
-MARS = {"k": 0.5, "coefficients": None, "advance": True}
 LONG, SHORT = 100_000, 10
 
 
@@ -32,21 +31,15 @@ def lists(count: int, wrong: int) -> list[list[Tensor]]:
 def test_lists_must_be_of_one_length(module: Any, wrong: int) -> None:
     if module is native and not native.is_available():
         pytest.skip("no compiler")
-    calls: dict[str, tuple[int, dict[str, Any]]] = {
-        "adamw_": (4, ADAMW),
-        "mars_adamw_": (5, ADAMW | MARS),
-        "mars_lion_": (4, {"lr": 1e-3, "beta1": 0.9, "weight_decay": 0.0, **MARS}),
-        "mars_momentum_": (3, {"beta1": 0.9, **MARS}),
-    }
-    for name, (count, options) in calls.items():
-        if wrong < count:
-            with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
-                getattr(module, name)(*lists(count, wrong), **options)
+    scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, step=2, k=0.5, advance=True)
+    for rule, names in FIELDS.items():
+        for fields in (names, (*names, "reference")):
+            if wrong < len(fields):
+                with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
+                    module.run(Pass(rule, dict(zip(fields, lists(len(fields), wrong), strict=True)), scalars))
     if wrong < 2:
         with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
-            module.scaled_step_(*lists(2, wrong), None, lr=1e-3, weight_decay=0.0)
-        with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
-            module.mars_squared_norms(*lists(2, wrong), 0.5)
+            module.squared_norms(*lists(2, wrong), 0.5)
 
 
 def job(**other: Any) -> ldadam.Job:

@@ -17,6 +17,7 @@ from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
+from rankwise.kernels.passes import Pass, Scalars
 from rankwise.ldadam import formulas as updates
 
 pytest.importorskip("triton")
@@ -50,21 +51,26 @@ def _as_one_by_one(step: Callable[..., Any], start: list[list[Tensor]], count: i
         assert_runs_close([field[index] for field in together], [field[0] for field in alone], 1e-6)
 
 
-@pytest.mark.parametrize("correct_eps", [True, False])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("module", [foreach, triton], ids=["foreach", "triton"])
-def test_adamw(module: ModuleType, lr: Any, correct_eps: bool, interpreter: None) -> None:
-    options = {"lr": lr, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1, "correct_eps": correct_eps}
-    _as_one_by_one(lambda lists, step: module.adamw_(*lists, step=step, **options), fields(4), len(STEPS))
+def test_adamw(module: ModuleType, lr: Any, interpreter: None) -> None:
+    options = {"lr": lr, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1}
+    names = ("param", "grad", "exp_avg", "exp_avg_sq")
+
+    def step(lists: list[list[Tensor]], number: Any) -> None:
+        module.run(Pass("adamw", dict(zip(names, lists, strict=True)), Scalars(**options, step=number)))
+
+    _as_one_by_one(step, fields(4), len(STEPS))
 
 
 @pytest.mark.parametrize("module", [foreach, triton], ids=["foreach", "triton"])
 def test_mars_adamw(module: ModuleType, interpreter: None) -> None:
     options: dict[str, Any] = {"k": 0.4, "lr": 0.1, "betas": BETAS, "eps": 1e-3, "weight_decay": 0.1, "advance": True}
+    names = ("param", "grad", "reference", "exp_avg", "exp_avg_sq")
 
     def step(lists: list[list[Tensor]], number: Any) -> None:
-        coefficients = torch.full((len(lists[0]),), 0.5)
-        module.mars_adamw_(*lists, step=number, coefficients=coefficients, **options)
+        factors = torch.full((len(lists[0]),), 0.5)
+        module.run(Pass("adamw", dict(zip(names, lists, strict=True)), Scalars(**options, step=number), factors))
 
     _as_one_by_one(step, fields(5), len(STEPS))
 
@@ -121,12 +127,10 @@ def test_low_rank_moments(moments: str, feedback: bool, interpreter: None) -> No
             assert_runs_close([value[index] for value in found], alone, 1e-6)
 
 
-def test_there_is_a_number_for_every_run(interpreter: None) -> None:
-    lists = fields(4)
-    with pytest.raises(ValueError, match="pass one for each"):
-        triton.adamw_(*lists, step=COUNTS[:2], lr=0.1, betas=BETAS, eps=1e-3, weight_decay=0.0)
+def test_there_is_a_number_for_every_run() -> None:
+    lists = dict(zip(("param", "grad", "exp_avg", "exp_avg_sq"), fields(4), strict=True))
     with pytest.raises(ValueError, match="one for each"):
-        foreach.adamw_(*lists, step=COUNTS[:2], lr=0.1, betas=BETAS, eps=1e-3, weight_decay=0.0)
+        Pass("adamw", lists, Scalars(step=COUNTS[:2]))
 
 
 # --- whole steps, repeated ------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ triton = pytest.importorskip("triton")
 from triton_compiler import Launch, compiled, recorded  # noqa: E402
 from triton_interpreter import kernel_modules  # noqa: E402
 
+from rankwise.kernels.passes import FIELDS, Pass, Scalars  # noqa: E402
+
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
     pytest.skip("another compiler interface before Triton 3.3", allow_module_level=True)
 from triton.backends import backends  # noqa: E402
@@ -39,44 +41,23 @@ def counts(of_device: bool) -> Any:
     return torch.ones(2) + 1 if of_device else 2
 
 
+def update(rule: Any, compared: bool = True, of_device: bool = False, lr: Any = 0.1) -> None:
+    from rankwise.kernels import triton
+
+    names = (*FIELDS[rule], *(("reference",) if compared else ()))
+    numbers = counts(of_device) if rule == "adamw" else 1
+    scalars = Scalars(lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=numbers, k=0.5, advance=rule != "lion")
+    triton.run(Pass(rule, {name: run() for name in names}, scalars, None if rule == "lion" else torch.ones(2)))
+
+
 def mars_adamw(of_device: bool) -> None:
-    from rankwise.kernels.triton import mars_adamw_
-
-    mars_adamw_(
-        *(run() for _ in range(5)),
-        k=0.5,
-        coefficients=torch.ones(2),
-        lr=torch.tensor(0.1),
-        betas=(0.9, 0.99),
-        eps=1e-8,
-        weight_decay=0.1,
-        step=counts(of_device),
-        advance=True,
-    )
+    update("adamw", of_device=of_device, lr=torch.tensor(0.1))
 
 
-def mars_lion() -> None:
-    from rankwise.kernels.triton import mars_lion_
+def norms(compared: bool) -> None:
+    from rankwise.kernels import triton
 
-    mars_lion_(*(run() for _ in range(4)), k=0.5, coefficients=None, lr=0.1, beta1=0.9, weight_decay=0.1, advance=False)
-
-
-def mars_momentum() -> None:
-    from rankwise.kernels.triton import mars_momentum_
-
-    mars_momentum_(run(), run(), run(), k=0.5, coefficients=None, beta1=0.9, advance=True)
-
-
-def mars_norms() -> None:
-    from rankwise.kernels.triton import mars_squared_norms
-
-    mars_squared_norms(run(), run(), 0.5)
-
-
-def scaled_step() -> None:
-    from rankwise.kernels.triton import scaled_step_
-
-    scaled_step_(run(), run(), torch.ones(2), lr=0.1, weight_decay=0.1)
+    triton.squared_norms(run(), run() if compared else None, 0.5)
 
 
 class Place(NamedTuple):
@@ -103,7 +84,7 @@ def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
 
 
 def newton_schulz(dtype: torch.dtype) -> None:
-    from rankwise.kernels.triton import symmetric_polynomial, symmetric_product
+    from rankwise.kernels.triton.newton_schulz import symmetric_polynomial, symmetric_product
 
     x = torch.zeros(2, 64, 64, dtype=dtype)
     symmetric_product(x)
@@ -141,10 +122,11 @@ def low_rank_step(right: bool) -> None:
 CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (mars_adamw, (False,)),
     (mars_adamw, (True,)),
-    (mars_lion, ()),
-    (mars_momentum, ()),
-    (mars_norms, ()),
-    (scaled_step, ()),
+    (update, ("lion",)),
+    (update, ("momentum",)),
+    (update, ("step", False)),
+    (norms, (True,)),
+    (norms, (False,)),
     (sonew, (0,)),
     (sonew, (1,)),
     (sonew, (1, True)),
@@ -179,10 +161,13 @@ def test_machine_code(call: Callable[..., None], arguments: tuple[Any, ...]) -> 
         assert not re.search(r"\b(atom|red)\.", code["ptx"]), "atomics: sums would depend on the order of programs"
 
 
-@pytest.mark.parametrize(("call", "reads", "writes"), [(mars_adamw, 5, 4), (scaled_step, 2, 1)])
-def test_full_tiles_move_16_bytes_at_a_time(call: Callable[..., None], reads: int, writes: int) -> None:
+@pytest.mark.parametrize(
+    ("call", "arguments", "reads", "writes"), [(mars_adamw, (True,), 5, 4), (update, ("step", False), 2, 1)]
+)
+def test_full_tiles_move_16_bytes_at_a_time(
+    call: Callable[..., None], arguments: tuple[Any, ...], reads: int, writes: int
+) -> None:
     """As many fields, each in the path of the full and aligned tiles."""
-    arguments = (True,) if call is mars_adamw else ()
     code = compiled(launches_of(call, arguments)[-1]).asm["ptx"]
     found = [len(set(re.findall(rf"{kind}\.global\S*\.v4\.b32[^;]*\[ *%rd(\d+)", code))) for kind in ("ld", "st")]
     assert found[0] >= reads and found[1] >= writes
@@ -194,7 +179,7 @@ def test_the_package_needs_no_triton_to_be_imported() -> None:
         "import torch, rankwise.kernels\n"
         "from rankwise.kernels import triton\n"
         "assert not triton.is_available(torch.device('cpu'))\n"
-        "try: triton.mars_adamw_\n"
+        "try: triton.squared_norms([torch.ones(1)])\n"
         "except ImportError: pass\n"
         "else: raise SystemExit('where does it come from?')\n"
     )

@@ -20,6 +20,7 @@ from rankwise import MARS, LDAdam, SONew  # noqa: E402
 from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.forms import using  # noqa: E402
+from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
 from rankwise.ldadam import cuda as ldadam_cuda  # noqa: E402
 from rankwise.ldadam import formulas as ldadam  # noqa: E402
 from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_  # noqa: E402
@@ -66,35 +67,31 @@ def twice(call: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_mars(rule: str, offset: int) -> None:
+def test_mars(rule: Any, offset: int) -> None:
     start = fields(5, offset)
     start[4] = [value.square() for value in start[4]]
     coefficients = torch.rand(len(LENGTHS), device=DEVICE)
-    options = {"k": 0.4, "lr": 0.1, "weight_decay": 0.1, "coefficients": coefficients, "advance": True}
-    if rule == "adamw":
-        options |= {"betas": BETAS, "eps": 1e-6, "step": 2}
-    else:
-        options |= {"beta1": BETAS[0]}
-    step, plain = (getattr(module, f"mars_{rule}_") for module in (triton, foreach))
-    used = start if rule == "adamw" else start[:4]
+    scalars = Scalars(lr=0.1, betas=BETAS, eps=1e-6, weight_decay=0.1, step=2, k=0.4, advance=True)
+    names = ("param", "grad", "reference", "exp_avg", "exp_avg_sq")[: 5 if rule == "adamw" else 4]
+    used = start[: len(names)]
 
     def call() -> list[Tensor]:
         # On the same memory, whose addresses are known to the second call.
         for mine, value in zip(work, used, strict=True):
             torch._foreach_copy_(mine, value)
-        step(*work, **options)
+        triton.run(Pass(rule, dict(zip(names, work, strict=True)), scalars, coefficients))
         return [value.clone() for field in work for value in field]
 
     work = [[value.clone() for value in field] for field in used]
     found = twice(call)
     wanted = [copies(field) for field in used]
-    plain(*wanted, **{**options, "coefficients": coefficients.double()})
+    foreach.run(Pass(rule, dict(zip(names, wanted, strict=True)), scalars, coefficients.double()))
     assert_runs_close(found, [value.cpu() for field in wanted for value in field])
 
 
 def test_norms() -> None:
     grads, references = fields(2)
-    found = twice(lambda: [triton.mars_squared_norms(grads, references, 0.4), triton.squared_norms(grads)])
+    found = twice(lambda: [triton.squared_norms(grads, references, 0.4), triton.squared_norms(grads)])
     corrected = [
         mars.corrected_gradient(g.double(), h.double(), 0.4, 0.5) for g, h in zip(grads, references, strict=True)
     ]
@@ -272,7 +269,8 @@ def test_a_step_can_be_captured() -> None:
     lr = torch.tensor(0.1, device=DEVICE)
 
     def step() -> None:
-        triton.adamw_(params, grads, exp_avgs, exp_avg_sqs, lr=lr, betas=BETAS, eps=1e-6, weight_decay=0.0, step=2)
+        named = {"param": params, "grad": grads, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
+        triton.run(Pass("adamw", named, Scalars(lr=lr, betas=BETAS, eps=1e-6, step=2)))
 
     step()
     before = [value.clone() for field in (params, exp_avgs, exp_avg_sqs) for value in field]

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from triton_runs import LENGTHS, TILE, assert_runs_close, copies, runs  # noqa: E402
 
+from rankwise.kernels import triton  # noqa: E402
+from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars  # noqa: E402
 from rankwise.mars import formulas as updates
 from rankwise.updates import adamw as adamw_updates  # noqa: E402
 
@@ -19,9 +21,8 @@ K = updates.correction_factor(GAMMA, BETAS[0])
 
 @pytest.fixture(autouse=True)
 def short_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise.kernels.triton import mars, steps
+    from rankwise.kernels.triton import steps
 
-    monkeypatch.setattr(mars, "TILE", TILE)
     monkeypatch.setattr(steps, "TILE", TILE)
 
 
@@ -41,6 +42,11 @@ class Fields:
             copies(x) for x in (self.params, self.grads, self.references, self.exp_avgs, self.exp_avg_sqs)
         )
 
+    def run(self, rule: Rule, factors: Tensor | None, scalars: Scalars, compared: bool = True) -> None:
+        held = {"param": self.params, "grad": self.grads, "exp_avg": self.exp_avgs, "exp_avg_sq": self.exp_avg_sqs}
+        more = {"reference": self.references} if compared else {}
+        triton.run(Pass(rule, {**{name: held[name] for name in FIELDS[rule]}, **more}, scalars, factors))
+
     def clipped(self, scaled: bool) -> list[Tensor]:
         factors = self.coefficients.double() if scaled else torch.ones(len(self.g)).double()
         corrected = [updates.corrected_gradient(g, h, GAMMA, BETAS[0]) for g, h in zip(self.g, self.h, strict=True)]
@@ -52,9 +58,7 @@ class Fields:
             assert torch.equal(reference.double(), old_grad if advance else old)
 
 
-def adamw_oracle(
-    fields: Fields, grads: list[Tensor], lr: float, correct_eps: bool = True
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def adamw_oracle(fields: Fields, grads: list[Tensor], lr: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     new_p, new_m, new_v = [], [], []
     for p, g, m, v in zip(fields.p, grads, fields.m, fields.v, strict=True):
         m, v, direction = adamw_updates.adamw_update(
@@ -64,7 +68,6 @@ def adamw_oracle(
             betas=BETAS,
             eps=EPS,
             corrections=adamw_updates.bias_corrections(BETAS, STEP),
-            correct_eps=correct_eps,
         )
         new_p.append(adamw_updates.decoupled_step(p, direction, lr, DECAY))
         new_m.append(m)
@@ -76,24 +79,9 @@ def adamw_oracle(
 @pytest.mark.parametrize("advance", [False, True])
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05), torch.tensor(0.05, dtype=torch.float64)], ids=str)
 def test_mars_adamw(scaled: bool, advance: bool, lr: float | Tensor) -> None:
-    from rankwise.kernels.triton.mars import mars_adamw_
-
     fields = Fields()
-    mars_adamw_(
-        fields.params,
-        fields.grads,
-        fields.references,
-        fields.exp_avgs,
-        fields.exp_avg_sqs,
-        k=K,
-        coefficients=fields.coefficients if scaled else None,
-        lr=lr,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        step=STEP,
-        advance=advance,
-    )
+    scalars = Scalars(lr=lr, betas=BETAS, eps=EPS, weight_decay=DECAY, step=STEP, k=K, advance=advance)
+    fields.run("adamw", fields.coefficients if scaled else None, scalars)
     for found, wanted in zip(
         (fields.params, fields.exp_avgs, fields.exp_avg_sqs),
         adamw_oracle(fields, fields.clipped(scaled), 0.05),
@@ -103,26 +91,15 @@ def test_mars_adamw(scaled: bool, advance: bool, lr: float | Tensor) -> None:
     fields.check_grads_and_references(advance)
 
 
-@pytest.mark.parametrize("correct_eps", [False, True])
-def test_adamw(correct_eps: bool) -> None:
-    from rankwise.kernels.triton.mars import adamw_
-
+@pytest.mark.parametrize("scaled", [False, True])
+def test_adamw(scaled: bool) -> None:
     fields = Fields(1)
-    adamw_(
-        fields.params,
-        fields.grads,
-        fields.exp_avgs,
-        fields.exp_avg_sqs,
-        lr=0.05,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=DECAY,
-        step=STEP,
-        correct_eps=correct_eps,
-    )
+    scalars = Scalars(lr=0.05, betas=BETAS, eps=EPS, weight_decay=DECAY, step=STEP)
+    fields.run("adamw", fields.coefficients if scaled else None, scalars, compared=False)
+    grads = [g * float(factor) for g, factor in zip(fields.g, fields.coefficients, strict=True)] if scaled else fields.g
     for found, wanted in zip(
         (fields.params, fields.exp_avgs, fields.exp_avg_sqs),
-        adamw_oracle(fields, fields.g, 0.05, correct_eps),
+        adamw_oracle(fields, grads, 0.05),
         strict=True,
     ):
         assert_runs_close(found, wanted)
@@ -131,30 +108,17 @@ def test_adamw(correct_eps: bool) -> None:
 
 def test_a_tiny_second_moment_is_not_flushed() -> None:
     """The denominator is its root, 1e-20, not eps alone."""
-    from rankwise.kernels.triton.mars import adamw_
-
     params, grads, exp_avgs, exp_avg_sqs = ([torch.full((3,), value)] for value in (0.0, 1e-20, 1e-20, 1e-40))
-    adamw_(params, grads, exp_avgs, exp_avg_sqs, lr=1.0, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, step=40)
+    fields = {"param": params, "grad": grads, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
+    triton.run(Pass("adamw", fields, Scalars(lr=1.0, betas=(0.5, 0.5), step=40)))
     torch.testing.assert_close(params[0], torch.full((3,), -1.0), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("advance", [False, True])
 def test_mars_lion(advance: bool) -> None:
-    from rankwise.kernels.triton.mars import mars_lion_
-
     fields = Fields(2)
-    mars_lion_(
-        fields.params,
-        fields.grads,
-        fields.references,
-        fields.exp_avgs,
-        k=K,
-        coefficients=fields.coefficients,
-        lr=0.05,
-        beta1=BETAS[0],
-        weight_decay=DECAY,
-        advance=advance,
-    )
+    scalars = Scalars(lr=0.05, betas=BETAS, weight_decay=DECAY, k=K, advance=advance)
+    fields.run("lion", fields.coefficients, scalars)
     moved = [updates.lion_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
     wanted = [adamw_updates.decoupled_step(p, d, 0.05, DECAY) for p, (_, d) in zip(fields.p, moved, strict=True)]
     assert_runs_close(fields.exp_avgs, [m for m, _ in moved])
@@ -163,65 +127,43 @@ def test_mars_lion(advance: bool) -> None:
 
 
 def test_lion_stands_still_at_zero() -> None:
-    from rankwise.kernels.triton.mars import mars_lion_
-
     params, grads, references, exp_avgs = ([torch.full((5,), value)] for value in (1.0, 0.0, 0.0, 0.0))
-    mars_lion_(
-        params, grads, references, exp_avgs, k=K, coefficients=None, lr=0.5, beta1=0.9, weight_decay=0.0, advance=True
-    )
+    fields = {"param": params, "grad": grads, "reference": references, "exp_avg": exp_avgs}
+    triton.run(Pass("lion", fields, Scalars(lr=0.5, betas=(0.9, 0.0), k=K, advance=True)))
     assert torch.equal(params[0], torch.ones(5))
 
 
 def test_mars_momentum() -> None:
-    from rankwise.kernels.triton.mars import mars_momentum_
-
     fields = Fields(3)
-    mars_momentum_(
-        fields.grads,
-        fields.references,
-        fields.exp_avgs,
-        k=K,
-        coefficients=fields.coefficients,
-        beta1=BETAS[0],
-        advance=True,
-    )
+    fields.run("momentum", fields.coefficients, Scalars(betas=BETAS, k=K, advance=True))
     wanted = [updates.momentum_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
     assert_runs_close(fields.exp_avgs, wanted)
     fields.check_grads_and_references(True)
 
 
 def test_norms() -> None:
-    from rankwise.kernels.triton.mars import mars_squared_norms
-    from rankwise.kernels.triton.steps import squared_norms
-
     fields = Fields(4)
-    found = mars_squared_norms(fields.grads, fields.references, K)
+    found = triton.squared_norms(fields.grads, fields.references, K)
     assert found.dtype == torch.float64
     wanted = torch.stack([c.square().sum() for c in fields.clipped(False)])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
-    plain = squared_norms(fields.grads)
+    plain = triton.squared_norms(fields.grads)
     torch.testing.assert_close(plain, torch.stack([g.square().sum() for g in fields.g]), rtol=1e-14, atol=0)
-    assert torch.equal(plain, squared_norms(fields.grads)), "the same sums in the same order"
+    assert torch.equal(plain, triton.squared_norms(fields.grads)), "the same sums in the same order"
 
 
 def test_sums_do_not_overflow_in_single_precision() -> None:
-    from rankwise.kernels.triton.mars import mars_squared_norms
-    from rankwise.kernels.triton.steps import squared_norms
-
     runs_ = [torch.full((200,), 1e25), torch.full((3,), 1e-25)]
     wanted = torch.tensor([200e50, 3e-50], dtype=torch.float64)
-    torch.testing.assert_close(squared_norms(runs_), wanted, rtol=1e-6, atol=0)
-    torch.testing.assert_close(mars_squared_norms(runs_, runs_, K), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(triton.squared_norms(runs_), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(triton.squared_norms(runs_, runs_, K), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=str)
 def test_scaled_step(scaled: bool, lr: float | Tensor) -> None:
-    from rankwise.kernels.triton.steps import scaled_step_
-
     fields = Fields(5)
-    ratios = fields.coefficients if scaled else None
-    scaled_step_(fields.params, fields.grads, ratios, lr=lr, weight_decay=DECAY)
+    fields.run("step", fields.coefficients if scaled else None, Scalars(lr=lr, weight_decay=DECAY), compared=False)
     factors = fields.coefficients.double() if scaled else torch.ones(len(LENGTHS)).double()
     wanted = [
         adamw_updates.decoupled_step(p, d * factor, 0.05, DECAY)
@@ -231,15 +173,11 @@ def test_scaled_step(scaled: bool, lr: float | Tensor) -> None:
 
 
 def _norms(fields: Fields) -> None:
-    from rankwise.kernels.triton.mars import mars_squared_norms
-
-    mars_squared_norms(fields.grads, fields.references, K)
+    triton.squared_norms(fields.grads, fields.references, K)
 
 
 def _step(fields: Fields) -> None:
-    from rankwise.kernels.triton.steps import scaled_step_
-
-    scaled_step_(fields.params, fields.grads, None, lr=0.1, weight_decay=0.0)
+    fields.run("step", None, Scalars(lr=0.1), compared=False)
 
 
 @pytest.mark.parametrize(("call", "count"), [(_norms, 2), (_step, 1)])
@@ -253,16 +191,13 @@ def test_launches_do_not_depend_on_the_number_of_runs(
 
 
 def test_nothing_at_all_launches_nothing(launches: list[str]) -> None:
-    from rankwise.kernels.triton.mars import mars_momentum_, mars_squared_norms
-    from rankwise.kernels.triton.steps import scaled_step_
-
-    mars_momentum_([], [], [], k=K, coefficients=None, beta1=0.9, advance=True)
-    scaled_step_([], [], None, lr=0.1, weight_decay=0.0)
-    assert mars_squared_norms([], [], K).shape == (0,)
+    triton.run(Pass("momentum", {"grad": [], "exp_avg": [], "reference": []}, Scalars(advance=True)))
+    triton.run(Pass("step", {"grad": [], "param": []}, Scalars(lr=0.1)))
+    assert triton.squared_norms([], [], K).shape == (0,)
     empty = [torch.empty(0)]
-    scaled_step_(empty, empty, None, lr=0.1, weight_decay=0.0)
+    triton.run(Pass("step", {"grad": empty, "param": empty}, Scalars(lr=0.1)))
     assert launches == []
-    assert torch.equal(mars_squared_norms(empty, empty, K), torch.zeros(1, dtype=torch.float64))
+    assert torch.equal(triton.squared_norms(empty, empty, K), torch.zeros(1, dtype=torch.float64))
 
 
 def test_a_second_step_on_the_same_memory_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,14 +216,5 @@ def test_a_second_step_on_the_same_memory_uploads_nothing(monkeypatch: pytest.Mo
     ids=["dtype", "strides", "length"],
 )
 def test_other_tensors_are_refused(bad: Tensor) -> None:
-    from rankwise.kernels.triton.mars import mars_squared_norms
-
     with pytest.raises(ValueError, match=r"float32|one tensor per run"):
-        mars_squared_norms([torch.zeros(4)], [bad], K)
-
-
-def test_one_coefficient_per_run() -> None:
-    from rankwise.kernels.triton.steps import scaled_step_
-
-    with pytest.raises(ValueError, match="one for each"):
-        scaled_step_([torch.zeros(4)], [torch.zeros(4)], torch.ones(2), lr=0.1, weight_decay=0.0)
+        triton.squared_norms([torch.zeros(4)], [bad], K)

@@ -16,6 +16,7 @@ from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import blocked, native
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import kernels_for, using
+from rankwise.kernels.native import elementwise
 from rankwise.kernels.native.newton_schulz import orthogonal_steps_
 from rankwise.kernels.native.products import products
 from rankwise.ldadam import in_place as subspaces_in_place
@@ -173,7 +174,7 @@ def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.M
 def test_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing asks for a library that is not there, and the steps are those of the blocked forms."""
     expected, _ = _steps(name, blocked)
-    for module in (native, native_sonew, native_ldadam):
+    for module in (elementwise, native_sonew, native_ldadam):
         monkeypatch.setattr(module, "library", lambda *_: None)
     assert kernels_for(torch.device("cpu"), torch.float32) is blocked
     found, _ = _steps(name, None)
@@ -212,7 +213,7 @@ def _counted(find: Callable[..., Any], calls: list[str], *source: Any) -> _Count
 @pytest.mark.parametrize("name", ["mars-adamw", "mars-lion", "sonew-tridiagonal", "sonew-band4", "ldadam"])
 def test_calls_do_not_depend_on_the_number_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for module in (native, native_sonew, native_ldadam):
+    for module in (elementwise, native_sonew, native_ldadam):
         monkeypatch.setattr(module, "library", partial(_counted, module.library, calls))
 
     def settled(step: int, *_: Any) -> None:

@@ -8,134 +8,107 @@
 
 namespace {
 
-enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2 };
+enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2, kStep = 3 };
 
-struct Rates {
-  double k, lr, beta1, beta2, root, eps, scale, weight_decay;
+// What the Python side describes; addresses of what there is not are null.
+template <typename T>
+struct Pass {
+  int64_t rule, advance, runs, tile, threads;
+  const int64_t* lengths;
+  const double* factors;
+  T *const *grads, *const *firsts, *const *params, *const *seconds, *const *references;
+  double k, lr, beta1, beta2, eps, weight_decay, root, scale;
 };
 
-template <typename T>
-double squared_norm(const T* values, int64_t count) {
-  double sum = 0.0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(values[i]) * static_cast<double>(values[i]);
-  return sum;
+// The gradient of an element, or where there is a reference h: g + k (g - h).
+template <typename T, bool kCompared>
+inline T gradient(const T* __restrict__ grad, const T* __restrict__ reference, T k, int64_t i) {
+  return kCompared ? grad[i] + k * (grad[i] - reference[i]) : grad[i];
 }
 
-template <typename T>
-double corrected_norm(const T* grad, const T* reference, int64_t count, T k) {
+template <typename T, bool kCompared>
+double squared_norm(const T* grad, const T* reference, int64_t count, T k) {
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < count; ++i) {
-    const T corrected = grad[i] + k * (grad[i] - reference[i]);
-    sum += static_cast<double>(corrected) * static_cast<double>(corrected);
+    const double value = gradient<T, kCompared>(grad, reference, k, i);
+    sum += value * value;
   }
   return sum;
 }
 
-template <typename T, int kRule>
-void update(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ reference, T* __restrict__ first,
-            T* __restrict__ second, int64_t count, T coefficient, bool advance, const Rates& rates) {
-  const T k = rates.k, keep = 1.0 - rates.lr * rates.weight_decay, lr = rates.lr, rest1 = 1.0 - rates.beta1;
-  const T beta2 = rates.beta2, rest2 = 1.0 - rates.beta2, root = rates.root, eps = rates.eps;
-  const T step = rates.lr * rates.scale;
+template <typename T, int kRule, bool kCompared>
+void update(const Pass<T>& pass, const Tile& tile) {
+  const auto at = [&](T* const* field) { return field ? field[tile.run] + tile.start : nullptr; };
+  const T* __restrict__ grad = at(pass.grads);
+  T* __restrict__ first = at(pass.firsts);
+  T* __restrict__ param = at(pass.params);
+  T* __restrict__ second = at(pass.seconds);
+  T* __restrict__ reference = at(pass.references);
+  const int64_t count = tile.end - tile.start;
+  const double own = pass.factors ? pass.factors[tile.run] : 1.0;
+  const T factor = own, k = pass.k, keep = 1.0 - pass.lr * pass.weight_decay, lr = pass.lr, rest1 = 1.0 - pass.beta1;
+  const T beta2 = pass.beta2, rest2 = 1.0 - pass.beta2, root = pass.root, eps = pass.eps;
+  const T scaled = pass.lr * own, step = pass.lr * pass.scale;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    const T corrected = (grad[i] + k * (grad[i] - reference[i])) * coefficient;
-    const T moment = first[i] + rest1 * (corrected - first[i]);
-    first[i] = moment;
-    if (kRule == kLion) {
-      const T sign = static_cast<T>(moment > 0) - static_cast<T>(moment < 0);
-      param[i] = param[i] * keep - (moment == moment ? sign : moment) * lr;
-    }
-    if (kRule == kAdamW) {
-      const T square = second[i] * beta2 + rest2 * (corrected * corrected);
-      second[i] = square;
-      param[i] = param[i] * keep - step * (moment / (std::sqrt(square) / root + eps));
+    const T found = gradient<T, kCompared>(grad, reference, k, i);
+    if (kRule == kStep) {
+      param[i] = param[i] * keep - found * scaled;
+    } else {
+      const T value = found * factor, moment = first[i] + rest1 * (value - first[i]);
+      first[i] = moment;
+      if (kRule == kLion) {
+        const T sign = static_cast<T>(moment > 0) - static_cast<T>(moment < 0);
+        param[i] = param[i] * keep - (moment == moment ? sign : moment) * lr;
+      }
+      if (kRule == kAdamW) {
+        const T square = second[i] * beta2 + rest2 * (value * value);
+        second[i] = square;
+        param[i] = param[i] * keep - step * (moment / (std::sqrt(square) / root + eps));
+      }
     }
   }
   // A copy, never the buffer itself: frameworks use it again for the next gradient.
-  if (advance) std::copy(grad, grad + count, reference);
+  if (kCompared && pass.advance) std::copy(grad, grad + count, reference);
+}
+
+template <typename T, bool kCompared>
+auto update_of(int64_t rule) {
+  return rule == kAdamW  ? update<T, kAdamW, kCompared>
+         : rule == kLion ? update<T, kLion, kCompared>
+         : rule == kStep ? update<T, kStep, kCompared>
+                         : update<T, kMomentum, kCompared>;
 }
 
 template <typename T>
-void squared_norms(int64_t runs, const int64_t* lengths, T* const* values, double* sums, int64_t tile_size, int threads) {
-  const auto tiles = tiles_of(runs, lengths, tile_size);
+void run(const Pass<T>& pass) {
+  const auto tiles = tiles_of(pass.runs, pass.lengths, pass.tile);
+  const auto apply = pass.references ? update_of<T, true>(pass.rule) : update_of<T, false>(pass.rule);
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
+  for (size_t index = 0; index < tiles.size(); ++index) apply(pass, tiles[index]);
+}
+
+template <typename T>
+void squared_norms(const Pass<T>& pass, double* sums) {
+  const auto tiles = tiles_of(pass.runs, pass.lengths, pass.tile);
   std::vector<double> parts(tiles.size());
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (size_t index = 0; index < tiles.size(); ++index) {
-    const Tile tile = tiles[index];
-    parts[index] = squared_norm(values[tile.run] + tile.start, tile.end - tile.start);
-  }
-  add_up(tiles, parts, runs, sums);
-}
-
-template <typename T>
-void mars_squared_norms(int64_t runs, const int64_t* lengths, T* const* grads, T* const* references, double k,
-                        double* sums, int64_t tile_size, int threads) {
-  const auto tiles = tiles_of(runs, lengths, tile_size);
-  std::vector<double> parts(tiles.size());
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (size_t index = 0; index < tiles.size(); ++index) {
-    const Tile tile = tiles[index];
-    parts[index] = corrected_norm<T>(grads[tile.run] + tile.start, references[tile.run] + tile.start,
-                                     tile.end - tile.start, k);
-  }
-  add_up(tiles, parts, runs, sums);
-}
-
-template <typename T>
-void mars_update(int rule, int64_t runs, const int64_t* lengths, T* const* params, T* const* grads,
-                 T* const* references, T* const* firsts, T* const* seconds, const double* coefficients, int advance,
-                 const Rates& rates, int64_t tile_size, int threads) {
-  const auto tiles = tiles_of(runs, lengths, tile_size);
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (size_t index = 0; index < tiles.size(); ++index) {
     const auto [run, start, end] = tiles[index];
-    const auto apply = rule == kAdamW ? update<T, kAdamW> : rule == kLion ? update<T, kLion> : update<T, kMomentum>;
-    apply(params ? params[run] + start : nullptr, grads[run] + start, references[run] + start, firsts[run] + start,
-          seconds ? seconds[run] + start : nullptr, end - start, coefficients ? coefficients[run] : 1.0, advance,
-          rates);
+    const T* grad = pass.grads[run] + start;
+    parts[index] = pass.references
+                       ? squared_norm<T, true>(grad, pass.references[run] + start, end - start, pass.k)
+                       : squared_norm<T, false>(grad, nullptr, end - start, 0);
   }
-}
-
-template <typename T>
-void scaled_step(int64_t runs, const int64_t* lengths, T* const* params, T* const* directions, const double* ratios,
-                 double lr, double weight_decay, int64_t tile_size, int threads) {
-  const auto tiles = tiles_of(runs, lengths, tile_size);
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (size_t index = 0; index < tiles.size(); ++index) {
-    const Tile tile = tiles[index];
-    T* __restrict__ param = params[tile.run] + tile.start;
-    const T* __restrict__ direction = directions[tile.run] + tile.start;
-    const T keep = 1.0 - lr * weight_decay, rate = lr * (ratios ? ratios[tile.run] : 1.0);
-#pragma omp simd
-    for (int64_t i = 0; i < tile.end - tile.start; ++i) param[i] = param[i] * keep - direction[i] * rate;
-  }
+  add_up(tiles, parts, pass.runs, sums);
 }
 
 }  // namespace
 
-#define FORMS(T, SUFFIX)                                                                                              \
-  void squared_norms_##SUFFIX(int64_t runs, const int64_t* lengths, T* const* values, double* sums, int64_t tile_size, int threads) {    \
-    squared_norms<T>(runs, lengths, values, sums, tile_size, threads);                                                           \
-  }                                                                                                                   \
-  void mars_squared_norms_##SUFFIX(int64_t runs, const int64_t* lengths, T* const* grads, T* const* references,       \
-                                   double k, double* sums, int64_t tile_size, int threads) {                                             \
-    mars_squared_norms<T>(runs, lengths, grads, references, k, sums, tile_size, threads);                                        \
-  }                                                                                                                   \
-  void mars_update_##SUFFIX(int rule, int64_t runs, const int64_t* lengths, T* const* params, T* const* grads,        \
-                            T* const* references, T* const* firsts, T* const* seconds, const double* coefficients,    \
-                            int advance, const Rates* rates, int64_t tile_size, int threads) {                                           \
-    mars_update<T>(rule, runs, lengths, params, grads, references, firsts, seconds, coefficients, advance, *rates,    \
-                   tile_size, threads);                                                                                          \
-  }                                                                                                                   \
-  void scaled_step_##SUFFIX(int64_t runs, const int64_t* lengths, T* const* params, T* const* directions,             \
-                            const double* ratios, double lr, double weight_decay, int64_t tile_size, int threads) {                      \
-    scaled_step<T>(runs, lengths, params, directions, ratios, lr, weight_decay, tile_size, threads);                             \
-  }
-
 extern "C" {
-FORMS(float, float32)
-FORMS(double, float64)
+void run_float32(const Pass<float>* pass) { run(*pass); }
+void run_float64(const Pass<double>* pass) { run(*pass); }
+void squared_norms_float32(const Pass<float>* pass, double* sums) { squared_norms(*pass, sums); }
+void squared_norms_float64(const Pass<double>* pass, double* sums) { squared_norms(*pass, sums); }
 }

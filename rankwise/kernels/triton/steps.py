@@ -1,4 +1,8 @@
-"""Plain steps and norms of many runs: one launch each, whatever their number."""
+"""Passes and norms on many runs, on the device: one launch for a pass whatever the number of runs, two for norms.
+
+Bytes per element (fp32): a pass reads and writes the fields of its rule once (:data:`rankwise.kernels.passes.FIELDS`,
+the gradient and a reference that does not advance read only).
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,67 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from rankwise.kernels.passes import Pass, Rule
 from rankwise.kernels.triton.language import device_scalar, jit, launch
 from rankwise.kernels.triton.segments import Runs, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
-__all__ = ["number", "number_of", "one_per_run", "scaled_step_", "squared_norms", "step_scale"]
+__all__ = ["number", "number_of", "one_per_run", "run", "squared_norms", "step_scale"]
 
 TILE = 2048
 WARPS = 4
+_WARPS_OF_RULES = 8
+_RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
 
 
-def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared 2-norm of every run, in fp64, summed in a fixed order. Reads 4 bytes per element.
+def run(update: Pass) -> None:
+    """Do a pass, in place.
 
     Args:
-        tensors: Contiguous fp32 runs.
+        update: Its tensors are contiguous fp32 runs.
+
+    Raises:
+        ValueError: One is of another kind, or the lists do not fit together.
+    """
+    fields, scalars = list(update.fields.values()), update.scalars
+    runs = Runs(fields, TILE)
+    own_scale, root = update.corrections() if update.rule == "adamw" else (1.0, 1.0)
+    launch(
+        update_kernel,
+        (runs.count,),
+        runs.device,
+        runs.table,
+        runs.tiles,
+        one_per_run(update.factors, runs),
+        device_scalar(scalars.lr, runs.device),
+        float(scalars.weight_decay),
+        float(scalars.k),
+        float(scalars.betas[0]),
+        1.0 - scalars.betas[0],
+        float(scalars.betas[1]),
+        1.0 - scalars.betas[1],
+        step_scale(1.0 / root, runs),
+        float(scalars.eps),
+        step_scale(own_scale, runs),
+        RULE=_RULES[update.rule],
+        CORRECT=update.references is not None,
+        SCALED=update.factors is not None,
+        ADVANCE=scalars.advance,
+        LR_ON_DEVICE=isinstance(scalars.lr, Tensor),
+        STEPS_ON_DEVICE=isinstance(own_scale, Tensor),
+        FIELDS=len(fields),
+        BLOCK=TILE,
+        num_warps=WARPS if update.rule == "step" else _WARPS_OF_RULES,
+    )
+
+
+def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None, k: float) -> Tensor:
+    """Squared 2-norm of every run, or of ``g + k (g - h)``, in fp64, summed in a fixed order.
+
+    Args:
+        tensors: Contiguous fp32 runs, at least one.
+        references: ``h``, if any.
+        k: As in a pass.
 
     Returns:
         (n,) fp64 on their device.
@@ -30,51 +80,22 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         ValueError: If a tensor is of another kind.
     """
-    if not tensors:
-        return torch.empty(0, dtype=torch.float64)
-    runs = Runs([tensors], TILE)
+    fields = [tensors] if references is None else [tensors, references]
+    runs = Runs(fields, TILE)
     partials = runs.partial_sums(1)
-    launch(_norm_kernel, (runs.count,), runs.device, runs.table, runs.tiles, partials, BLOCK=TILE, num_warps=WARPS)
-    return run_sums(runs, partials)[0]
-
-
-def scaled_step_(
-    params: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    ratios: Tensor | None,
-    *,
-    lr: Scalar,
-    weight_decay: float,
-) -> None:
-    """``p := (1 - lr wd) p - lr ratio_i d``. Reads 8 bytes per element, writes 4.
-
-    Args:
-        params: Weights, updated in place.
-        directions: Directions, read only.
-        ratios: (n,) one factor per run, or None for 1.
-        lr: Learning rate, a float or a 0-d tensor.
-        weight_decay: Decoupled decay rate.
-
-    Raises:
-        ValueError: If a tensor is not a contiguous fp32 run or the lists do not fit together.
-    """
-    if not params:
-        return
-    runs = Runs([params, directions], TILE)
     launch(
-        _step_kernel,
+        norm_kernel,
         (runs.count,),
         runs.device,
         runs.table,
         runs.tiles,
-        one_per_run(ratios, runs),
-        device_scalar(lr, runs.device),
-        float(weight_decay),
-        SCALED=ratios is not None,
-        LR_ON_DEVICE=isinstance(lr, Tensor),
+        partials,
+        float(k),
+        FIELDS=len(fields),
         BLOCK=TILE,
-        num_warps=WARPS,
+        num_warps=WARPS if references is None else _WARPS_OF_RULES,
     )
+    return run_sums(runs, partials)[0]
 
 
 def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
@@ -118,63 +139,154 @@ def number_of(value: tl.tensor, index: tl.tensor, ON_DEVICE: tl.constexpr) -> tl
 
 
 @jit
-def _norm_kernel(table: tl.tensor, tiles: tl.tensor, partials: tl.tensor, BLOCK: tl.constexpr) -> None:
-    program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * program) * 2
-    start = tl.load(tiles + 2 * program + 1)
-    length = tl.load(row + 1)
-    if (start + BLOCK <= length) & wide(row, 1):
-        _norm_tile(row, start, length, partials + program, BLOCK, True)
+def _gradient(
+    row: tl.tensor,
+    start: tl.tensor,
+    inside: tl.tensor,
+    k: tl.tensor,
+    FIELDS: tl.constexpr,
+    CORRECT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tensor:
+    """``g + k (g - h)``, or ``g`` itself, and ``g``; the gradient is the first field, the reference the last."""
+    grad = read(row, 0, start, inside, BLOCK, FAST)
+    if CORRECT:
+        return grad + k * (grad - read(row, FIELDS - 1, start, inside, BLOCK, FAST)), grad
     else:
-        _norm_tile(row, start, length, partials + program, BLOCK, False)
+        return grad, grad
+
+
+@jit
+def norm_kernel(
+    table: tl.tensor,
+    tiles: tl.tensor,
+    partials: tl.tensor,
+    k: tl.tensor,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Squares of the gradient, or of the corrected one where there are two fields; one partial sum per tile."""
+    program = tl.program_id(0).to(tl.int64)
+    row = table + tl.load(tiles + 2 * program) * (FIELDS + 1)
+    start = tl.load(tiles + 2 * program + 1)
+    length = tl.load(row + FIELDS)
+    if (start + BLOCK <= length) & wide(row, FIELDS):
+        _norm_tile(row, start, length, partials + program, k, FIELDS, BLOCK, True)
+    else:
+        _norm_tile(row, start, length, partials + program, k, FIELDS, BLOCK, False)
 
 
 @jit
 def _norm_tile(
-    row: tl.tensor, start: tl.tensor, length: tl.tensor, partial: tl.tensor, BLOCK: tl.constexpr, FAST: tl.constexpr
-) -> None:
-    inside = start + tl.arange(0, BLOCK) < length
-    value = read(row, 0, start, inside, BLOCK, FAST).to(tl.float64)
-    tl.store(partial, tl.sum(value * value, axis=0))
-
-
-@jit
-def _step_kernel(
-    table: tl.tensor,
-    tiles: tl.tensor,
-    ratios: tl.tensor,
-    lr: tl.tensor,
-    weight_decay: tl.tensor,
-    SCALED: tl.constexpr,
-    LR_ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    program = tl.program_id(0).to(tl.int64)
-    run = tl.load(tiles + 2 * program)
-    row = table + run * 3
-    start = tl.load(tiles + 2 * program + 1)
-    length = tl.load(row + 2)
-    rate = number(lr, LR_ON_DEVICE)
-    keep = 1.0 - rate * weight_decay
-    if SCALED:
-        rate = rate * tl.load(ratios + run)
-    if (start + BLOCK <= length) & wide(row, 2):
-        _step_tile(row, start, length, keep, rate, BLOCK, True)
-    else:
-        _step_tile(row, start, length, keep, rate, BLOCK, False)
-
-
-@jit
-def _step_tile(
     row: tl.tensor,
     start: tl.tensor,
     length: tl.tensor,
-    keep: tl.tensor,
-    rate: tl.tensor,
+    partial: tl.tensor,
+    k: tl.tensor,
+    FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     inside = start + tl.arange(0, BLOCK) < length
-    weight = read(row, 0, start, inside, BLOCK, FAST)
-    direction = read(row, 1, start, inside, BLOCK, FAST)
-    write(row, 0, start, weight * keep - direction * rate, inside, BLOCK, FAST)
+    value, grad = _gradient(row, start, inside, k, FIELDS, FIELDS == 2, BLOCK, FAST)
+    value = value.to(tl.float64)
+    tl.store(partial, tl.sum(value * value, axis=0))
+
+
+@jit
+def update_kernel(
+    table: tl.tensor,
+    tiles: tl.tensor,
+    factors: tl.tensor,
+    lr: tl.tensor,
+    weight_decay: tl.tensor,
+    k: tl.tensor,
+    beta1: tl.tensor,
+    share1: tl.tensor,
+    beta2: tl.tensor,
+    share2: tl.tensor,
+    root_scale: tl.tensor,
+    eps: tl.tensor,
+    step_scale: tl.tensor,
+    RULE: tl.constexpr,
+    CORRECT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    STEPS_ON_DEVICE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The update of one tile; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient."""
+    program = tl.program_id(0).to(tl.int64)
+    run = tl.load(tiles + 2 * program)
+    row = table + run * (FIELDS + 1)
+    start = tl.load(tiles + 2 * program + 1)
+    length = tl.load(row + FIELDS)
+    rate = number(lr, LR_ON_DEVICE)
+    keep = 1.0 - rate * weight_decay
+    rate = rate * number_of(step_scale, run, STEPS_ON_DEVICE)
+    root = number_of(root_scale, run, STEPS_ON_DEVICE)
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(factors + run)
+    # fmt: off
+    if (start + BLOCK <= length) & wide(row, FIELDS):
+        _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
+                     RULE, CORRECT, SCALED, ADVANCE, FIELDS, BLOCK, True)
+    else:
+        _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
+                     RULE, CORRECT, SCALED, ADVANCE, FIELDS, BLOCK, False)
+    # fmt: on
+
+
+@jit
+def _update_tile(
+    row: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    factor: tl.tensor,
+    rate: tl.tensor,
+    keep: tl.tensor,
+    k: tl.tensor,
+    beta1: tl.tensor,
+    share1: tl.tensor,
+    beta2: tl.tensor,
+    share2: tl.tensor,
+    root_scale: tl.tensor,
+    eps: tl.tensor,
+    RULE: tl.constexpr,
+    CORRECT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """Fields: gradient, momentum, then weight, second moment (AdamW) and, last, reference, as far as there are."""
+    inside = start + tl.arange(0, BLOCK) < length
+    value, grad = _gradient(row, start, inside, k, FIELDS, CORRECT, BLOCK, FAST)
+    if CORRECT and ADVANCE:
+        write(row, FIELDS - 1, start, grad, inside, BLOCK, FAST)
+    if RULE == 3:
+        if SCALED:
+            rate = rate * factor
+        weight = read(row, 1, start, inside, BLOCK, FAST)
+        write(row, 1, start, weight * keep - value * rate, inside, BLOCK, FAST)
+    else:
+        if SCALED:
+            value = value * factor
+        momentum = beta1 * read(row, 1, start, inside, BLOCK, FAST) + share1 * value
+        write(row, 1, start, momentum, inside, BLOCK, FAST)
+        if RULE == 1:
+            sign = (momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32)
+            weight = read(row, 2, start, inside, BLOCK, FAST)
+            write(row, 2, start, weight * keep - rate * sign, inside, BLOCK, FAST)
+        if RULE == 2:
+            second = beta2 * read(row, 3, start, inside, BLOCK, FAST) + share2 * value * value
+            write(row, 3, start, second, inside, BLOCK, FAST)
+            # Rounded correctly: the fast root flushes denormal second moments to zero.
+            direction = tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
+            weight = read(row, 2, start, inside, BLOCK, FAST)
+            write(row, 2, start, weight * keep - rate * direction, inside, BLOCK, FAST)

@@ -1,0 +1,128 @@
+r"""One element-wise update of many fragments, as data: every backend takes this description and no other.
+
+A pass reads and writes main memory once where a backend can, whatever the number of operations. What each element goes
+through, with the names of the fields and of the scalars:
+
+.. math::
+    c &= f\,(g + k\,(g - h)) \quad\text{with a reference } h\text{, else } f g; \qquad
+        h \leftarrow g \text{ if \textit{advance}} \\
+    \text{"step"} &: \quad x \leftarrow (1 - \eta\lambda)\,x - \eta\,c \\
+    \text{"momentum"} &: \quad m \leftarrow \beta_1 m + (1 - \beta_1)\,c \\
+    \text{"lion"} &: \quad \text{the momentum; a step along its sign} \\
+    \text{"adamw"} &: \quad \text{the momentum; } v \leftarrow \beta_2 v + (1 - \beta_2)\,c^2 \text{; a step along }
+        \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+with a factor ``f`` for every fragment. A paper's own rule is one of these with the paper's own scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from rankwise.updates.adamw import Scalar, Step, bias_corrections
+
+__all__ = ["FIELDS", "STATES", "Pass", "Rule", "Scalars", "Tensors"]
+
+Tensors = list[Tensor]
+Rule = Literal["step", "momentum", "lion", "adamw"]
+
+STATES: dict[Rule, tuple[str, ...]] = {
+    "step": (),
+    "momentum": ("exp_avg",),
+    "lion": ("exp_avg",),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
+"""What each rule keeps of every element."""
+
+FIELDS: dict[Rule, tuple[str, ...]] = {
+    "step": ("grad", "param"),
+    "momentum": ("grad", "exp_avg"),
+    "lion": ("grad", "exp_avg", "param"),
+    "adamw": ("grad", "exp_avg", "param", "exp_avg_sq"),
+}
+"""The lists of tensors of each rule, in the order of the kernels; "reference" comes last where there is one."""
+
+
+@dataclass(slots=True)
+class Scalars:
+    """The numbers of a pass; a rule looks at its own.
+
+    Attributes:
+        lr: Learning rate, a float or a 0-d tensor.
+        betas: Decay rates of the two moments.
+        eps: Added to the bias-corrected root.
+        weight_decay: Decoupled decay rate.
+        step: Number of this step, from 1, the same for all fragments; or (fragments,), a number for each.
+        k: What the change since the reference is multiplied by.
+        advance: Whether the gradients become the references.
+    """
+
+    lr: Scalar = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    step: Step = 1
+    k: float = 0.0
+    advance: bool = False
+
+
+@dataclass(slots=True)
+class Pass:
+    """Arguments of every backend's ``run``.
+
+    Args:
+        rule: What becomes of an element.
+        fields: The lists of :data:`FIELDS`, and "reference" where the gradients are compared with one. One tensor per
+            fragment, all lists of one length, and the tensors of a position of one length and type; any list may be
+            empty. "grad" is read only, but that "step" may use its directions up; the others are updated in place.
+        scalars: The rule's numbers.
+        factors: (fragments,), what multiplies the (corrected) gradient; None for 1.
+
+    Raises:
+        ValueError: A list is missing or superfluous, ``step`` is a number below 1, or there is not one factor, or
+            number, per fragment.
+    """
+
+    rule: Rule
+    fields: Mapping[str, Tensors]
+    scalars: Scalars
+    factors: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        names = (*FIELDS[self.rule], *(("reference",) if "reference" in self.fields else ()))
+        if set(names) != set(self.fields):
+            raise ValueError(f"rule {self.rule!r} takes the lists {names}, got {tuple(self.fields)}")
+        self.fields = {name: self.fields[name] for name in names}
+        count, step = len(self.grads), self.scalars.step
+        if self.factors is not None and self.factors.shape != (count,):
+            raise ValueError(
+                f"there are factors of shape {tuple(self.factors.shape)} for {count} tensors; pass one for each"
+            )
+        if isinstance(step, Tensor) and step.shape != (count,):
+            raise ValueError(f"step is {tuple(step.shape)} for {count} tensors; pass one number, or one for each")
+        if self.rule == "adamw" and not isinstance(step, Tensor):
+            self.corrections()
+
+    @property
+    def grads(self) -> Tensors:
+        """Gradients, or directions."""
+        return self.fields["grad"]
+
+    @property
+    def references(self) -> Tensors | None:
+        """What the gradients are compared with."""
+        return self.fields.get("reference")
+
+    def corrections(self) -> tuple[Scalar, Scalar]:
+        """``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``: numbers, or one for each fragment."""
+        first, second = bias_corrections(self.scalars.betas, self.scalars.step)
+        return 1.0 / first, second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)
+
+    def on(self, lists: Sequence[Tensors], factors: Tensor | None, scalars: Scalars) -> Pass:
+        """The same rule on other tensors, in the order of the fields."""
+        return Pass(self.rule, dict(zip(self.fields, lists, strict=True)), scalars, factors)

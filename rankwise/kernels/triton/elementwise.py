@@ -1,0 +1,37 @@
+"""Where the kernels for CUDA run, and the door to those of passes: this module needs no Triton to be imported."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.passes import Pass, Tensors
+
+__all__ = ["STEPS_ON_DEVICE", "is_available", "run", "squared_norms"]
+
+STEPS_ON_DEVICE = True
+"""As :data:`rankwise.kernels.lists.STEPS_ON_DEVICE`."""
+
+
+def is_available(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels run there: a CUDA device of compute capability 7.0 or later, fp32, Triton installed."""
+    if device.type != "cuda" or dtype != torch.float32 or torch.version.cuda is None:
+        return False
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def run(update: Pass) -> None:
+    """As :func:`rankwise.kernels.triton.steps.run`."""
+    from rankwise.kernels.triton import steps
+
+    if update.grads:
+        steps.run(update)
+
+
+def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
+    """As :func:`rankwise.kernels.triton.steps.squared_norms`, and nothing of nothing."""
+    from rankwise.kernels.triton import steps
+
+    return steps.squared_norms(tensors, references, k) if tensors else torch.empty(0, dtype=torch.float64)
