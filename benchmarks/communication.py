@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-import rankwise
 from benchmarks.contenders import OURS, Contender, selected
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import environment, timed
@@ -208,7 +207,7 @@ def _measure(
     found: dict[str, list[float]] = {"seconds": [], "host_seconds": [], "waited_seconds": [], "waits": []}
     peak = 0
     for step in range(_WARMUP + steps):
-        if isinstance(optimizer, rankwise.MKOR):
+        if optimizer.needs_capture:
             # For its statistics; the piece has gradients of its own.
             fill_gradients(model, step * world + rank)
             model.zero_grad(set_to_none=True)

@@ -9,20 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rankwise.names import BY_SPELLING
+
 __all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path", "megatron_config_path"]
 
-OPTIMIZERS: dict[str, str] = {
-    "adamw": "AdamW",
-    "mars": "MARS",
-    "mars-adamw": "MARS-AdamW",
-    "mars-lion": "MARS-Lion",
-    "mars-shampoo": "MARS-Shampoo",
-    "mars-m": "MARS-M",
-    "sonew": "SONew",
-    "ldadam": "LDAdam",
-    "mkor": "MKOR",
-    "mkor-h": "MKOR-H",
-}
+OPTIMIZERS: dict[str, str] = {"adamw": "AdamW", **{spelling.lower(): spelling for spelling in BY_SPELLING}}
 """File stem -> DeepSpeed ``"type"``. ``adamw`` is DeepSpeed's own baseline, the rest are ours."""
 
 STAGES: tuple[int, ...] = (0, 1, 2, 3)

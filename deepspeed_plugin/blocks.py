@@ -11,24 +11,14 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from deepspeed_plugin.json_file import read_config
-from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.names import BY_SPELLING, Named
 from rankwise.options.hints import nearest, shown
-from rankwise.options.validation import OptionError, check_given, check_keys, check_preset
+from rankwise.options.validation import OptionError, check_given
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["JSON_TYPES", "check_block", "resolve", "types_by_spelling", "unknown_type", "validate_config"]
 
-JSON_TYPES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
-    "MARS": (MARS, {}),
-    "MARS-AdamW": (MARS, {"variant": "adamw"}),
-    "MARS-Lion": (MARS, {"variant": "lion"}),
-    "MARS-Shampoo": (MARS, {"variant": "shampoo"}),
-    "MARS-M": (MARS, {"variant": "muon"}),
-    "SONew": (SONew, {}),
-    "LDAdam": (LDAdam, {}),
-    "MKOR": (MKOR, {}),
-    "MKOR-H": (MKOR, {"hybrid": True}),
-}
+JSON_TYPES: Mapping[str, Named] = BY_SPELLING
 """Optimizer class and preset options of each ``"type"``; the lower-case spelling works too."""
 
 # Values the Hugging Face integrations fill in; under bare DeepSpeed they mean the class's default.
@@ -131,28 +121,27 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     canonical = types_by_spelling()[name]
     owner = f"optimizer type '{canonical}'"
-    cls, preset = JSON_TYPES[canonical]
-    check_preset(options, preset, owner, instead=cls.__name__)
-    check_keys(options, cls.options_type.names(), owner)
-    resolved = dict(preset)
+    named = JSON_TYPES[canonical]
+    cls = named.optimizer
+    completed = named.complete(options, owner, instead=cls.__name__)
     automatic = (*_AUTO_KEYS, *_chosen_by_the_machine(cls))
-    for key, value in options.items():
-        if isinstance(value, str) and value == "auto":
-            if key not in automatic:
-                raise OptionError(
-                    f"{owner}: {key}='auto' is invalid: only {', '.join(automatic)} may be 'auto'"
-                    "; write a value or leave the key out"
-                )
-            continue
-        resolved[key] = tuple(value) if isinstance(value, list) else value
-    if resolved.get("exact") is True:
+    left_out = [key for key, value in options.items() if isinstance(value, str) and value == "auto"]
+    for key in left_out:
+        if key not in automatic:
+            raise OptionError(
+                f"{owner}: {key}='auto' is invalid: only {', '.join(automatic)} may be 'auto'"
+                "; write a value or leave the key out"
+            )
+    resolved = {key: value for key, value in completed.items() if key not in left_out}
+    checked = cls.options_type(**resolved)
+    for key, reason in checked.beyond_engines().items():
         raise OptionError(
-            f"{owner}: exact=True is invalid under DeepSpeed: an engine runs one backward pass per step, exact mode "
-            "needs the next batch's gradient too; leave it out"
+            f"{owner}: {key}={resolved[key]!r} is invalid under DeepSpeed: an engine runs one backward pass per step, "
+            f"{reason}; leave it out"
         )
     # What integrations fill in may stand there unread as long as it is the default.
     written = {key: value for key, value in options.items() if key not in _AUTO_KEYS}
-    check_given(written, cls.options_type(**resolved).unread(), owner)
+    check_given(written, checked.unread(), owner)
     return resolved
 
 

@@ -16,7 +16,6 @@ from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
 from deepspeed_plugin.state_access import StateAccess
 from deepspeed_plugin.support import refuse_settings, refuse_wrapper
-from rankwise import MKOR
 from rankwise.routing.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.routing.roles import annotate
 from rankwise.step.optimizer import ShardedOptimizer
@@ -63,13 +62,13 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     report_health(engine, optimizer)
     optimizer.announce = lambda text: log_dist(text, ranks=[0])
     hooks: list[Any] = [StateAccess(engine, optimizer, layout)]
-    if isinstance(optimizer, MKOR):
+    if optimizer.needs_capture:
         # A pipeline's stages run several micro-batches at once: none is the last.
         last = None if is_pipeline(engine) else engine.is_gradient_accumulation_boundary
         optimizer.capture(engine.module, window=lambda: engine.global_steps, last_micro_batch=last)
         hooks.append(_Captured(optimizer))
-        if optimizer.options.hybrid:
-            hooks.append((StageLosses if is_pipeline(engine) else BackwardLosses)(engine, optimizer))
+    if optimizer.needs_loss:
+        hooks.append((StageLosses if is_pipeline(engine) else BackwardLosses)(engine, optimizer))
     setattr(engine, _HOOKS, hooks)
     if is_pipeline(engine):
         refuse_if_idle_everywhere(engine, optimizer)
@@ -108,9 +107,9 @@ def detach(engine: DeepSpeedEngine) -> None:
 
 
 class _Captured:
-    """MKOR's hooks on the model."""
+    """An optimizer's hooks on the model."""
 
-    def __init__(self, optimizer: MKOR) -> None:
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
 
     def remove(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from rankwise import MKOR
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["BackwardLosses"]
 
@@ -26,7 +26,7 @@ class BackwardLosses:
         optimizer: Its basic optimizer.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, optimizer: MKOR) -> None:
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._given = False
         self._hook = engine.module.register_forward_hook(self._listen)

@@ -11,7 +11,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
-from rankwise import MKOR
 from rankwise.routing.roles import Role, assign_role
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -62,7 +61,7 @@ class StageLosses:
         optimizer: Its basic optimizer.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, optimizer: MKOR) -> None:
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._losses: list[Tensor] = []

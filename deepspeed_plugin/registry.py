@@ -28,7 +28,7 @@ from deepspeed_plugin.engine import attach, backward, detach, prepare
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
-from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.names import CLASSES
 from rankwise.options.validation import OptionError
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer, deferred_steps
@@ -36,7 +36,6 @@ from rankwise.step.table import idle_allowed
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
 
-_CLASSES = (MARS, SONew, LDAdam, MKOR)
 _WRAPPED: Mapping[str, type] = {
     "_initialize_params": DeepSpeedConfig,
     "_configure_optimizer": DeepSpeedEngine,
@@ -86,7 +85,7 @@ def register() -> None:
             )
     for spelling in types_by_spelling():
         setattr(torch.optim, spelling, functools.partial(build, spelling))
-    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.extend(_CLASSES)
+    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.extend(CLASSES)
     for name, owner in _WRAPPED.items():
         _originals[name] = getattr(owner, name)
     DeepSpeedConfig._initialize_params = _initialize_params
@@ -106,7 +105,7 @@ def unregister() -> None:
         return
     for spelling in types_by_spelling():
         delattr(torch.optim, spelling)
-    for cls in _CLASSES:
+    for cls in CLASSES:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))

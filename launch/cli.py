@@ -12,11 +12,12 @@ from rich.console import Console
 
 from rankwise.launch.models import ModelFamily
 from rankwise.launch.settings import Framework
+from rankwise.names import CLASSES
 
 __all__ = ["app", "console"]
 
 app = typer.Typer(
-    help="MKOR, MARS, SONew and LDAdam for DeepSpeed and Megatron.",
+    help=f"{', '.join(known.__name__ for known in CLASSES)} for DeepSpeed and Megatron.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

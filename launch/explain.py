@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from rankwise.configs import OPTIMIZERS
+from rankwise.names import BY_NAME, BY_SPELLING
 from rankwise.routing.roles import annotate
 
 __all__ = ["explain_table"]
@@ -27,14 +27,13 @@ def explain_table(model: Any, block: dict[str, Any]) -> Table:
         ValueError: if the type is not one of ours, or the optimizer refuses its params.
     """
     name = str(block["type"])
-    if name.lower() not in OPTIMIZERS or name.lower() == "adamw":
-        ours = ", ".join(value for key, value in OPTIMIZERS.items() if key != "adamw")
+    if name.lower() not in BY_NAME:
+        ours = ", ".join(BY_SPELLING)
         raise ValueError(f"optimizer.type is {name!r}, which is not one of ours ({ours}): there is nothing to explain")
     importlib.import_module("deepspeed_plugin")
     annotate(model)
     optimizer = getattr(torch.optim, name)(list(model.parameters()), **block.get("params", {}))
-    if hasattr(optimizer, "capture"):
-        optimizer.capture(model)
+    optimizer.capture(model)
     tokens = torch.randint(
         model.get_input_embeddings().num_embeddings, (1, min(8, model.config.max_position_embeddings))
     )

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from megatron_patches.scaling import GradientScale
-from rankwise import MKOR
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["StepLosses"]
 
@@ -36,7 +36,7 @@ class StepLosses:
     def __init__(
         self,
         built: MegatronOptimizer,
-        optimizers: Sequence[MKOR],
+        optimizers: Sequence[ShardedOptimizer],
         chunks: Sequence[nn.Module],
         scale: GradientScale,
         announce: Callable[[str], None],

@@ -22,30 +22,20 @@ from torch import nn
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.monitor import remember
 from megatron_patches.names import describe_model
-from megatron_patches.support import SupportError, refuse_exact, refuse_settings, refuse_wrapping
+from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
-from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.options.validation import OptionError, check_given, check_keys, check_preset
+from rankwise.names import BY_NAME, Named
+from rankwise.options.validation import OptionError, check_given
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.table import idle_allowed
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
 
-NAMES: Mapping[str, tuple[type[ShardedOptimizer], Mapping[str, Any]]] = {
-    "mars": (MARS, {}),
-    "mars-adamw": (MARS, {"variant": "adamw"}),
-    "mars-lion": (MARS, {"variant": "lion"}),
-    "mars-shampoo": (MARS, {"variant": "shampoo"}),
-    "mars-m": (MARS, {"variant": "muon"}),
-    "sonew": (SONew, {}),
-    "ldadam": (LDAdam, {}),
-    "mkor": (MKOR, {}),
-    "mkor-h": (MKOR, {"hybrid": True}),
-}
+NAMES: Mapping[str, Named] = BY_NAME
 """Optimizer class and preset options of each ``--optimizer`` name."""
 
-# "adam" is close to "ldadam".
+# Left to Megatron, however close they are to ours.
 _STOCK_NAMES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 # These come from Megatron's own settings.
 _MEGATRON_OPTIONS = ("lr", "weight_decay")
@@ -143,20 +133,18 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         OptionError: An unknown key, or a value outside its range.
-        SupportError: Exact mode of MARS.
+        SupportError: A mode that Megatron's schedules do not serve.
     """
     if not isinstance(options, Mapping):
         raise OptionError(
             f"optimizer '{name}': rankwise={options!r} is invalid: it must be a dictionary of options; write e.g. "
             "rankwise={'eps': 1e-8}"
         )
-    cls, preset = NAMES[name]
-    owner = f"optimizer '{name}'"
-    check_preset(options, preset, owner, instead=cls.__name__.lower())
-    check_keys(options, option_names(name), owner)
-    resolved = {**preset, **{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}}
-    check_given(options, cls.options_type(**resolved).unread(), owner)
-    refuse_exact(name, resolved)
+    owner, cls = f"optimizer '{name}'", NAMES[name].optimizer
+    resolved = NAMES[name].complete(options, owner, cls.__name__.lower(), option_names(name))
+    checked = cls.options_type(**resolved)
+    check_given(options, checked.unread(), owner)
+    refuse_beyond_engines(name, checked)
     return resolved
 
 
@@ -225,11 +213,13 @@ def get_megatron_optimizer(
 
 def _build(name: str, options: Mapping[str, Any], params: Any, lr: float, weight_decay: float, **_: Any) -> Any:
     """What Megatron calls in place of Adam's constructor."""
-    cls: Callable[..., ShardedOptimizer] = NAMES[name][0]
+    cls = NAMES[name].optimizer
+    further = [key for key in cls.options_type.decay_options if key not in (*_MEGATRON_OPTIONS, *options)]
     for group in params:
-        if NAMES[name][0] is MARS and group.get("wd_mult") == 0 and "weight_decay_1d" not in options:
-            group["weight_decay_1d"] = 0.0  # Megatron asks for no decay of these parameters.
-    return cls(params, lr=lr, weight_decay=weight_decay, **options)
+        if group.get("wd_mult") == 0:
+            group.update(dict.fromkeys(further, 0.0))  # Megatron asks for no decay of these parameters.
+    build: Callable[..., ShardedOptimizer] = cls
+    return build(params, lr=lr, weight_decay=weight_decay, **options)
 
 
 @contextmanager

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from rankwise.options.fields import Options
+
 __all__ = [
     "SupportError",
-    "refuse_exact",
+    "refuse_beyond_engines",
     "refuse_settings",
     "refuse_without_statistics",
     "refuse_wrapping",
@@ -38,7 +40,7 @@ _REFUSED = (
         "use_precision_aware_optimizer",
         "--use-precision-aware-optimizer",
         "main weights and moments then live inside Transformer Engine's FusedAdam",
-        "leave it out; LDAdam and MARS-Lion keep less state instead",
+        "leave it out; an optimizer that keeps less state is e.g. MARS-Lion",
     ),
     _Refusal(
         "optimizer_cpu_offload",
@@ -115,7 +117,7 @@ def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
                 )
 
 
-def refuse_exact(name: str, options: Mapping[str, Any]) -> None:
+def refuse_beyond_engines(name: str, options: Options) -> None:
     """Check an optimizer's options.
 
     Args:
@@ -123,12 +125,12 @@ def refuse_exact(name: str, options: Mapping[str, Any]) -> None:
         options: Its options.
 
     Raises:
-        SupportError: Exact mode, which needs a second backward pass per step.
+        SupportError: A mode for which the user must write the training loop.
     """
-    if options.get("exact"):
+    for key, reason in options.beyond_engines().items():
         raise SupportError(
-            f"exact=True is invalid with --optimizer {name}: Megatron's schedules run one backward pass per step, "
-            "exact MARS needs the next batch's gradient too; use the default exact=False"
+            f"{key}={getattr(options, key)!r} is invalid with --optimizer {name}: Megatron's schedules run one "
+            f"backward pass per step, {reason}; use the default {key}={options.table()[key].default!r}"
         )
 
 

@@ -36,7 +36,6 @@ from megatron_patches.records import plain_names
 from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
-from rankwise import MKOR
 from rankwise.options.validation import OptionError
 from rankwise.routing.patterns import refuse_unmatched_everywhere
 from rankwise.step.optimizer import ShardedOptimizer
@@ -117,13 +116,13 @@ class Adoption:
     def _capture(self, built: MegatronOptimizer) -> None:
         model = nn.ModuleList([bare_model(chunk) for chunk in self.chunks])
         describe = linear_views(self.parameters)
-        optimizers = [inner for inner in self._adopted if isinstance(inner, MKOR)]
+        optimizers = [inner for inner in self._adopted if inner.needs_capture]
         for chunk in self.chunks if optimizers else ():
             refuse_without_statistics(get_model_config(chunk), self.groups.block(False) is not None)
         with idle_allowed():
             for inner in optimizers:
                 inner.capture(model, window=partial(getattr, self._adopted[inner], "window"), describe=describe)
-        if any(inner.options.hybrid for inner in optimizers):
+        if any(inner.needs_loss for inner in optimizers):
             StepLosses(built, optimizers, self.chunks, self.scale, _announce)
 
 

@@ -2,7 +2,7 @@
 
 >>> with torch.device("meta"):                                   # a model that takes no memory
 ...     model = build()
->>> optimizer = LDAdam(model.named_parameters(), rank=256)
+>>> optimizer = MARS(model.named_parameters(), variant="muon")
 >>> max(rank.state_bytes for rank in estimate(optimizer, world=64, stage=2))
 """
 

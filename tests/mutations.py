@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankwise import MKOR
 from rankwise.routing.roles import annotate
 
 NUMBERS: tuple[Any, ...] = (
@@ -110,8 +109,7 @@ def trial(build: Callable[[nn.Module], Any], expected: Mapping[str, Any], steps:
     for key, written in expected.items():
         have = getattr(optimizer.options, key)
         assert have == (tuple(written) if isinstance(written, list) else written), (key, have, written)
-    if isinstance(optimizer, MKOR):
-        optimizer.capture(model)
+    optimizer.capture(model)
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.randint(0, 12, (6,), generator=torch.Generator().manual_seed(step))).backward()

@@ -144,8 +144,7 @@ class Case:
             for names, group_options in zip(GROUPS, GROUP_OPTIONS, strict=True)
         ]
         optimizer = self.build(groups, lr=1e-2, weight_decay=0.1, **options)
-        if isinstance(optimizer, MKOR):
-            optimizer.capture(model)
+        optimizer.capture(model)
         return optimizer
 
 
@@ -241,7 +240,7 @@ class Framework:
 
     def step(self) -> None:
         """One optimizer step of the whole framework."""
-        if isinstance(self.optimizer, MKOR):
+        if self.optimizer.needs_capture:
             backward(self.model, self.count, self.rank, self.world)
         grads = {name: grad.to(self.model.norm.dtype) for name, grad in gradients(self.count).items()}
         for tensor, slices in self.shards:
@@ -378,7 +377,7 @@ def reference(case: str, dtype: torch.dtype, steps: int = STEPS) -> tuple[Named,
     model = Model(dtype)
     optimizer = CASES[case].optimizer(model)
     for step in range(steps):
-        if isinstance(optimizer, MKOR):
+        if optimizer.needs_capture:
             backward(model, step, 0, 1)
         for name, parameter in model.named_parameters():
             parameter.grad = gradients(step)[name].to(dtype, copy=True)

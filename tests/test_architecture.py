@@ -67,10 +67,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # A paper's room knows no other paper's.
     **{paper: (paper, *ROOMS) for paper in PAPERS},
     "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate"),
+    # The one table of names.
+    "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.step"),
     "deepspeed_plugin": ("deepspeed_plugin", "rankwise"),
     "megatron_patches": ("megatron_patches", "rankwise"),
     "rankwise.launch": OURS,
-    "rankwise.configs": ("rankwise.configs",),
+    "rankwise.configs": ("rankwise.configs", "rankwise.names"),
     "benchmarks": ("benchmarks", *OURS),
 }
 # Never, whatever the above says: the core and the framework packages do not know the command line.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +15,15 @@ from rankwise.options.fields import Options, option
 __all__ = ["MARSOptions"]
 
 _MOST_ITERATIONS = 100
+_NAMES = {
+    "mars": "adamw",
+    "mars-adamw": "adamw",
+    "mars-lion": "lion",
+    "mars-shampoo": "shampoo",
+    "mars-m": "muon",
+    "mars_m": "muon",
+}
+"""The variant for the name of the optimizer that has it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class MARSOptions(Options):
     lr: float | Tensor = shared.lr(3e-3)
     variant: str = option(
         "adamw",
-        Choice("adamw", "lion", "shampoo", "muon"),
+        Choice("adamw", "lion", "shampoo", "muon", words=_NAMES),
         'The rule behind the correction; "shampoo": orthogonalised momentum with the factor sqrt(max(1, rows / '
         'columns)), "muon": MARS-M, with the factor 0.2 sqrt(max(rows, columns)).',
     )
@@ -74,6 +83,10 @@ class MARSOptions(Options):
     exclude: Sequence[str] = shared.exclude()
     skip_nonfinite: bool = shared.skip_nonfinite()
     capturable: bool = shared.capturable()
+
+    def beyond_engines(self) -> Mapping[str, str]:
+        """Exact mode."""
+        return {"exact": "exact mode needs the next batch's gradient too"} if self.exact else {}
 
     def _check_together(self) -> None:
         self._refuse_capturable_skips(self.capturable)

@@ -53,6 +53,7 @@ class MKOR(SwitchingOptimizer):
     """
 
     options: MKOROptions
+    needs_capture = True
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")

@@ -73,6 +73,11 @@ class SwitchingOptimizer(CapturingOptimizer):
         self.matrix_states.forget()
 
     @property
+    def needs_loss(self) -> bool:
+        """MKOR-H alone."""
+        return self.options.hybrid
+
+    @property
     def switched(self) -> bool:
         """MKOR-H: whether the first-order optimizer has taken over."""
         return self._switched

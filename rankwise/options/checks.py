@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -184,12 +185,17 @@ class Flag(Check):
 
 
 class Choice(Check):
-    """One of some words; None may be one."""
+    """One of some words; None may be one.
+
+    Args:
+        choices: The words.
+        words: What others call some of them, for messages.
+    """
 
     kind = str
 
-    def __init__(self, *choices: str | None) -> None:
-        self.choices = choices
+    def __init__(self, *choices: str | None, words: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.choices, self._words = choices, {**VALUE_WORDS, **words}
         self.optional = None in choices
 
     def __call__(self, value: Any, default: Any) -> Any:
@@ -197,7 +203,7 @@ class Choice(Check):
         # Compared by type first: 0 is no name, and a tensor has no truth.
         if isinstance(value, str | None) and value in self.choices:
             return value
-        near = nearest(value, [str(choice) for choice in self.choices], VALUE_WORDS)
+        near = nearest(value, [str(choice) for choice in self.choices], self._words)
         meant = next((choice for choice in self.choices if str(choice) == near), "")
         fix = "" if near is None else f"did you mean {with_both_spellings(meant)}?"
         raise InvalidError(f"it must be one of {', '.join(map(with_both_spellings, self.choices))}", fix)

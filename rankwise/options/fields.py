@@ -107,6 +107,10 @@ class Options(_Common):
         """Options that nothing reads under these values of the others, why, and the fix."""
         return {}
 
+    def beyond_engines(self) -> Mapping[str, str]:
+        """Options that only a training loop of the user's own can serve as they are, and what they need."""
+        return {}
+
     def _refuse_unread(self) -> None:
         for key, (reason, fix) in self.unread().items():
             value = getattr(self, key)

@@ -28,14 +28,8 @@ VALUE_WORDS: Mapping[str, str] = {
     "single": "float32",
     "fp64": "float64",
     "double": "float64",
-    "mars": "adamw",
-    "mars-adamw": "adamw",
-    "mars-lion": "lion",
-    "mars-shampoo": "shampoo",
-    "mars-m": "muon",
-    "mars_m": "muon",
 }
-"""Our value for what others call it, and for the name of the optimizer that has it."""
+"""Our value for what others call it."""
 _CLOSE = 0.6
 """Similarity below which two words have nothing to do with each other."""
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
@@ -71,6 +71,37 @@ class ShardedOptimizer(LiveGroups, Reports):
         super()._detach()
         self.announce: Callable[[str], None] = logger.info
         self._announced = False
+
+    # --- what only some rules need of a training loop -----------------------------------------------------------
+
+    needs_capture: ClassVar[bool] = False
+    """Whether the rule learns from what the layers of the model compute; see :meth:`capture`."""
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether the rule learns from the loss; see :meth:`record_loss`."""
+        return False
+
+    @property
+    def switched(self) -> bool:
+        """Whether another rule has taken over for good, which needs neither."""
+        return False
+
+    def capture(
+        self,
+        model: nn.Module,
+        window: Any = None,
+        loss_scale: Callable[[], float] | None = None,
+        last_micro_batch: Callable[[], bool] | None = None,
+        describe: Any = None,
+    ) -> None:
+        """Watch the model's layers, where the rule needs it; see :meth:`rankwise.MKOR.capture`."""
+
+    def release(self) -> None:
+        """Undo :meth:`capture`."""
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Report a micro-batch's loss, where the rule needs it; see :meth:`rankwise.MKOR.record_loss`."""
 
     # --- what a subclass declares -------------------------------------------------------------------------------
 

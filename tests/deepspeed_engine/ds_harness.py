@@ -231,7 +231,7 @@ class Recorder:
         self.record = Record()
         self._update = optimizer._update
         optimizer._update = self.update  # type: ignore[method-assign]
-        if isinstance(optimizer, MKOR):
+        if optimizer.needs_capture:
             self._statistics = optimizer._reduced_statistics
             optimizer._reduced_statistics = self.statistics  # type: ignore[method-assign]
             self._detect = optimizer._detector.update
@@ -341,7 +341,7 @@ def digest(optimizer: Any) -> str:
     for key in sorted(optimizer.matrix_states):
         for name, value in sorted(optimizer.matrix_states[key].items()):
             found.update(f"{key}.{name}".encode() + value.detach().float().numpy().tobytes())
-    if isinstance(optimizer, MKOR):
+    if optimizer.needs_capture:
         found.update(repr(sorted(optimizer._detector.state_dict().items())).encode())
     return found.hexdigest()
 
@@ -465,7 +465,7 @@ def run_plain(
             _step_on_zeros(optimizer, updated)
     else:
         optimizer = build(job.name, groups_of(updated, job), **job.params)
-    if isinstance(optimizer, MKOR):
+    if getattr(optimizer, "needs_capture", False):
         optimizer.capture(updated, loss_scale=lambda: regime.scales_of(job, now["step"])[1])
         if half:
             _capture_from(optimizer, hooked)
@@ -510,7 +510,7 @@ def _hand_over_grads(
         with _linear_of(regime):
             loss = model(x[step, micro, share], y[step, micro, share])
             (loss / (ACCUMULATION * shares) * before).backward()
-        if isinstance(optimizer, MKOR):
+        if getattr(optimizer, "needs_capture", False):
             optimizer.record_loss(loss)
         for total, parameter in zip(sums, model.parameters(), strict=True):
             if parameter.grad is not None:
@@ -562,7 +562,7 @@ def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]
     model = model_of(job)
     annotate(model)
     optimizer = build(job.name, groups_of(model, job), **job.params)
-    assert isinstance(optimizer, MKOR)
+    assert optimizer.needs_capture
     optimizer.capture(model)
     x, y = batches(job.steps, job.seed)
     for micro in range(ACCUMULATION):
@@ -606,7 +606,7 @@ def replay(job: Job, ranks: list[Record]) -> dict[str, np.ndarray]:
     annotate(model)
     optimizer = build(job.name, groups_of(model, job), **job.params)
     now = {"step": 0}
-    if isinstance(optimizer, MKOR):
+    if optimizer.needs_capture:
         optimizer.capture(model)
         optimizer._reduced_statistics = lambda unit, due: {  # type: ignore[method-assign]
             key: tuple(torch.from_numpy(value) for value in values)
@@ -622,7 +622,7 @@ def replay(job: Job, ranks: list[Record]) -> dict[str, np.ndarray]:
         for name, parameter in parameters.items():
             parameter.grad = torch.from_numpy(grads[name])
         loss = ranks[0].losses[step]
-        if isinstance(optimizer, MKOR) and loss is not None:
+        if loss is not None:
             optimizer.record_loss(loss)
         optimizer.step()
     return weights_of(model)

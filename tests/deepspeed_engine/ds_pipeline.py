@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from deepspeed_plugin.registry import build
-from rankwise import MKOR
 from rankwise.routing.roles import Role, annotate, assign_role
 
 WIDTH, LENGTH, BATCH, ACCUMULATION, STEPS = 10, 8, 8, 4, 4
@@ -187,7 +186,7 @@ def replay(job: PipelineJob, ranks: list[ds.Record]) -> dict[str, np.ndarray]:
     model.annotate()
     optimizer = build(job.name, list(model.parameters()), **TYPES[job.name])
     now = {"step": 0}
-    if isinstance(optimizer, MKOR):
+    if optimizer.needs_capture:
         optimizer.capture(model)
         optimizer._reduced_statistics = lambda unit, due: {  # type: ignore[method-assign]
             key: tuple(torch.from_numpy(value) for value in values)
@@ -201,7 +200,7 @@ def replay(job: PipelineJob, ranks: list[ds.Record]) -> dict[str, np.ndarray]:
             parameter.grad = torch.from_numpy(grads[name])
         losses = {record.losses[step] for record in ranks} - {None}
         assert len(losses) <= 1, "the stages were told different losses"
-        if isinstance(optimizer, MKOR) and losses:
+        if losses:
             optimizer.record_loss(losses.pop())
         optimizer.step()
     return ds.weights_of(model)
@@ -217,14 +216,14 @@ def run_whole(job: PipelineJob) -> tuple[dict[str, np.ndarray], dict[str, np.nda
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=params["lr"])
     else:
         optimizer = build(job.name, list(model.parameters()), **params)
-    if isinstance(optimizer, MKOR):
+    if getattr(optimizer, "needs_capture", False):
         optimizer.capture(model)
     x, y = batches()
     for step in range(STEPS):
         model.zero_grad()
         for micro in range(ACCUMULATION):
             loss = model(x[step, micro], y[step, micro])
-            if isinstance(optimizer, MKOR):
+            if getattr(optimizer, "needs_capture", False):
                 optimizer.record_loss(loss)
             (loss / ACCUMULATION).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -73,7 +73,7 @@ def _by_hand(job: ds.Job, trace: list[Any]) -> tuple[dict[str, np.ndarray], dict
         optimizer: Any = torch.optim.AdamW(model.parameters(), betas=params["betas"])
     else:
         optimizer = ds.build(job.name, list(model.parameters()), **params)
-    if isinstance(optimizer, ds.MKOR):
+    if getattr(optimizer, "needs_capture", False):
         optimizer.capture(model)
     initial = ds.weights_of(model)
     x, y = ds.batches(ds.STEPS)

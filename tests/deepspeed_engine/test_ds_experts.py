@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from deepspeed_plugin.checkpoint import CheckpointError
 from deepspeed_plugin.registry import build
 from deepspeed_plugin.saved import newest_model_file
-from rankwise import MKOR
 from rankwise.options.validation import OptionError
 from rankwise.routing.roles import Role, annotate, assign_role
 from rankwise.step.optimizer import ShardedOptimizer
@@ -178,14 +177,14 @@ def run_whole(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=TYPES[name]["lr"])
     else:
         optimizer = build(name, list(model.parameters()), **TYPES[name])
-    if isinstance(optimizer, MKOR):
+    if getattr(optimizer, "needs_capture", False):
         optimizer.capture(model)
     x, y = ds.batches(ds.STEPS)
     for step in range(STEPS):
         model.zero_grad()
         for micro in range(ds.ACCUMULATION):
             loss = model(x[step, micro], y[step, micro])
-            if isinstance(optimizer, MKOR):
+            if getattr(optimizer, "needs_capture", False):
                 optimizer.record_loss(loss)
             (loss / ds.ACCUMULATION).backward()
         optimizer.step()

@@ -132,7 +132,7 @@ def expected_matrices(job: ds.Job) -> int:
     model = ds.model_of(job)
     ds.annotate(model)
     optimizer = ds.build(job.name, ds.groups_of(model, job), **job.params)
-    if isinstance(optimizer, ds.MKOR):
+    if optimizer.needs_capture:
         optimizer.capture(model)
         del optimizer._routes["unused.weight"]  # no input ever reaches it, which MKOR notices
     return sum(chosen.rule == "matrix" for chosen in optimizer._routes.values())

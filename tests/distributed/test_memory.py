@@ -105,8 +105,7 @@ class Memory(NamedTuple):
 def _measure(rank: int, world: int, name: str) -> Memory:
     model = Net()
     optimizer = BUILDERS[name](model.named_parameters())
-    if isinstance(optimizer, MKOR):
-        optimizer.capture(model)
+    optimizer.capture(model)
     shard = FlatShard(model, rank, world)
     optimizer.param_groups[0]["params"] = [shard.tensor]
     optimizer.attach(shard)

@@ -163,8 +163,7 @@ def _built(name: str, dtype: torch.dtype = FP32, **options: Any) -> tuple[nn.Mod
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 70), nn.Linear(70, 4, bias=False)).to(dtype)
     kind, own, _, _ = RULES[name]
     optimizer = kind(list(model.named_parameters()), **own, **options)
-    if isinstance(optimizer, MKOR):
-        optimizer.capture(model)
+    optimizer.capture(model)
     return model, optimizer
 
 

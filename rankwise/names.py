@@ -1,0 +1,65 @@
+"""The names of our optimizers: of both frameworks, the ready configurations and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rankwise.ldadam.optimizer import LDAdam
+from rankwise.mars.optimizer import MARS
+from rankwise.mkor.optimizer import MKOR
+from rankwise.options.validation import check_keys, check_preset
+from rankwise.sonew.optimizer import SONew
+from rankwise.step.optimizer import ShardedOptimizer
+
+__all__ = ["BY_NAME", "BY_SPELLING", "CLASSES", "Named"]
+
+
+class Named(NamedTuple):
+    """What a name stands for.
+
+    Attributes:
+        optimizer: The class.
+        preset: Options that the name fixes.
+    """
+
+    optimizer: type[ShardedOptimizer]
+    preset: Mapping[str, Any] = MappingProxyType({})
+
+    def complete(
+        self, given: Mapping[str, Any], owner: str, instead: str, valid: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """The constructor's keywords from options as a file or a command line has them.
+
+        Args:
+            given: The user's options; lists stand for tuples.
+            owner: Who has them, for messages.
+            instead: The name that leaves to the user what this one fixes.
+            valid: The options there are; None: all of the class.
+
+        Raises:
+            OptionError: An unknown key, or one that the name fixes.
+        """
+        check_preset(given, self.preset, owner, instead)
+        check_keys(given, self.optimizer.options_type.names() if valid is None else valid, owner)
+        return {**self.preset, **{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}}
+
+
+BY_SPELLING: Mapping[str, Named] = {
+    "MARS": Named(MARS),
+    "MARS-AdamW": Named(MARS, {"variant": "adamw"}),
+    "MARS-Lion": Named(MARS, {"variant": "lion"}),
+    "MARS-Shampoo": Named(MARS, {"variant": "shampoo"}),
+    "MARS-M": Named(MARS, {"variant": "muon"}),
+    "SONew": Named(SONew),
+    "LDAdam": Named(LDAdam),
+    "MKOR": Named(MKOR),
+    "MKOR-H": Named(MKOR, {"hybrid": True}),
+}
+"""By the spelling of a JSON's ``"type"``."""
+
+BY_NAME: Mapping[str, Named] = {spelling.lower(): named for spelling, named in BY_SPELLING.items()}
+"""By the name on command lines and of files."""
+
+CLASSES: tuple[type[ShardedOptimizer], ...] = tuple(dict.fromkeys(named.optimizer for named in BY_NAME.values()))
