@@ -9,15 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rankwise.names import BY_SPELLING
+from rankwise.configs.making import OPTIMIZERS, STAGES
 
 __all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path", "megatron_config_path"]
-
-OPTIMIZERS: dict[str, str] = {"adamw": "AdamW", **{spelling.lower(): spelling for spelling in BY_SPELLING}}
-"""File stem -> DeepSpeed ``"type"``. ``adamw`` is DeepSpeed's own baseline, the rest are ours."""
-
-STAGES: tuple[int, ...] = (0, 1, 2, 3)
-"""The ZeRO stages there is a folder for."""
 
 
 def deepspeed_config_path(optimizer: str, stage: int = 2) -> Path:

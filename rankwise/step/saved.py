@@ -37,6 +37,8 @@ class Checkpoints(RoutedOptimizer):
 
     copied_attributes: ClassVar[tuple[str, ...]] = (
         "options",
+        "group_options",
+        "structural_options",
         "matrix_states",
         "_catalog",
         "_routes",

@@ -59,18 +59,12 @@ class RoutedOptimizer(Optimizer, ABC):
     """The part of :class:`rankwise.step.optimizer.ShardedOptimizer` that names parameters and picks their rules."""
 
     options_type: ClassVar[type[Options]]
+    group_options: tuple[str, ...]
+    """Options that may differ between param groups."""
+    structural_options: tuple[str, ...]
+    """Keys of a param group on which routes and shapes of states depend."""
     idle_advice: ClassVar[Mapping[str, str]] = {}
     """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
-
-    @property
-    def group_options(self) -> tuple[str, ...]:
-        """Options that may differ between param groups."""
-        return self.options.varying
-
-    @property
-    def structural_options(self) -> tuple[str, ...]:
-        """Keys of a param group on which routes and shapes of states depend."""
-        return ("fallback", *self.options.structural())
 
     @property
     @abstractmethod
@@ -83,6 +77,8 @@ class RoutedOptimizer(Optimizer, ABC):
 
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
         self.options = options
+        # Asked for at every step.
+        self.group_options, self.structural_options = options.varying, ("fallback", *options.structural())
         self.matrix_states = MatrixStates()
         self.parameters_by_name: dict[str, Tensor] = {}
         self._catalog: dict[str, tuple[ParameterInfo, int]] = {}

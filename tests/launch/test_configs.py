@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankwise.configs import OPTIMIZERS, STAGES, deepspeed_config, deepspeed_config_path, megatron_config_path
+from rankwise.configs.making import write
 from rankwise.launch.flags import read_flags
 
 
@@ -25,6 +26,16 @@ def test_files_of_a_stage_differ_only_in_the_optimizer(stage: int) -> None:
 def test_files_of_an_optimizer_differ_only_in_the_stage(name: str) -> None:
     assert len({without(deepspeed_config(name, stage), "zero_optimization") for stage in STAGES}) == 1
     assert deepspeed_config(name)["optimizer"]["type"] == OPTIMIZERS[name]
+
+
+def test_the_files_are_those_that_one_table_gives(tmp_path: Path) -> None:
+    """After a change of the table, `python -m rankwise.configs` writes them anew."""
+    root = Path(str(files("rankwise.configs")))
+    write(tmp_path)
+    made = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert len(made) == len(OPTIMIZERS) * (len(STAGES) + 1)
+    for path, text in made.items():
+        assert (root / path).read_text() == text, path
 
 
 def test_nothing_but_the_grid_is_packaged() -> None:

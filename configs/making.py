@@ -1,0 +1,88 @@
+"""The packaged files, made from one table: ``python -m rankwise.configs`` writes them anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rankwise.names import BY_NAME, BY_SPELLING
+
+__all__ = ["OPTIMIZERS", "STAGES", "VALUES", "contents", "write"]
+
+OPTIMIZERS: dict[str, str] = {"adamw": "AdamW", **{spelling.lower(): spelling for spelling in BY_SPELLING}}
+"""File stem -> DeepSpeed ``"type"``. ``adamw`` is DeepSpeed's own baseline, the rest are ours."""
+
+STAGES: tuple[int, ...] = (0, 1, 2, 3)
+"""The ZeRO stages there is a folder for."""
+
+_MARS = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
+_MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
+VALUES: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1, "torch_adam": True},
+    "mars": {"lr": 0.006, "variant": "adamw", **_MARS},
+    "mars-adamw": {"lr": 0.006, **_MARS},
+    "mars-lion": {"lr": 0.001, **_MARS},
+    "mars-shampoo": {"lr": 0.03, **_MARS},
+    "mars-m": {"lr": 0.012, **_MARS},
+    "sonew": {"lr": 0.003, "band": 1, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    "ldadam": {"lr": 0.006, "rank": 32, "weight_decay": 0.1},
+    "mkor": _MKOR,
+    "mkor-h": _MKOR,
+}
+"""Options of each optimizer, for the small model of ``rankwise train``."""
+
+_CLIP = 1.0
+
+
+def _deepspeed(name: str, stage: int) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": _CLIP,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": OPTIMIZERS[name], "params": VALUES[name]},
+    }
+    text = json.dumps(config, indent=2)
+    # Pairs of numbers in one line.
+    return re.sub(r"\[\s+([^\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def _megatron(name: str) -> str:
+    """The same values as flags: some are Megatron's own, the others begin with the name of the class."""
+    values = dict(VALUES[name])
+    lines = {
+        "optimizer": name if name in BY_NAME else "adam",
+        "lr": values.pop("lr"),
+        "weight-decay": values.pop("weight_decay"),
+        "clip-grad": _CLIP,
+    }
+    if name in BY_NAME:
+        prefix = BY_NAME[name].optimizer.__name__.lower()
+        lines |= {f"{prefix}-{key.replace('_', '-')}": value for key, value in values.items()}
+    else:
+        first, second = values["betas"]
+        lines |= {"adam-beta1": first, "adam-beta2": second, "adam-eps": values["eps"]}
+    return "".join(f"{key}: {value}\n" for key, value in lines.items()) + "use-distributed-optimizer: true\n"
+
+
+def contents() -> Iterator[tuple[str, str]]:
+    """Every file: its path below the package, and its text."""
+    for name in OPTIMIZERS:
+        yield f"megatron/{name}.yaml", _megatron(name)
+        for stage in STAGES:
+            yield f"deepspeed/zero{stage}/{name}.json", _deepspeed(name, stage)
+
+
+def write(folder: Path) -> None:
+    """Write every file.
+
+    Args:
+        folder: The package's, or another one.
+    """
+    for name, text in contents():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
