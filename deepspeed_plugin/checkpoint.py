@@ -302,7 +302,7 @@ def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> N
     """Refuse on all ranks what the optimizer of any would refuse of its file, when the others have taken theirs."""
     rank = dist.get_rank(engine.seq_data_parallel_group)
     optimizer: ShardedOptimizer = engine.basic_optimizer
-    together(engine.seq_data_parallel_group, lambda: optimizer.refuse_foreign(saved.optimizer(rank)[0]))
+    together(engine.seq_data_parallel_group, lambda: optimizer.saved.refuse_foreign(saved.optimizer(rank)[0]))
 
 
 def _refuse_wrong_weights(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:

@@ -56,11 +56,11 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """
     refuse_settings(engine, type(optimizer).__name__)
     refuse_wrapper(engine, type(optimizer).__name__)
-    optimizer.leave_out_empty_groups()
+    optimizer.table.leave_out_empty_groups()
     layout = layout_of(engine, optimizer)
     optimizer.attach(layout)
     report_health(engine, optimizer)
-    optimizer.announce = lambda text: log_dist(text, ranks=[0])
+    optimizer.reports.announce = lambda text: log_dist(text, ranks=[0])
     hooks: list[Any] = [StateAccess(engine, optimizer, layout)]
     if optimizer.needs_capture:
         # A pipeline's stages run several micro-batches at once: none is the last.

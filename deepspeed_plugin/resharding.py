@@ -117,7 +117,7 @@ def open_engine(engine: DeepSpeedEngine, param_groups: Any = None) -> Iterator[D
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
     if param_groups is not None:
-        optimizer.adopt_groups(param_groups)
+        optimizer.saved.adopt_groups(optimizer.param_groups, param_groups)
     optimizer.plan_ahead(layout.units())
     yield layout
     layout.publish_weights()

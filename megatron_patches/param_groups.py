@@ -54,7 +54,7 @@ def share_members(wrappers: Sequence[MegatronOptimizer], pipeline: dist.ProcessG
 def _members(inner: ShardedOptimizer | None) -> list[set[str]]:
     if inner is None:  # A stage without such parameters.
         return []
-    return [{_NUMBERS.sub("", name) for name in names} for names in inner.names_by_group()]
+    return [{_NUMBERS.sub("", name) for name in names} for names in inner.table.names_by_group(len(inner.param_groups))]
 
 
 def match_groups(current: Sequence[Group], saved: Sequence[Group]) -> list[Mapping[str, Any]]:

@@ -58,9 +58,9 @@ def settle_options(
         for name in (*inner.defaults, *RATES):
             if name in _SCHEDULED or name not in mine or _plain(group.get(name)) == _plain(mine[name]):
                 continue
-            is_mine = keep_structure if name in inner.structural_options else override
+            is_mine = keep_structure if name in inner.declared.structural_options else override
             found[_difference(inner, name, group.get(name), mine[name], is_mine)] = None
-            stays += not is_mine and name not in inner.structural_options
+            stays += not is_mine and name not in inner.declared.structural_options
             if is_mine:
                 group[name] = mine[name]
     for name, value in options_record(inner).items():
@@ -68,7 +68,7 @@ def settle_options(
             found[_difference(inner, name, saved[name], value, True)] = None
     if found:
         way_out = f". {OVERRIDE} lets this run's count" if stays else ""
-        inner.announce(f"rankwise {type(inner).__name__}: on resuming, {'; '.join(found)}{way_out}")
+        inner.reports.announce(f"rankwise {type(inner).__name__}: on resuming, {'; '.join(found)}{way_out}")
 
 
 def _difference(inner: ShardedOptimizer, name: str, theirs: Any, mine: Any, is_mine: bool) -> str:

@@ -73,7 +73,7 @@ class Adoption:
             return
         expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
         inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, self.scale, expert, layer_wise))
-        inner.announce = self._announce_once
+        inner.reports.announce = self._announce_once
         wrapper.holds_experts = expert  # type: ignore[attr-defined]
         self._adopted[inner] = wrapper
 
@@ -91,11 +91,11 @@ class Adoption:
         for wrapper, members in zip(wrappers, share_members(wrappers, self.groups.pipeline), strict=True):
             wrapper.members = members
         device = next((p.device for p in self.parameters), torch.device("cpu"))
-        busy = torch.tensor(float(any(not inner.is_idle for inner in self._adopted)), device=device)
+        busy = torch.tensor(float(any(not inner.table.is_idle for inner in self._adopted)), device=device)
         dist.all_reduce(busy, dist.ReduceOp.MAX)
         if not busy.item():
             for inner in self._adopted:
-                inner.refuse_if_idle()
+                inner.table.refuse_if_idle()
             raise OptionError("the optimizer would update none of the model's parameters with its own rule.")
         self._refuse_unmatched()
 

@@ -75,7 +75,7 @@ def estimate(optimizer: ShardedOptimizer, world: int | None = None, stage: int =
         ValueError: The stage is unknown, or nothing is planned yet and no world is given.
     """
     if world is None:
-        units = list(optimizer._units.values())
+        units = list(optimizer.planned_units)
         if not units:
             raise ValueError("estimate: nothing is planned before the first step; say how many ranks: world=8, stage=2")
     else:
@@ -91,7 +91,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
     for rank, fragments in zip(ranks, layout.ranks, strict=True):
         for fragment in fragments:
             group = unit.planned_groups[unit.group_position[fragment.key]]
-            states = optimizer.element_states(unit.infos[fragment.key], unit.routes[fragment.key].rule, group)
+            states = optimizer.declared.element_states(unit.infos[fragment.key], unit.routes[fragment.key].rule, group)
             rank.elements += fragment.numel
             width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
             rank.element_state_bytes += fragment.numel * width
@@ -134,7 +134,7 @@ def _imagined(optimizer: ShardedOptimizer, world: int, stage: int) -> list[StepU
     if stage not in cuts:
         raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
     groups: dict[int, dict[str, int]] = {}
-    for name, (info, group) in optimizer._catalog.items():
+    for name, (info, group) in optimizer.table.catalog.items():
         groups.setdefault(group, {})[name] = prod(info.shape)
     units = [
         [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from rankwise.kernels import graphs, native
 from rankwise.kernels.lists import copy_, decay_
 from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.declared import LDAdamDeclared
 from rankwise.ldadam.forms import step_for
 from rankwise.ldadam.fragments import Fragments, Signature, split_factors
 from rankwise.ldadam.in_place import SubspacesInPlace
@@ -21,9 +22,7 @@ from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.slices import Cut, exchanged
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
-from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.sharding import Batch, MatrixTask, Reply, find_slices
-from rankwise.step.element_states import StateTypes
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrix_states import MatrixState
 from rankwise.step.optimizer import ShardedOptimizer
@@ -57,66 +56,30 @@ class LDAdam(ShardedOptimizer):
     """
 
     options: LDAdamOptions
-    health_means = ("subspace_rotation",)
-    health_totals = ("kept_bases",)
-    matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
-    counted_states = ("step", "beta1")
+    declares = LDAdamDeclared
+    declared: LDAdamDeclared
+    held = (*ShardedOptimizer.held, "_unstepped")
     one_by_one = True
-    idle_advice: ClassVar[Mapping[str, str]] = {"saves nothing": "lower 'rank'"}
 
     @options_as_keywords(LDAdamOptions)
     def __init__(self, params: Any, options: LDAdamOptions) -> None:
         super().__init__(params, options)
-
-    def _detach(self) -> None:
-        super()._detach()
         # Matrices that are to take their first step, which is another one; the counts may lie on the device.
         self._unstepped: set[str] = set()
 
     def read_health(self) -> dict[str, float]:
         """See the base class; ``kept_bases``, of a capturable optimizer: where no new basis could be factored."""
         found = super().read_health()
-        if not self.capturable:
+        if not self.declared.capturable:
             found.pop("kept_bases")
         return found
 
-    @property
-    def policy(self) -> RoutingPolicy:
-        """Linear weights only, as in the published runs."""
-        return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
-
-    def _adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
-        if chosen.rule == "matrix" and len(info.shape) not in (2, 3):
-            return Route("fallback", f"{len(info.shape)}-D tensor")
-        if chosen.rule == "fallback" or group.get("fallback") is False:
-            return chosen
-        if updates.worth_projecting(group["rank"], *info.matrix_shape, error_feedback=group["error_feedback"]):
-            return chosen
-        return Route("fallback", f"rank {group['rank']} saves nothing")
-
-    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """AdamW's moments on the fallback, the error buffer on matrices."""
-        if rule == "fallback":
-            return {"exp_avg": None, "exp_avg_sq": None}
-        if not group["error_feedback"]:
-            return {}
-        dtype = self.options.error_dtype
-        return {"error": None if dtype is None else getattr(torch, dtype)}
-
-    def matrix_state_shapes(
-        self, info: ParameterInfo, group: Mapping[str, Any]
-    ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """Basis (short side, rank) and moments (rank, long side)."""
-        rows, columns = info.matrix_shape
-        rank = updates.effective_rank(group["rank"], rows, columns)
-        moments = [(rank, max(rows, columns))]
-        return {"basis": [(min(rows, columns), rank)], "exp_avg": moments, "exp_avg_sq": moments}
-
-    def _plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> None:
+        """See the base class: every matrix, or its slices."""
         keys = unit.keys("matrix")
-        tensor_parallel = self._source.tensor_parallel
+        tensor_parallel = self.planner.source.tensor_parallel
         slices = find_slices(unit.layout, keys, tensor_parallel.sets) if tensor_parallel else {}
-        if slices and self.capturable:
+        if slices and self.declared.capturable:
             raise OptionError(
                 "LDAdam: capturable=True is invalid under tensor parallelism: it must be false where ranks compute the "
                 "slices of a matrix together, which the host directs; set capturable to false"
@@ -135,7 +98,7 @@ class LDAdam(ShardedOptimizer):
             cut: Cut = "long" if right == (matrix.axis == 0) else "short"
             signature = Signature(*matrix.shape, rank, position, right, cut)
             tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
-        self._choose_owners(unit, tasks, slices)
+        self.planner.choose_owners(unit, tasks, slices)
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the returned factors, and what owners of slices tell each other."""
@@ -259,12 +222,12 @@ class LDAdam(ShardedOptimizer):
         if not known:
             graphs.refuse_capture(like.device, "the first step of a matrix")
         state = self.matrix_states.obtain(key, lambda: self._fresh(like, signature))
-        if self.capturable and not known and int(state["step"]) == 0:
+        if self.declared.capturable and not known and int(state["step"]) == 0:
             self._unstepped.add(key)
         return state
 
     def _past(self, unit: StepUnit, key: str, state: MatrixState) -> _Past:
-        if self._counts_on_device(unit):
+        if self.opening.counts_on_device(unit):
             return (0, 0.0) if key in self._unstepped else None
         return int(state["step"]), float(state["beta1"])
 
@@ -282,8 +245,8 @@ class LDAdam(ShardedOptimizer):
             if reports:
                 self._report_rotation(rotation)
 
-        assert self._source.tensor_parallel is not None
-        holders = holders_of(self._source.tensor_parallel.group, unit.traffic)
+        assert self.planner.source.tensor_parallel is not None
+        holders = holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
         group = self.param_groups[batch.signature.group]
         return step_slices(stack, states, len(wholes), batch.signature, group, holders, report)
 
@@ -354,7 +317,7 @@ class LDAdam(ShardedOptimizer):
 
     def _fresh(self, like: Tensor, signature: Signature) -> MatrixState:
         """A subspace and its moments before the first step."""
-        counts = self._count_device(like)
+        counts = self.declared.count_device(like)
         return {
             "basis": like.new_zeros(signature.short, signature.rank),
             "exp_avg": like.new_zeros(signature.rank, signature.long),

@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.kernels.forms import newton_schulz_for, orthogonal_steps_for, product_dtype_for
+from rankwise.kernels.forms import newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.kernels.native.newton_schulz import Job
 from rankwise.kernels.passes import STATES, Pass, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
+from rankwise.mars.declared import MARSDeclared
 from rankwise.mars.options import MARSOptions
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
-from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.sharding.sources import LayoutSource
-from rankwise.step.element_states import StateTypes
 from rankwise.step.entries import Entry
 from rankwise.step.first_order import adamw_step
 from rankwise.step.optimizer import ShardedOptimizer
@@ -29,8 +28,6 @@ from rankwise.step.unit import Bucket, StepUnit, spans
 from rankwise.step.work import StepWork
 
 __all__ = ["MARS"]
-
-_ORTHOGONAL = ("shampoo", "muon")
 
 _Signature = tuple[int, int, tuple[int, int], int]
 """Of a matrix task: rows and columns of what is orthogonalised, logical shape of the weight, its param group."""
@@ -70,37 +67,15 @@ class MARS(ShardedOptimizer):
     """
 
     options: MARSOptions
-    health_means = ("clip_rate",)
-    product_option = "ns_dtype"
-    copied_attributes = (*ShardedOptimizer.copied_attributes, "_recorded")
+    declares = MARSDeclared
+    declared: MARSDeclared
+    held = (*ShardedOptimizer.held, "_recorded")
     one_by_one = True
-    optional_states = ("next_reference",)
 
     @options_as_keywords(MARSOptions)
     def __init__(self, params: Any, options: MARSOptions) -> None:
-        self._recorded = False
         super().__init__(params, options, {"lr_1d_ratio": _fallback_lr_ratio(options)})
-
-    @property
-    def policy(self) -> RoutingPolicy:
-        """Embeddings take the element-wise variants' rule, as published; orthogonalisation leaves them out."""
-        options = self.options
-        return RoutingPolicy(
-            embeddings=options.variant not in _ORTHOGONAL, exclude=options.exclude, vectors=options.optimize_1d
-        )
-
-    @property
-    def identity(self) -> str:
-        """Class and variant: variants have different element states."""
-        return f"MARS-{self.options.variant}"
-
-    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """The momentum, the second moment where AdamW is involved, and the comparison gradient(s)."""
-        if rule == "fallback":
-            return {"exp_avg": None, "exp_avg_sq": None}
-        second = () if self.options.variant == "lion" or self._is_orthogonal(info) else ("exp_avg_sq",)
-        references = ("reference", "next_reference") if self.options.exact else ("reference",)
-        return dict.fromkeys(("exp_avg", *second, *references))
+        self._recorded = False
 
     def attach(self, source: LayoutSource) -> None:
         """See the base class.
@@ -140,30 +115,21 @@ class MARS(ShardedOptimizer):
                 unit.states.views(self.state, "next_reference", [entry])[0].zero_()
         self._recorded = True
 
-    def _plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> None:
+        """See the base class: the matrices that are orthogonalised."""
         tasks = []
         for key in unit.keys("matrix"):
             info = unit.infos[key]
-            if self._is_orthogonal(info):
+            if self.declared.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
                 signature = (rows, columns, info.logical_matrix_shape, unit.group_position[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
-        self._choose_owners(unit, tasks)
+        self.planner.choose_owners(unit, tasks)
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of the corrected gradients."""
         return StepWork(sums=(1,), element_flops=24.0)
-
-    def product_type(self, unit: StepUnit) -> torch.dtype | None:
-        """See the base class; of Newton-Schulz."""
-        if self.options.variant not in _ORTHOGONAL:
-            return None
-        wish = self.options.ns_dtype
-        return product_dtype_for(unit.device, unit.dtype) if wish == "auto" else getattr(torch, wish)
-
-    def _is_orthogonal(self, info: ParameterInfo) -> bool:
-        return self.options.variant in _ORTHOGONAL and len(info.shape) >= 2
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -217,7 +183,9 @@ class MARS(ShardedOptimizer):
         """A bucket's fragments by what becomes of their momentum."""
         parts = []
         for orthogonal in (False, True):
-            chosen = [i for i, entry in enumerate(bucket.entries) if self._is_orthogonal(entry.info) == orthogonal]
+            chosen = [
+                i for i, entry in enumerate(bucket.entries) if self.declared.is_orthogonal(entry.info) == orthogonal
+            ]
             if len(chosen) == len(bucket.entries):
                 return [_Part(bucket, bucket.entries, bucket.weights, bucket.grads, coefficients, orthogonal)]
             if chosen:
@@ -242,14 +210,13 @@ class MARS(ShardedOptimizer):
             scalars.step = part.bucket.step_of(part.entries)
         unit.kernels.run(Pass(rule, fields, scalars, part.coefficients))
 
-    def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+    def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.
         if self.options.exact and not self._recorded and any(tensor.grad is not None for tensor in unit.tensors):
             raise RuntimeError(
                 "MARS exact mode: step() without a recorded comparison gradient; call record_reference() with the next "
                 "batch's gradient before computing the present batch's."
             )
-        return super()._open(unit)
 
     def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
         judged = super()._judged(unit, grads)
@@ -286,7 +253,7 @@ class MARS(ShardedOptimizer):
             weights.clear()
             directions.clear()
 
-        product = self.product_type(unit)
+        product = self.declared.product_type(unit.device, unit.dtype)
         assert product is not None
         steps = orthogonal_steps_for(unit.device, unit.dtype, product)
         jobs: list[Job] = []
@@ -315,7 +282,7 @@ class MARS(ShardedOptimizer):
             beta1=group["betas"][0],
             eps=self._eps(group),
             ns_steps=group["ns_steps"],
-            ns_dtype=self.product_type(unit),
+            ns_dtype=self.declared.product_type(unit.device, unit.dtype),
             orthogonalise=newton_schulz_for(unit.device),
         )
         return directions.reshape(len(exp_avgs), -1)
@@ -336,12 +303,11 @@ class MARS(ShardedOptimizer):
     def _eps(self, group: Mapping[str, Any]) -> float | None:
         return group["eps"] if self.options.variant == "shampoo" else None
 
-    def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
-        super()._close(unit, weights)
+    def _after_step(self, unit: StepUnit) -> None:
         if self.options.exact and self._recorded:
             for tensor in unit.tensors:
                 state = self.state[tensor]
-                if "next_reference" in state and self.capturable and "reference" in state:
+                if "next_reference" in state and self.declared.capturable and "reference" in state:
                     # Where a graph reads it.
                     state["reference"].copy_(state["next_reference"])
                 elif "next_reference" in state:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise.kernels.forms import is_for_cpus
 from rankwise.mkor.blocked import Workspace
-from rankwise.mkor.factors import KroneckerFactors
+from rankwise.mkor.declared import MKORDeclared
+from rankwise.mkor.factor_steps import FactorSteps
+from rankwise.mkor.layers import matrix_tasks
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioned import Preconditioned
-from rankwise.mkor.switch import SwitchingOptimizer
+from rankwise.mkor.switch import Switch
 from rankwise.options.constructor import options_as_keywords
-from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding import Batch, MatrixTask, Traffic
+from rankwise.statistics.collector import Collector
+from rankwise.statistics.hooks import Describe, describe_linear
 from rankwise.statistics.vectors import LayerVectors
-from rankwise.step.element_states import StateTypes
-from rankwise.step.first_order import FirstOrder
 from rankwise.step.matrix_states import MatrixState
+from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.unit import Bucket, StepUnit
 from rankwise.step.work import StepWork
 
@@ -31,7 +32,7 @@ __all__ = ["MKOR"]
 logger = logging.getLogger(__name__)
 
 
-class MKOR(SwitchingOptimizer):
+class MKOR(ShardedOptimizer):
     r"""Momentum-enabled Kronecker-factor-based optimizer with rank-1 updates, and MKOR-H (arXiv 2306.01685).
 
     Every ``update_interval`` steps the inverses of a layer's two factors move by one rank-1 update each, from the mean
@@ -54,59 +55,114 @@ class MKOR(SwitchingOptimizer):
 
     options: MKOROptions
     needs_capture = True
-    health_totals = ("factors_updated", "factors_skipped")
-    product_option = "product_dtype"
-    matrix_state_names = ("left", "right", "failures")
-    copied_attributes = (*SwitchingOptimizer.copied_attributes, "_first_order", "_factors")
+    declares = MKORDeclared
+    declared: MKORDeclared
+    held = (*ShardedOptimizer.held, "statistics", "factor_steps", "switch", "_first_order", "_factors")
     one_by_one = True
-    idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
-    sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
     @options_as_keywords(MKOROptions)
     def __init__(self, params: Any, options: MKOROptions) -> None:
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
-        self._first_order = FirstOrder(options.backend, options.nesterov)
-        self._factors = KroneckerFactors(options)
         super().__init__(params, options)
+        self._first_order, self._factors = self.declared.first_order, self.declared.factors
+        self.statistics = Collector(self.table, self.planner)
+        self.factor_steps = FactorSteps(options, self.table, self.planner, self.statistics, self.matrix_states)
+        self.switch = Switch(options, self.statistics, self.matrix_states, self.planner)
 
-    # --- routing ------------------------------------------------------------------------------------------------
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        model: nn.Module,
+        window: Any = None,
+        loss_scale: Callable[[], float] | None = None,
+        last_micro_batch: Callable[[], bool] | None = None,
+        describe: Describe = describe_linear,
+    ) -> None:
+        """Hook the model's linear layers. Call once, before the first step.
+
+        Args:
+            model: The model whose parameters this optimizer updates. A ``DistributedDataParallel`` model also tells
+                the optimizer its process group, over which statistics are then reduced and matrices distributed.
+            window: Callable that identifies the current accumulation window, so that statistics of a step the
+                framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
+            loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the
+                step. An engine's own scale is known, and ``torch.amp.GradScaler`` tells its own.
+            last_micro_batch: Whether the present backward pass is the last before the step; the statistics then travel
+                while it runs, otherwise in ``step()``. Known for ``DistributedDataParallel``.
+            describe: Recognises linear modules, see :class:`rankwise.statistics.hooks.Capture`.
+
+        Raises:
+            OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
+        """
+        self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
+        self.factor_steps.route_captured()
+        self.planner.forget()
+        self.table.refuse_if_idle(unless_allowed=True)
+        self.switch.drop_factors()
+
+    def release(self) -> None:
+        """Take the hooks of :meth:`capture` off the model: others will train it."""
+        self.statistics.release()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; statistics of a step that was skipped are forgotten."""
+        super().zero_grad(set_to_none=set_to_none)
+        # Nothing else of the window: a loss may be recorded between the forward pass and this call.
+        self.statistics.clear()
+
+    def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
+        """Called by gradient scalers between the backward pass and the step, of whose skipping they say nothing.
+
+        Args:
+            scale: What this step's gradients have been divided by; the statistics have not been.
+            is_over: Whether the scaler is done with this step.
+        """
+        self.statistics.gradients_unscaled(scale, is_over)
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
+
+        Args:
+            loss: Scalar, not multiplied by a loss scale.
+        """
+        self.switch.record(loss)
 
     @property
-    def policy(self) -> RoutingPolicy:
-        """Linear weights; embeddings and heads take the backend."""
-        return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
+    def needs_loss(self) -> bool:
+        """MKOR-H alone."""
+        return self.options.hybrid
 
-    def _adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
-        if chosen.rule == "matrix" and info.role is Role.EXPERT:
-            # Their inputs are padded to a capacity that depends on how many ranks there are, and so does their mean.
-            return Route("fallback", "expert")
-        if chosen.rule == "matrix" and len(info.shape) != 2:
-            return Route("fallback", "only 2-D weights of linear modules are captured")
-        if chosen.rule == "matrix" and min(info.shape) > self.options.max_factor_dim:
-            return Route("fallback", f"both sides above {self.options.max_factor_dim}")
-        return chosen
+    @property
+    def switched(self) -> bool:
+        """MKOR-H: whether the first-order optimizer has taken over."""
+        return self.switch.is_over
 
-    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """Those of the backend."""
-        return dict.fromkeys(self._first_order.states)
+    @property
+    def further_traffic(self) -> list[Traffic]:
+        """See the base class: the statistics."""
+        return self.statistics.traffic
 
-    def matrix_state_shapes(
-        self, info: ParameterInfo, group: Mapping[str, Any]
-    ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """The factors (side, side); the right one has a column more where the bias rides along."""
-        outputs, inputs = info.logical_matrix_shape
-        return {"left": [(outputs, outputs)], "right": [(inputs, inputs), (inputs + 1, inputs + 1)]}
+    def read_health(self) -> dict[str, float]:
+        """As in the base class, and ``layers_never_seen``: captured layers of which no input has come by so far."""
+        return {**super().read_health(), "layers_never_seen": float(self.factor_steps.unheard)}
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
-    def _plan(self, unit: StepUnit) -> None:
-        self._require_capture()
-        if self._switched:
+    def plan(self, unit: StepUnit) -> None:
+        """See the base class: the captured matrices, unless the backend has taken over."""
+        self.statistics.require()
+        if self.switch.is_over:
             return
-        tasks = self._matrix_tasks(unit)
-        self._choose_owners(unit, tasks)
-        self._watch(unit, tasks)
+        tasks = matrix_tasks(unit, self.statistics.records, self.table, self.options.backend)
+        self.planner.choose_owners(unit, tasks)
+        self.factor_steps.watch(unit, tasks)
+
+    def _unit(self) -> StepUnit:
+        self.factor_steps.warn_of_unfrozen()
+        self.factor_steps.plan_again(self, self.param_groups)
+        return super()._unit()
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: LAMB's norms, the factors, and the vectors of factor steps."""
@@ -118,30 +174,27 @@ class MKOR(SwitchingOptimizer):
             matrix_state=lambda task, device: self._factors.fresh(task.signature, device),
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.update_interval,
-            scalars=(8,) * (bool(tasks) and not all(unit.layout.ranks)) + (16,) * self._watches_loss(unit),
+            scalars=(8,) * (bool(tasks) and not all(unit.layout.ranks)) + (16,) * self.switch.watches(unit),
         )
 
     def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:
-        if self._switched or not size:
+        if self.switch.is_over or not size:
             return ()
-        if self._reduction is None:
+        if self.statistics.early is None:
             return (size,)
         # They carry the vectors of all units.
-        return self._reduction.message_bytes if unit is next(iter(self._units.values()), unit) else ()
+        first = unit is next(iter(self.planner.units.values()), unit)
+        return self.statistics.early.message_bytes if first else ()
 
     # --- the step -----------------------------------------------------------------------------------------------
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        self._maybe_switch(unit)
-        if unit.scratch.get("statistics") and not self._switched:
+        self.switch.consider(unit)
+        if unit.scratch.get("statistics") and not self.switch.is_over:
             buckets = self._precondition(unit, buckets)
         else:
             unit.scratch.pop("space", None)
         self._first_order.apply(unit, buckets)
-
-    def product_type(self, unit: StepUnit) -> torch.dtype:
-        """See the base class."""
-        return self._factors.product_type(unit.device, unit.dtype)
 
     def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> list[Bucket]:
         """Replace the gradients of preconditioned matrices by their preconditioned forms.
@@ -149,16 +202,15 @@ class MKOR(SwitchingOptimizer):
         Returns:
             What the first-order rule has yet to step.
         """
-        counts = self._step_counts(unit)
-        due = {key: count for key, count in counts.items() if self._schedule.is_due(key, count)}
-        vectors = self._reduced_statistics(unit, due)
-        self._drop_statistics(unit)
-        self._prepare_capture(unit, counts)
+        counts = self.factor_steps.counts(unit, self.state)
+        vectors = self.factor_steps.reduced(unit, self.factor_steps.due(counts), self.param_groups)
+        self.factor_steps.drop_statistics(unit)
+        self.factor_steps.prepare(unit, counts, self.state)
         if unit.exchange is None:
             return buckets
         gradients = Preconditioned(unit, buckets, self._first_order)
         space: Workspace = unit.scratch.setdefault("space", Workspace())
-        product = self.product_type(unit)
+        product = self.declared.product_type(unit.device, unit.dtype)
 
         def moved(tasks: Sequence[MatrixTask]) -> list[MatrixState]:
             self.health.add("matrices_updated", len(tasks))
@@ -189,16 +241,15 @@ class MKOR(SwitchingOptimizer):
         self.health.add("factors_updated", updated)
         self.health.add("factors_skipped", skipped)
 
-    def _drop_untouched(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            state = self.matrix_states.get(key, {})
-            factors = [value for side, value in state.items() if side != "failures"]
-            if all(torch.equal(factor, torch.eye(len(factor)).to(factor)) for factor in factors):
-                self.matrix_states.pop(key, None)
-
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    @property
-    def identity(self) -> str:
-        """Class and backend: another backend has other element states."""
-        return f"MKOR-{self.options.backend}"
+    def extra_state(self) -> dict[str, Any]:
+        """When factors are due, and the hybrid switch."""
+        return {"factor_schedule": self.factor_steps.schedule.state_dict(), "hybrid": self.switch.state_dict()}
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`extra_state` gave; statistics gathered since the last step are dropped."""
+        self.statistics.clear()
+        self.switch.losses.clear()
+        self.factor_steps.load_schedule(state_dict.get("factor_schedule", {}), self.param_groups)
+        self.switch.load_state_dict(state_dict.get("hybrid", {}))

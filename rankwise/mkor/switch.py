@@ -8,106 +8,83 @@ from typing import Any
 
 from torch import Tensor
 
-from rankwise.mkor.capturing import CapturingOptimizer
 from rankwise.mkor.hybrid import KneeDetector, LossWindow
 from rankwise.mkor.options import MKOROptions
+from rankwise.statistics.collector import Collector
+from rankwise.step.matrix_states import MatrixStates
+from rankwise.step.planner import Planner
 from rankwise.step.unit import StepUnit
 
-__all__ = ["SwitchingOptimizer"]
+__all__ = ["Switch"]
 
 logger = logging.getLogger(__name__)
 
 
-class SwitchingOptimizer(CapturingOptimizer):
-    """An optimizer that drops its matrix rule when the ``hybrid`` options say so.
+class Switch:
+    """Drops the factors when the ``hybrid`` options say so.
 
     Args:
-        params: Parameters, ``(name, parameter)`` pairs or param groups.
-        options: Its options.
+        options: MKOR's.
+        statistics: Not needed any more then.
+        matrix_states: The factors.
+        planner: The units, one of which counts the losses.
+
+    Attributes:
+        detector: Looks at the losses.
+        losses: Of the present window.
+        is_over: Whether the first-order optimizer has taken over.
     """
 
-    copied_attributes = (*CapturingOptimizer.copied_attributes, "_detector", "_switched", "_losses")
-
-    def __init__(self, params: Any, options: MKOROptions) -> None:
-        self._detector = KneeDetector(
+    def __init__(
+        self, options: MKOROptions, statistics: Collector, matrix_states: MatrixStates, planner: Planner
+    ) -> None:
+        self._options, self._statistics = options, statistics
+        self._matrix_states, self._planner = matrix_states, planner
+        self.detector = KneeDetector(
             options.hybrid_beta, options.hybrid_patience, options.hybrid_min_steps, options.hybrid_ema
         )
-        self._switched = False
-        self._losses = LossWindow()
-        super().__init__(params, options)
+        self.losses = LossWindow()
+        self.is_over = False
 
-    def record_loss(self, loss: Tensor | float) -> None:
-        """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
+    def record(self, loss: Tensor | float) -> None:
+        """Take a micro-batch's loss."""
+        if self._options.hybrid and not self.is_over:
+            self.losses.add(loss, self._statistics.window_id())
 
-        Args:
-            loss: Scalar, not multiplied by a loss scale.
-        """
-        if self.options.hybrid and not self._switched:
-            self._losses.add(loss, None if self._capture is None else self._capture.window_id())
-
-    def _discard_window(self) -> None:
-        super()._discard_window()
-        self._losses.clear()
-
-    def _captured(self) -> None:
-        if self._switched:
-            self._drop_factors()
-
-    def _maybe_switch(self, unit: StepUnit) -> None:
+    def consider(self, unit: StepUnit) -> None:
         """Feed the detector this step's loss, once per step, the same on every rank."""
-        if not self._watches_loss(unit):
+        if not self.watches(unit):
             return
-        mean = self._losses.take_mean(unit.layout, unit.device, unit.traffic)
-        if mean is not None and self._detector.update(mean):
-            self._switched = True
-            self._drop_factors()
-            logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self.options.backend)
+        mean = self.losses.take_mean(unit.layout, unit.device, unit.traffic)
+        if mean is not None and self.detector.update(mean):
+            self.is_over = True
+            self.drop_factors()
+            logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self._options.backend)
 
-    def _watches_loss(self, unit: StepUnit) -> bool:
-        first = next((other for other in self._units.values() if not other.apart), unit)
-        return self.options.hybrid and not self._switched and not unit.apart and unit is first
+    def watches(self, unit: StepUnit) -> bool:
+        """Whether the steps of a unit take the losses."""
+        first = next((other for other in self._planner.units.values() if not other.apart), unit)
+        return self._options.hybrid and not self.is_over and not unit.apart and unit is first
 
-    def _drop_factors(self) -> None:
-        if self._capture is not None:
-            self._capture.remove()
-        self.matrix_states.forget()
-
-    @property
-    def needs_loss(self) -> bool:
-        """MKOR-H alone."""
-        return self.options.hybrid
-
-    @property
-    def switched(self) -> bool:
-        """MKOR-H: whether the first-order optimizer has taken over."""
-        return self._switched
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
+    def drop_factors(self) -> None:
+        """Have no statistics and no factors any more, if the first-order optimizer has taken over."""
+        if self.is_over:
+            self._statistics.release()
+            self._matrix_states.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the base class, plus the state of the hybrid switch."""
-        return {**super().state_dict(), **self.extra_state()}
+        """In plain data."""
+        return {"switched": self.is_over, **self.detector.state_dict()}
 
-    def extra_state(self) -> dict[str, Any]:
-        """The hybrid switch, and what the base class has."""
-        return {**super().extra_state(), "hybrid": {"switched": self._switched, **self._detector.state_dict()}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in the base class; statistics gathered since the last step are dropped."""
-        super().load_state_dict(state_dict)
-        self.load_extra_state(state_dict)
-
-    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """The hybrid switch, and what the base class has."""
-        super().load_extra_state(state_dict)
-        hybrid = dict(state_dict.get("hybrid", {}))
-        if hybrid:
-            self._switched = bool(hybrid["switched"])
-            self._detector.load_state_dict(hybrid)
-        if self._switched:
-            self._drop_factors()
-        elif self._capture is not None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave; an empty one changes nothing."""
+        if state:
+            self.is_over = bool(state["switched"])
+            self.detector.load_state_dict(dict(state))
+        if self.is_over:
+            self.drop_factors()
+        elif self._statistics.hooks is not None:
             # Back from after the switch: hooks and factors come into use again.
-            self._capture.attach()
-            if any("statistics" not in unit.scratch for unit in self._units.values()):
-                self._forget_plans()
+            self._statistics.put_back()
+            if any("statistics" not in unit.scratch for unit in self._planner.units.values()):
+                self._planner.forget()

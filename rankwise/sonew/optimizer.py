@@ -11,14 +11,13 @@ from torch import Tensor
 from rankwise.kernels.forms import is_for_cpus
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
 from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.declared import SONewDeclared
 from rankwise.sonew.forms import directions_for
 from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.windows import windowed_directions
-from rankwise.step.element_states import StateTypes
 from rankwise.step.first_order import adamw_step
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.unit import Bucket, StepUnit, spans
@@ -67,30 +66,15 @@ class SONew(ShardedOptimizer):
     """
 
     options: SONewOptions
-    health_means = ("graft_ratio",)
+    declares = SONewDeclared
+    declared: SONewDeclared
 
     @options_as_keywords(SONewOptions)
     def __init__(self, params: Any, options: SONewOptions) -> None:
         super().__init__(params, options)
 
-    @property
-    def policy(self) -> RoutingPolicy:
-        """Every matrix, embeddings included, as published."""
-        return RoutingPolicy(embeddings=True, exclude=self.options.exclude)
-
-    @property
-    def _covariance_names(self) -> list[str]:
-        return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
-
-    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
-        names = ["exp_avg", "exp_avg_sq"]
-        if rule == "matrix":
-            names += self._covariance_names
-            names += ["graft_sq"] if self.options.graft == "rmsprop" else []
-        return dict.fromkeys(names)
-
-    def _plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> None:
+        """See the base class: the neighbours across cuts."""
         keys = unit.keys("matrix") if self.options.band else []
         by_row = self.options.chain == "row"
         unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
@@ -128,7 +112,7 @@ class SONew(ShardedOptimizer):
         empty = torch.empty(0, dtype=unit.dtype, device=unit.device)
         fields: list[list[Tensor]] = [[empty] * len(unit.entries) for _ in range(count)]
         for bucket in buckets:
-            names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
+            names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
             columns = [bucket.grads, *(bucket.state(name) for name in names)]
             for field, column in zip(fields, columns, strict=True):
                 for entry, value in zip(bucket.entries, column, strict=True):
@@ -153,7 +137,7 @@ class SONew(ShardedOptimizer):
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
-        names = ("exp_avg", "exp_avg_sq", *self._covariance_names)
+        names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
         fields = [bucket.grads, *(bucket.state(name) for name in names)]
         fused = directions_for(unit.device, unit.dtype)
         in_blocks = any(entry.fragment.columns is not None for entry in bucket.entries)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["MisfitError", "as_shapes", "check_shape", "in_order_of", "saved_groups_fit"]
+from rankwise.sharding import MatrixTask
+from rankwise.step.unit import StepUnit
+
+__all__ = ["InitialStates", "MisfitError", "check_shape", "in_order_of", "refuse_strange", "saved_groups_fit"]
 
 Shape = tuple[int, ...]
 Names = Sequence[Sequence[str | None]]
@@ -116,6 +120,27 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
     return found
 
 
-def as_shapes(states: Mapping[str, Tensor]) -> dict[str, tuple[Shape, ...]]:
-    """For :func:`check_shape`: those of an example."""
-    return {name: (tuple(value.shape),) for name, value in states.items()}
+InitialStates = Callable[[MatrixTask, torch.device], Mapping[str, Tensor]]
+"""The states of a matrix before its first step; see :class:`rankwise.step.work.StepWork`."""
+
+
+def refuse_strange(
+    owner: str, unit: StepUnit, states: Mapping[str, Mapping[str, Tensor]], initial: InitialStates
+) -> None:
+    """Compare the states of matrices that this rank owns with what a planned unit expects of them.
+
+    Args:
+        owner: Of the message: the optimizer.
+        unit: The unit.
+        states: By matrix.
+        initial: Those that it would begin with.
+
+    Raises:
+        MisfitError: One has another shape.
+    """
+    for task in unit.exchange.owned() if unit.exchange is not None else ():
+        found = states.get(task.key)
+        if found:
+            for name, expected in initial(task, torch.device("meta")).items():
+                if name in found:
+                    check_shape(owner, task.key, name, found[name].shape, [tuple(expected.shape)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,16 @@ class Health:
     """
 
     def __init__(self, means: Sequence[str] = (), totals: Sequence[str] = ()) -> None:
+        self._given = (tuple(means), tuple(totals))
         self._names = (*sorted(means), *sorted(totals))
         self._means = frozenset(means)
         self._sums: dict[str, Tensor | float] = dict.fromkeys(self._names, 0.0)
         self._counts: dict[str, int] = dict.fromkeys(self._names, 0)
         self._on_device: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy counts its own steps.
+        return type(self), self._given
 
     def accumulate_on(self, device: torch.device) -> None:
         """From now on add everything up on a device, in memory that stays: replays of a captured step then count, too.

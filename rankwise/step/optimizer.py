@@ -1,39 +1,42 @@
-"""The step pipeline common to all optimizers: find the fragments, run the rules, commit."""
+"""The torch class of all optimizers: it holds what a step needs, and runs one."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rankwise.kernels import graphs
-from rankwise.kernels.native.building import SWITCH
 from rankwise.options.fields import Options
-from rankwise.routing.roles import Rule
-from rankwise.sharding import Fragment, Layout, LayoutError, MatrixTask, SlicedMatrix, gather_together
-from rankwise.sharding.sources import TensorContents, real_view, refuse_unreadable
-from rankwise.step.element_states import ElementStates
-from rankwise.step.entries import Entry, cut_into_entries
-from rankwise.step.fitting import as_shapes, check_shape
-from rankwise.step.live_groups import LiveGroups, form_of
-from rankwise.step.matrix_states import MatrixState
-from rankwise.step.reports import Reports
-from rankwise.step.table import UnitKey
-from rankwise.step.undo import Unsettled, any_not_finite, undone_where, zeroed_where
-from rankwise.step.unit import Bucket, StepUnit, refuse_difference
-from rankwise.version import __version__
+from rankwise.options.validation import OptionError
+from rankwise.sharding import Traffic
+from rankwise.sharding.sources import LayoutSource, TensorContents
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import StateTypes, StoredRun
+from rankwise.step.live_groups import LiveGroups
+from rankwise.step.matrix_states import MatrixState, MatrixStates
+from rankwise.step.opening import Opening
+from rankwise.step.planner import Planner
+from rankwise.step.reports import Explanation, Reports, health_of
+from rankwise.step.saved import SavedStates
+from rankwise.step.table import ParameterTable
+from rankwise.step.undo import Undo
+from rankwise.step.unit import Bucket, StepUnit
+from rankwise.step.values import GroupValues
+from rankwise.step.work import StepWork
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
 
 logger = logging.getLogger(__name__)
 _deferrals = 0
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @contextmanager
@@ -47,30 +50,83 @@ def deferred_steps() -> Iterator[None]:
         _deferrals -= 1
 
 
-class ShardedOptimizer(LiveGroups, Reports):
+class ShardedOptimizer(Optimizer, ABC):
     """Base of all rankwise optimizers.
 
     Element states (one value per parameter element) live in ``self.state`` with the shape of the tensor the framework
     handed over, so that its checkpoints carry them; matrix states live in ``self.matrix_states``, by parameter name,
-    on their owner only.
+    on their owner only. What torch keeps and replaces (``param_groups``, ``state``) is handed to the objects below at
+    every call; none of them knows the optimizer.
+
+    Args:
+        params: Parameters, ``(name, parameter)`` pairs or param groups.
+        options: Values of its options.
+        extra_defaults: Values of param groups that are no options.
+
+    Attributes:
+        options: See above.
+        declared: What follows from them for parameters and states.
+        table: Names and rules of the parameters.
+        matrix_states: States of the matrices this rank owns.
+        health: Counters that steps add to.
+        values: Judges what param groups set.
+        undo: Takes steps back whose gradients are not finite.
+        planner: Units, owners, and the framework's layout.
+        live: Follows changes of param groups.
+        opening: Begins and ends steps.
+        saved: Saves and restores.
+        reports: What is read of all this.
     """
 
+    options_type: ClassVar[type[Options]]
+    declares: ClassVar[type[Declared]]
+    """What follows from the options for parameters and states."""
     instances: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
     """Every living optimizer, for frameworks to notice that one of ours was replaced."""
-    sums_cover_fallback: ClassVar[bool] = False
-    """Whether per-parameter sums are taken over parameters on the fallback too."""
-
     one_by_one: ClassVar[bool] = False
     """Whether stacks of matrices are no faster than single ones on CPUs."""
+    held: ClassVar[tuple[str, ...]] = (
+        "declared",
+        "options",
+        "table",
+        "matrix_states",
+        "health",
+        "values",
+        "undo",
+        "planner",
+        "live",
+        "opening",
+        "saved",
+        "reports",
+    )
+    """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
 
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
-        super().__init__(params, options, extra_defaults)
+        declared = self.declares(type(self).__name__, options)
+        defaults = {name: getattr(declared.options, name) for name in declared.group_options}
+        super().__init__(params, {**defaults, **(extra_defaults or {})})
+        self.declared, self.options = declared, options
+        self.table = ParameterTable(declared)
+        self.matrix_states = MatrixStates()
+        self.health = health_of(declared)
+        self.values = GroupValues(declared, self.defaults)
+        self.undo = Undo(declared, self.matrix_states, self.health)
+        self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo, self.one_by_one)
+        self.live = LiveGroups(declared, self.values, self.table, self.planner, self.matrix_states)
+        self.opening = Opening(declared, self.planner)
+        self.saved = SavedStates(declared, self.values, self.table, self.planner, self.matrix_states)
+        self.reports = Reports(declared, self.table, self.planner, self.matrix_states, self.health)
+        for index, group in enumerate(self.param_groups):
+            self.values.validate(group)
+            self._take_in(index)
+        self.table.refuse_if_idle(unless_allowed=True)
+        self.table.refuse_unmatched()
+        _warn_of_tiny(declared)
         ShardedOptimizer.instances.add(self)
 
-    def _detach(self) -> None:
-        super()._detach()
-        self.announce: Callable[[str], None] = logger.info
-        self._announced = False
+    def __getstate__(self) -> dict[str, Any]:
+        self.undo.settle()
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.held}}
 
     # --- what only some rules need of a training loop -----------------------------------------------------------
 
@@ -103,13 +159,93 @@ class ShardedOptimizer(LiveGroups, Reports):
     def record_loss(self, loss: Tensor | float) -> None:
         """Report a micro-batch's loss, where the rule needs it; see :meth:`rankwise.MKOR.record_loss`."""
 
-    # --- what a subclass declares -------------------------------------------------------------------------------
+    # --- what a subclass adds -----------------------------------------------------------------------------------
 
     @abstractmethod
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Update weights and states in place."""
 
-    # --- plans --------------------------------------------------------------------------------------------------
+    def plan(self, unit: StepUnit) -> None:
+        """Plan the unit's own collectives once, with :attr:`planner` the owners of its matrices."""
+
+    def work(self, unit: StepUnit) -> StepWork:
+        """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""
+        return StepWork()
+
+    def _before_step(self, unit: StepUnit) -> None:
+        """Refuse a step before any state changes."""
+
+    def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """What must be finite for a step to count."""
+        return [grad for grad in grads if grad is not None]
+
+    def _after_step(self, unit: StepUnit) -> None:
+        """Called once weights and states are those after the step."""
+
+    @property
+    def further_traffic(self) -> list[Traffic]:
+        """What this rank has sent outside its units."""
+        return []
+
+    def extra_state(self) -> dict[str, Any]:
+        """What is neither weight, element state nor matrix state, in plain data."""
+        return {}
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what is neither weight, element state nor matrix state."""
+
+    # --- param groups -------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and route its parameters; see :class:`torch.optim.Optimizer`.
+
+        Raises:
+            OptionError: A value of the group is outside its range.
+        """
+        if "table" not in vars(self):
+            # torch's constructor; ours takes the groups in when it is done.
+            super().add_param_group(param_group)
+            return
+        if isinstance(param_group, dict):
+            self.values.validate(param_group)
+        super().add_param_group(param_group)
+        try:
+            self._take_in(len(self.param_groups) - 1)
+        except OptionError:
+            self.param_groups.pop()
+            raise
+        self.planner.forget()
+
+    def _take_in(self, index: int) -> None:
+        self.table.refuse_unreadable(self.param_groups[index])
+        self.table.add_group(self.param_groups, index)
+        self.values.accept(self.param_groups[index])
+
+    def reroute(self) -> None:
+        """Route again by what is known of the parameters by now; see :func:`rankwise.routing.roles.annotate`.
+
+        Names become those of the annotation. Does nothing once there is state, which is kept by name.
+
+        Raises:
+            OptionError: No parameter takes this optimizer's own rule any more.
+        """
+        if self.state or self.matrix_states.everything():
+            return
+        self.planner.owner_of.clear()
+        self.table.name_again(self.param_groups)
+        self.planner.forget()
+        self.table.refuse_if_idle(unless_allowed=True)
+        self.table.refuse_unmatched()
+
+    # --- frameworks ---------------------------------------------------------------------------------------------
+
+    def attach(self, source: LayoutSource) -> None:
+        """Tell the optimizer how a framework stores the parameters it was constructed with.
+
+        Args:
+            source: Names the parameters in each tensor that ``step()`` will meet.
+        """
+        self.planner.attach(source)
 
     def plan_ahead(self, units: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
         """Plan every ``step()`` call before the first one.
@@ -117,212 +253,31 @@ class ShardedOptimizer(LiveGroups, Reports):
         Args:
             units: For each call, the tensors it will find in ``param_groups`` and the positions of their groups there.
         """
-        for members in units:
-            tensors = [tensor for tensor, _ in members]
-            positions = [position for _, position in members]
-            if _unit_key(tensors, positions) not in self._units:
-                self._new_unit(tensors, positions)
+        self.planner.plan_ahead(self, self.param_groups, units)
 
-    def _unit(self) -> StepUnit:
-        key = tuple((at, *map(id, group["params"])) for at, group in enumerate(self.param_groups) if group["params"])
-        unit = self._units.get(key)
-        if self._follow_changes(unit):
-            unit = None
-        if unit is None:
-            positions = [position for position, group in enumerate(self.param_groups) for _ in group["params"]]
-            return self._new_unit(self._tensors(), positions, dict(enumerate(self.param_groups)))
-        if not self._announced:
-            # The second visit: by now every group has been planned.
-            self._announced = True
-            self.announce(self.summary())
-        return unit
-
-    def _new_unit(
-        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]] | None = None
-    ) -> StepUnit:
-        graphs.refuse_capture(_device_dtype(tensors or list(self.parameters_by_name.values()))[0], "the first step")
-        key, loads, owner_of = _unit_key(tensors, positions), self._loads, dict(self._owner_of)
-        unit = self._units[key] = self._build_unit(tensors, positions, groups)
-        unit.key, unit.forms = key, list(map(form_of, tensors))
-
-        def plan() -> dict[str, str]:
-            self._refuse_other_shapes(unit)
-            self._plan(unit)
-            self._warn_of_nameless()
-            self._refuse_strange(unit, self.matrix_states.everything())
-            return self._settings(unit)
-
-        try:
-            unit.compare_across_ranks(plan)
-        except BaseException:
-            # A half-planned unit must not be found by the next step, which would train without the matrix rule.
-            del self._units[key]
-            self._loads, self._owner_of = loads, owner_of
-            raise
-        return unit
-
-    def _refuse_other_shapes(self, unit: StepUnit) -> None:
-        """Compare this rank's model with what others report of parameters that it may hold nothing of."""
-        for key, shape in unit.layout.shapes.items():
-            info = unit.infos[key]
-            own = info.shape if self._base_name(key) == key else info.matrix_shape
-            if tuple(own) != tuple(shape):
-                raise LayoutError(
-                    f"'{key}' has shape {tuple(own)} in the model of rank {self.rank} and {tuple(shape)} in that of a "
-                    "rank that stores it; all data-parallel ranks must hold the same model."
-                )
-
-    def _settings(self, unit: StepUnit) -> dict[str, str]:
-        """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
-        texts = self._chosen(unit.planned_groups)
-        if unit.device.type == "cpu":
-            # Copies of a weight on ranks that round differently would drift apart.
-            texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
-                unit.kernels.__name__
-            )
-        product, option = self.product_type(unit), self.product_option
-        if product is not None and getattr(self.options, option) == "auto":
-            name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
-            texts[name] = str(product).removeprefix("torch.")
-        # Another version may send something else at the same place.
-        return {"the version of rankwise": __version__, "the optimizer": type(self).__name__, **texts}
-
-    def _chosen(self, groups: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-        """The options, and those of param groups by their position, in words."""
-        shared = set(self.options.names()).difference(self.group_options, ("lr",))
-        found = {name: getattr(self.options, name) for name in sorted(shared)}
-        for position, group in groups.items():
-            names = [name for name in (*self.defaults, "fallback") if name in group]
-            found.update({f"param group {position}: {name}": group[name] for name in names})
-        # A tensor's text names its device, and would have to be waited for.
-        return {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
-
-    def _plan(self, unit: StepUnit) -> None:
-        """Plan the unit's collectives once; subclasses with matrix tasks extend this."""
-
-    def _choose_owners(
-        self, unit: StepUnit, tasks: Sequence[MatrixTask], slices: Mapping[str, SlicedMatrix] | None = None
-    ) -> None:
-        """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before."""
-        if tasks:
-            comm_dtype = getattr(self.options, "comm_dtype", None)
-            # The loads of ranks outside the unit would be unknown to its own.
-            loads = unit.plan_exchange(
-                tasks, [] if unit.apart else self._loads, comm_dtype, self._owner_of, self.one_by_one, slices
-            )
-            self._loads = self._loads if unit.apart else loads
-            assert unit.exchange is not None
-            self._owner_of.update(unit.exchange.plan.owners)
-
-    def _build_unit(
-        self, tensors: list[Tensor], positions: list[int], groups: Mapping[int, Mapping[str, Any]] | None
-    ) -> StepUnit:
-        contents: list[TensorContents] = []
-        entries: list[Entry] = []
-
-        def look() -> list[Fragment]:
-            # What the framework stores is checked here, and may be wrong on one rank alone.
-            contents.extend(self._source.contents(tensor) for tensor in tensors)
-            entries.extend(self._entries(contents))
-            return [entry.fragment for entry in entries]
-
-        ranks_apart: Callable[[Tensor], Any] = getattr(self._source, "ranks_apart", lambda tensor: None)
-        apart = next((ranks for ranks in map(ranks_apart, tensors) if ranks is not None), None)
-        ranks = apart or self._source.group
-        try:
-            layout = Layout.share(look, ranks, self._source.replicated)
-        except LayoutError:
-            # Raised on all ranks alike; options that differ cut parameters otherwise, and say more.
-            settings = self._chosen(dict(enumerate(self.param_groups)) if groups is None else groups)
-            refuse_difference([("", theirs) for theirs in gather_together(lambda: settings, ranks)])
-            raise
-        if groups is None:
-            places = zip(positions, contents, strict=True)
-            groups = {position: self.param_groups[content.group] for position, content in places}
-        unit = self._assemble(tensors, contents, positions, groups, entries, layout)
-        unit.apart = apart is not None
-        return unit
+    @property
+    def planned_units(self) -> Sequence[StepUnit]:
+        """The units planned so far, one for each ``step()`` call of a round."""
+        return list(self.planner.units.values())
 
     def imagine(self, units: Sequence[Sequence[Sequence[TensorContents]]], replicated: bool = False) -> list[StepUnit]:
-        """Plan for ranks that need not exist; nothing of this optimizer changes.
+        """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
+        return self.planner.imagine(self.param_groups, units, replicated, self.plan)
 
-        Args:
-            units: For each ``step()`` call, for each rank, what its tensors store.
-            replicated: See :class:`rankwise.sharding.Layout`.
+    @property
+    def parameters_by_name(self) -> dict[str, Tensor]:
+        """The parameters the optimizer was built on."""
+        return self.table.parameters
 
-        Returns:
-            The units as rank 0 would plan them.
-        """
-        present = self._loads, self._owner_of
-        self._loads, self._owner_of = [], {}
-        groups = dict(enumerate(self.param_groups))
-        found = []
-        try:
-            for ranks in units:
-                cut = [self._entries(contents) for contents in ranks]
-                parts = tuple(tuple(entry.fragment for entry in entries) for entries in cut)
-                positions = [content.group for content in ranks[0]]
-                layout = Layout(parts, replicated=replicated)
-                found.append(self._assemble([], ranks[0], positions, groups, cut[0], layout))
-                self._plan(found[-1])
-        finally:
-            self._loads, self._owner_of = present
-        return found
+    @property
+    def layout_source(self) -> LayoutSource:
+        """The framework's description of the param groups' tensors."""
+        return self.planner.source
 
-    def _entries(self, contents: Sequence[TensorContents]) -> list[Entry]:
-        return cut_into_entries(contents, {name: info for name, (info, _) in self._catalog.items()}, self._routes)
-
-    def _assemble(
-        self,
-        tensors: list[Tensor],
-        contents: Sequence[TensorContents],
-        positions: list[int],
-        groups: Mapping[int, Mapping[str, Any]],
-        entries: list[Entry],
-        layout: Layout,
-    ) -> StepUnit:
-        # Of groups whose tensors other ranks hold; parameters that were moved are registered with their group.
-        position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
-        names = {key: self._base_name(key) for key in layout.shapes}
-        group_position = {key: self._group_position(self._catalog[name][1], position_of) for key, name in names.items()}
-        # Of some groups this rank may hold nothing.
-        others = {position: self.param_groups[position] for position in set(group_position.values()) - set(groups)}
-        # A rank may hold nothing at all; it works on the type and device of the others all the same.
-        device, dtype = _device_dtype(tensors or list(self.parameters_by_name.values()))
-        declared = [
-            self.element_states(entry.info, entry.route.rule, groups[positions[entry.fragment.tensor]])
-            for entry in entries
-        ]
-        return StepUnit(
-            tensors=tensors,
-            tensor_groups=[content.group for content in contents],
-            positions=positions,
-            planned_groups={position: dict(group) for position, group in (others | dict(groups)).items()},
-            layout=layout,
-            entries=entries,
-            states=ElementStates(tensors, entries if tensors else [], declared, dtype),
-            infos={key: self._catalog[name][0] for key, name in names.items()},
-            routes={key: self._routes[name] for key, name in names.items()},
-            group_position=group_position,
-            device=device,
-            dtype=dtype,
-            sum_all=self.sums_cover_fallback,
-        )
-
-    def _group_position(self, group: int, position_of: Mapping[int, int]) -> int:
-        """Where a constructor's group is in ``param_groups`` now; this rank may hold none of its tensors."""
-        return position_of.get(group, group if group < len(self.param_groups) else 0)
-
-    def _refuse_strange(self, unit: StepUnit, states: Mapping[str, MatrixState]) -> None:
-        """Compare the states of matrices that this rank owns with what a planned unit expects of them."""
-        initial = self.work(unit).matrix_state
-        for task in unit.exchange.owned() if unit.exchange is not None else ():
-            found = states.get(task.key)
-            if found:
-                expected = as_shapes(initial(task, torch.device("meta")))
-                for name, shapes in expected.items():
-                    if name in found:
-                        check_shape(self.identity, task.key, name, found[name].shape, shapes)
+    @property
+    def rank(self) -> int:
+        """This process's position among the data-parallel ranks."""
+        return self.planner.rank
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -343,175 +298,148 @@ class ShardedOptimizer(LiveGroups, Reports):
         if _deferrals:
             return loss
         unit = self._unit()
-        self._prepare_for_graphs(unit)
-        self.settle([unit.key])
-        opened = self._open(unit)
+        if self.opening.counts_on_device(unit):
+            self.health.accumulate_on(unit.device)
+        self.opening.refuse_frozen(unit, self.param_groups)
+        self.undo.settle([unit.key])
+        self._before_step(unit)
+        opened = self.opening.open(unit, self.state)
         if opened is not None:
             weights, grads = opened
             if self.options.skip_nonfinite:
-                self._update_if_finite(unit, weights, grads)
+
+                def update(finite: Sequence[Tensor | None]) -> None:
+                    self._update(unit, self.opening.buckets(unit, self.state, self.param_groups, weights, finite))
+
+                self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)
             else:
-                self._update(unit, self._buckets(unit, weights, grads))
-            self._close(unit, weights)
-            if unit is next(iter(self._units.values())):
+                self._update(unit, self.opening.buckets(unit, self.state, self.param_groups, weights, grads))
+            self.opening.close(unit, weights)
+            self._after_step(unit)
+            if unit is next(iter(self.planner.units.values())):
                 self.health.add("steps", 1.0)
             if unit.exchange is not None:
                 self.matrix_states.drop_foreign(unit.exchange.plan.owners, unit.layout.rank)
         return loss
 
-    def _prepare_for_graphs(self, unit: StepUnit) -> None:
-        """Refuse captures whose replays would not be further steps.
+    def _unit(self) -> StepUnit:
+        """The unit of this call, planned if it is not."""
+        unit = self.planner.find(self.param_groups)
+        if self.live.follow(unit, self.param_groups, self.state) or unit is None:
+            return self.planner.plan_present(self, self.param_groups)
+        # The second visit: by now every group has been planned.
+        self.reports.announce_once(self.state)
+        return unit
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> str:
+        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        return self.declared.identity
+
+    def settle(self) -> None:
+        """Take back the counts of steps that were undone."""
+        self.undo.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`torch.optim.Optimizer.state_dict`, plus this rank's matrix states by parameter name.
+
+        Where a framework saves only one rank's dictionary (parameters replicated), the owners' states are collected
+        first; every rank must then call this.
+        """
+        self.undo.settle()
+        result = super().state_dict()
+        return {**result, **self.saved.beside_torch(self.param_groups, self.state), **self.extra_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore; matrix states go to whoever owns them now.
+
+        Parameters that were saved in another order are found by their names where both sides have them. States keep
+        the type they were saved with until the next step, which brings them to its own.
 
         Raises:
-            RuntimeError: The step is being captured, and something it depends on would be frozen.
+            ValueError: Another optimizer has written it, or for other parameters; nothing has changed then.
         """
-        if self._counts_on_device(unit):
-            self.health.accumulate_on(unit.device)
-        if not graphs.is_capturing(unit.device):
-            return
-        name = type(self).__name__
-        if not self.capturable:
-            known = "capturable" in self.options.names()
-            fix = "build it with capturable=True" if known else "leave step() out of the graph"
-            raise RuntimeError(
-                f"{name}.step() cannot be captured in a graph, which would repeat one step's number; {fix}"
-            )
-        rates = [self.param_groups[position]["lr"] for position in set(unit.positions)]
-        if any(isinstance(rate, Tensor) and rate.device != unit.device for rate in rates):
-            raise RuntimeError(
-                f"{name}: lr is a tensor on another device than the weights, which a graph cannot read; make it one on "
-                f"{unit.device}, and change it in place"
-            )
+        hooks = self._optimizer_load_state_dict_pre_hooks
+        state_dict = dict(state_dict)
+        for hook in hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        state_dict = self.saved.fitted(self, state_dict, self.param_groups)
+        before = self.saved.structure(self.param_groups)
+        # They have been called: what is compared must be what is loaded.
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
+        self.saved.restore(state_dict, self.param_groups, self.state)
+        if self.saved.structure(self.param_groups) != before:
+            self.planner.route_again(self.param_groups)
+        self.saved.restore_matrices(state_dict)
+        self.load_extra_state(state_dict)
 
-    def _counts_on_device(self, unit: StepUnit) -> bool:
-        """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
-        return self.capturable and getattr(unit.kernels, "STEPS_ON_DEVICE", False)
+    def adopt(self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor]) -> None:
+        """Take over matrix states and step counts by group from another layout's checkpoint.
 
-    def _open(self, unit: StepUnit) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
-        """Flat working views of weights and gradients; None for tensors without a gradient.
-
-        Where every rank has the whole parameters, a missing gradient is missing on all of them
-        (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
+        Raises:
+            MisfitError: A state is not of the shape of its matrix; nothing has changed then.
         """
-        # Ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
-        zeros = unit.layout.world_size > 1 and not unit.layout.replicated
-        if not zeros and all(tensor.grad is None for tensor in unit.tensors):
-            return None
-        for tensor in unit.tensors:
-            if tensor.grad is not None and (type(tensor.grad) is not Tensor or tensor.grad.is_sparse):
-                self._refuse_gradient(tensor, tensor.grad)
-        weights: list[Tensor | None] = []
-        grads: list[Tensor | None] = []
-        stepped: list[Tensor] = []
-        for tensor in unit.tensors:
-            grad = tensor.grad
-            if grad is None and not zeros:
-                weights.append(None)
-                grads.append(None)
-                continue
-            weight = real_view(tensor.detach()).to(unit.dtype).contiguous().view(-1)
-            weights.append(weight)
-            if grad is None:
-                grads.append(torch.zeros_like(weight))
-            else:
-                # Gradients of complex parameters may be conjugates by name only.
-                grads.append(real_view(grad.detach().resolve_conj()).to(unit.dtype).reshape(-1))
-            stepped.append(tensor)
-        self._count_steps(unit, stepped)
-        return weights, grads
+        self.undo.settle()
+        self.saved.adopt(self, self.state, matrix_states, steps)
 
-    def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
-        name = type(self).__name__
-        if grad.is_sparse:
-            raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
-        refuse_unreadable(name, f"{self._name_of(tensor) or 'parameter'}.grad", grad)
+    def forget_states(self) -> None:
+        """Drop all states: the next step is a first one."""
+        self.undo.settle()
+        self.saved.forget(self.state)
 
-    def _update_if_finite(
-        self, unit: StepUnit, weights: Sequence[Tensor | None], grads: Sequence[Tensor | None]
-    ) -> None:
-        """Update, and leave every weight and state as it was if a gradient is not finite on any rank."""
-        stepped = [index for index, weight in enumerate(weights) if weight is not None]
-        changed = [weight for weight in weights if weight is not None]
-        counts = []
-        for index in stepped:
-            unit.states.runs(self.state, index)  # allocates what is missing, to be zero if the step is undone
-            state = self.state[unit.tensors[index]]
-            counts.append((state["step"], state["step"] - 1))
-            changed += [value for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
-        broken = any_not_finite(unit, self._judged(unit, grads))
-        self.health.add("skipped_steps", broken)
-        finite = zeroed_where(broken, grads)
-        unsettled = Unsettled.of(broken, counts)
-        with undone_where(broken, changed, self.matrix_states, counts, self.counted_states):
-            self._update(unit, self._buckets(unit, weights, finite))
-        self._unsettled[unit.key] = unsettled
+    def kept_states(self, name: str) -> StateTypes:
+        """The element states that a parameter's rule keeps; see :meth:`SavedStates.kept_states`."""
+        return self.saved.kept_states(self.param_groups, name)
 
-    def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """What must be finite for a step to count."""
-        return [grad for grad in grads if grad is not None]
+    def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:
+        """Where an element state of one parameter lies; see :meth:`SavedStates.stored_states`."""
+        return self.saved.stored_states(self.param_groups, self.state, tensor, name, state)
 
-    def _count_steps(self, unit: StepUnit, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if "step" not in self.state[tensor]:
-                graphs.refuse_capture(tensor.device, "the first step of a parameter")
-                # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.
-                self.state[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=self._count_device(tensor))
-        counts = [self.state[tensor]["step"] for tensor in tensors]
-        if counts and self._counts_on_device(unit):
-            torch._foreach_add_(counts, 1.0)
-            return
-        for count in counts:
-            count += 1
+    def storage(self) -> Iterator[tuple[Tensor, list[StoredRun]]]:
+        """Every planned tensor with its runs and views of its element states, allocated if they were not."""
+        return self.saved.storage(self.state)
 
-    def _buckets(
-        self, unit: StepUnit, weights: Sequence[Tensor | None], grads: Sequence[Tensor | None]
-    ) -> list[Bucket]:
-        found: dict[tuple[int, Rule, int | None], Bucket] = {}
-        views = partial(unit.states.views, self.state)
-        counts = partial(self._counts_of, unit)
-        # What only the device knows cannot be grouped by.
-        known = not self._counts_on_device(unit)
-        for entry in unit.entries:
-            tensor = entry.fragment.tensor
-            weight, grad = weights[tensor], grads[tensor]
-            if weight is None or grad is None:
-                continue
-            count = int(self.state[unit.tensors[tensor]]["step"]) if known else None
-            position = unit.positions[tensor]
-            key = (position, entry.route.rule, count)
-            bucket = found.get(key)
-            if bucket is None:
-                group = self.param_groups[position]
-                bucket = found[key] = Bucket(group, entry.route.rule, count, [], [], [], views, counts)
-            offset, numel = entry.fragment.offset, entry.fragment.numel
-            bucket.entries.append(entry)
-            bucket.weights.append(weight[offset : offset + numel])
-            bucket.grads.append(grad[offset : offset + numel])
-        return list(found.values())
+    # --- reports ------------------------------------------------------------------------------------------------
 
-    def _counts_of(self, unit: StepUnit, entries: Sequence[Entry]) -> Tensor:
-        return torch.stack([self.state[unit.tensors[entry.fragment.tensor]]["step"] for entry in entries])
+    def read_health(self) -> dict[str, float]:
+        """What happened since the last reading; every data-parallel rank must call it.
 
-    def _close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
-        for tensor, weight in zip(unit.tensors, weights, strict=True):
-            if weight is not None and weight.data_ptr() != tensor.data_ptr():
-                target = real_view(tensor)
-                target.copy_(weight.view(target.shape))
+        Returns:
+            Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); ``skipped_steps``,
+            the calls of ``step()`` that ``skip_nonfinite`` undid; and the optimizer's own metrics.
+        """
+        return self.reports.read_health(self.further_traffic)
+
+    def explain(self) -> list[Explanation]:
+        """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
+        return self.reports.explain(self.state)
+
+    def summary(self) -> str:
+        """One line: matrices routed, balance over owners, type of their products, state and bytes sent of this rank."""
+        return self.reports.summary(self.state)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""
+        return self.reports.state_bytes(self.state)
+
+    def owners(self) -> dict[str, int]:
+        """Owner rank of every planned matrix."""
+        return self.planner.owners()
 
 
-def _unit_key(tensors: Sequence[Tensor], positions: Sequence[int]) -> UnitKey:
-    members: dict[int, list[int]] = {}
-    for tensor, position in zip(tensors, positions, strict=True):
-        members.setdefault(position, [position]).append(id(tensor))
-    return tuple(tuple(members[position]) for position in sorted(members))
-
-
-def _device_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise RuntimeError(
-            f"the parameters of one step lie on {sorted(map(str, devices))}; use one optimizer per device."
-        )
-    wide = (torch.float64, torch.complex128)
-    dtype = torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32
-    return (devices.pop() if devices else torch.device("cpu")), dtype
+def _warn_of_tiny(declared: Declared) -> None:
+    for key in ("eps", "graft_eps"):
+        value = getattr(declared.options, key, 1.0)
+        if value < _SMALLEST:
+            logger.warning(
+                "%s: with %s=%g, nothing in float32, a weight whose gradients were all zero becomes 0 / 0.",
+                declared.name,
+                key,
+                value,
+            )

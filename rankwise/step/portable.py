@@ -128,7 +128,7 @@ def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True)
         StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
     """
     stored = stored_tensors(folder)
-    for key, shape in optimizer.logical_shapes().items():
+    for key, shape in optimizer.planner.logical_shapes().items():
         found = stored.get(f"weight/{key}")
         if found is None and strict:
             raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.sharding import Traffic
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import States
 from rankwise.step.health import Health
-from rankwise.step.table import RoutedOptimizer
-from rankwise.step.unit import StepUnit
-from rankwise.step.work import StepWork
+from rankwise.step.matrix_states import MatrixStates
+from rankwise.step.planner import Planner
+from rankwise.step.table import ParameterTable
 
-__all__ = ["Explanation", "Reports"]
+__all__ = ["Explanation", "Reports", "health_of"]
+
+logger = logging.getLogger(__name__)
 
 _PER_STEP = ("bytes_sent", "collectives", "matrices_updated", "steps")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What happens to one parameter, as reported by :meth:`Reports.explain`."""
+    """What happens to one parameter, as reported by ``optimizer.explain()``."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,79 +44,88 @@ class Explanation:
         return f"{self.name}  {shape}  {self.rule} ({self.reason})  owner {owner}  {self.state_bytes} B"
 
 
-class Reports(RoutedOptimizer):
-    """The part of :class:`rankwise.step.optimizer.ShardedOptimizer` that is only read."""
+def health_of(declared: Declared) -> Health:
+    """The counters that :class:`Reports` reads."""
+    return Health(declared.health_means, (*_PER_STEP, "skipped_steps", *declared.health_totals))
 
-    health_means: ClassVar[tuple[str, ...]] = ()
-    """Metrics of :attr:`health` beyond the common ones, reported as means."""
-    health_totals: ClassVar[tuple[str, ...]] = ()
-    """The same, reported as totals over ranks."""
 
-    product_option: ClassVar[str] = ""
-    """The option that names the type of the rule's matrix products, or leaves it to the machine."""
+class Reports:
+    """Reads what the others hold, and changes none of it.
 
-    def product_type(self, unit: StepUnit) -> torch.dtype | None:
-        """The type of the rule's matrix products on this machine; None for a rule without a choice."""
-        return None
+    Args:
+        declared: The optimizer's options.
+        table: Its parameters and their rules.
+        planner: Its units and owners.
+        matrix_states: Its matrix states.
+        health: See :func:`health_of`.
 
-    def _detach(self) -> None:
-        super()._detach()
-        self.health = Health(self.health_means, (*_PER_STEP, "skipped_steps", *self.health_totals))
+    Attributes:
+        announce: Called with :meth:`summary`, once every unit is planned; logs it at first.
+    """
+
+    def __init__(
+        self,
+        declared: Declared,
+        table: ParameterTable,
+        planner: Planner,
+        matrix_states: MatrixStates,
+        health: Health,
+    ) -> None:
+        self._held = declared, table, planner, matrix_states, health
+        self._declared, self._table, self._planner, self._matrix_states, self._health = self._held
+        self.announce: Callable[[str], None] = logger.info
+        self._announced = False
         self._reported = Traffic()
 
-    def read_health(self) -> dict[str, float]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has said nothing yet.
+        return type(self), self._held
+
+    def announce_once(self, states: States) -> None:
+        """Announce the summary, unless it has been."""
+        if not self._announced:
+            self._announced = True
+            self.announce(self.summary(states))
+
+    def read_health(self, further: Iterable[Traffic]) -> dict[str, float]:
         """What happened since the last reading; every data-parallel rank must call it.
+
+        Args:
+            further: What this rank has sent outside its units.
 
         Returns:
             Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); ``skipped_steps``,
-            the calls of ``step()`` that ``skip_nonfinite`` undid; and the optimizer's
-            own metrics, see its ``health_means`` and ``health_totals``.
+            the calls of ``step()`` that ``skip_nonfinite`` undid; and the optimizer's own metrics.
         """
-        sent = [*(unit.total_traffic for unit in self._units.values()), *self.further_traffic]
+        sent = [*(unit.total_traffic for unit in self._planner.units.values()), *further]
         total = Traffic(sum(part.collectives for part in sent), sum(part.bytes for part in sent))
         if total.collectives < self._reported.collectives:
             self._reported = Traffic()  # planned anew since
-        self.health.add("collectives", total.collectives - self._reported.collectives)
-        self.health.add("bytes_sent", total.bytes - self._reported.bytes)
+        self._health.add("collectives", total.collectives - self._reported.collectives)
+        self._health.add("bytes_sent", total.bytes - self._reported.bytes)
         self._reported = total
-        found = self.health.read(self._source.group)
-        ranks = 1 if self._source.group is None else dist.get_world_size(self._source.group)
+        group = self._planner.source.group
+        found = self._health.read(group)
+        ranks = 1 if group is None else dist.get_world_size(group)
         steps = max(found.pop("steps") / ranks, 1.0)
         found["skipped_steps"] /= ranks
         return {name: value / steps if name in _PER_STEP else value for name, value in found.items()}
 
-    @property
-    def further_traffic(self) -> list[Traffic]:
-        """What this rank has sent outside its units."""
-        return []
-
-    def work(self, unit: StepUnit) -> StepWork:
-        """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""
-        return StepWork()
-
-    def state_bytes(self) -> dict[str, int]:
+    def state_bytes(self, states: States) -> dict[str, int]:
         """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""
-        element = sum(value.nbytes for state in self.state.values() for value in _element_states(state).values())
-        return {"element": element, "matrix": self.matrix_states.nbytes}
+        element = sum(value.nbytes for state in states.values() for value in _element_states(state).values())
+        return {"element": element, "matrix": self._matrix_states.nbytes}
 
-    def owners(self) -> dict[str, int]:
-        """Owner rank of every planned matrix."""
-        return {
-            key: owner
-            for unit in self._units.values()
-            if unit.exchange is not None
-            for key, owner in unit.exchange.plan.owners.items()
-        }
-
-    def summary(self) -> str:
+    def summary(self, states: States) -> str:
         """One line: matrices routed, balance over owners, type of their products, state and bytes sent of this rank."""
-        exchanges = [unit.exchange for unit in self._units.values() if unit.exchange is not None]
-        mean = sum(self._loads) / max(len(self._loads), 1)
-        balance = f", owners' load max/mean {max(self._loads) / mean:.2f}" if mean else ""
-        held = self.state_bytes()
+        exchanges = [unit.exchange for unit in self._planner.units.values() if unit.exchange is not None]
+        loads = self._planner.loads
+        mean = sum(loads) / max(len(loads), 1)
+        balance = f", owners' load max/mean {max(loads) / mean:.2f}" if mean else ""
+        held = self.state_bytes(states)
         sent = sum(exchange.bytes_per_gather for exchange in exchanges)
         return (
-            f"rankwise {type(self).__name__}: {self._shares()}{balance}{self._product_types()}; state on this rank "
+            f"rankwise {self._declared.name}: {self._shares()}{balance}{self._product_types()}; state on this rank "
             f"{held['element'] / 2**20:.1f} MiB by element and {held['matrix'] / 2**20:.1f} MiB in matrices; "
             f"{sent / 2**20:.2f} MiB sent to owners per step"
         )
@@ -121,7 +134,7 @@ class Reports(RoutedOptimizer):
         """How much of the model takes the optimizer's own rule, and why the rest does not."""
         sizes: Counter[str] = Counter()
         matrices = tensors = own = 0
-        for unit in self._units.values():
+        for unit in self._planner.units.values():
             for key, shape in unit.layout.shapes.items():
                 chosen, size = unit.routes[key], prod(shape)
                 tensors += 1
@@ -135,42 +148,44 @@ class Reports(RoutedOptimizer):
         return f"{text}, the rest the first-order fallback ({rest})" if rest else text
 
     def _product_types(self) -> str:
-        types = {found: None for unit in self._units.values() if (found := self.product_type(unit)) is not None}
+        declared = self._declared
+        found = [declared.product_type(unit.device, unit.dtype) for unit in self._planner.units.values()]
+        types = dict.fromkeys(dtype for dtype in found if dtype is not None)
         if not types:
             return ""
-        option = self.product_option
+        option = declared.product_option
         chosen = " and ".join(str(dtype).removeprefix("torch.") for dtype in types)
-        return f"; products in {chosen} ({option}={getattr(self.options, option)!r})"
+        return f"; products in {chosen} ({option}={getattr(declared.options, option)!r})"
 
-    def explain(self) -> list[Explanation]:
+    def explain(self, states: States) -> list[Explanation]:
         """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
-        owners = self.owners()
-        state_bytes = self._element_bytes()
+        table = self._table
+        state_bytes = self._element_bytes(states)
         owner_of: dict[str, int] = {}
-        for key, owner in owners.items():
-            owner_of.setdefault(self._base_name(key), owner)
-        for key in self.matrix_states:
-            name = self._base_name(key)
-            state_bytes[name] = state_bytes.get(name, 0) + self.matrix_states.bytes_of(key)
+        for key, owner in self._planner.owners().items():
+            owner_of.setdefault(table.base_name(key), owner)
+        for key in self._matrix_states:
+            name = table.base_name(key)
+            state_bytes[name] = state_bytes.get(name, 0) + self._matrix_states.bytes_of(key)
         return [
             Explanation(
                 name,
                 info.shape,
-                self._routes[name].rule,
-                self._routes[name].reason,
+                table.routes[name].rule,
+                table.routes[name].reason,
                 owner_of.get(name),
                 state_bytes.get(name, 0),
             )
-            for name, (info, _) in self._catalog.items()
+            for name, (info, _) in table.catalog.items()
         ]
 
-    def _element_bytes(self) -> dict[str, int]:
+    def _element_bytes(self, states: States) -> dict[str, int]:
         found: dict[str, int] = {}
-        for unit in self._units.values():
+        for unit in self._planner.units.values():
             for entry in unit.entries:
-                name = self._base_name(entry.key)
-                states = _element_states(self.state.get(unit.tensors[entry.fragment.tensor], {}))
-                for state_name, value in states.items():
+                name = self._table.base_name(entry.key)
+                kept = _element_states(states.get(unit.tensors[entry.fragment.tensor], {}))
+                for state_name, value in kept.items():
                     if unit.states.offset(state_name, entry) is not None:
                         found[name] = found.get(name, 0) + entry.fragment.numel * value.element_size()
         return found

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import States
+from rankwise.step.health import Health
 from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.unit import StepUnit
+from rankwise.step.unit import StepUnit, UnitKey
 
-__all__ = ["Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
+__all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
 
 Kept = tuple[Tensor, Tensor]
 """A tensor that a step changes in place, and a copy of what it was."""
@@ -101,3 +104,67 @@ def undone_where(
                 (counts if name in counted else kept).append((live, old))
     for tensor, old in kept:
         tensor.copy_(torch.where(broken > 0, old, tensor))
+
+
+class Undo:
+    """Takes steps back whose gradients are not finite.
+
+    Args:
+        declared: Which matrix states the host works with.
+        matrix_states: The optimizer's.
+        health: Counts the steps taken back.
+
+    Attributes:
+        unsettled: Of the last step of every unit, what the host does not know yet.
+    """
+
+    def __init__(self, declared: Declared, matrix_states: MatrixStates, health: Health) -> None:
+        self._declared, self._matrix_states, self._health = declared, matrix_states, health
+        self.unsettled: dict[UnitKey, Unsettled] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Optimizers are copied when all is settled.
+        return type(self), (self._declared, self._matrix_states, self._health)
+
+    def settle(self, keys: Iterable[UnitKey] | None = None) -> None:
+        """Take back the counts of steps that were undone; of all units, or some."""
+        for key in list(self.unsettled) if keys is None else keys:
+            unsettled = self.unsettled.pop(key, None)
+            if unsettled is not None:
+                unsettled.settle()
+
+    def update(
+        self,
+        unit: StepUnit,
+        states: States,
+        weights: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+        judged: Sequence[Tensor],
+        update: Callable[[Sequence[Tensor | None]], None],
+    ) -> None:
+        """Update, and leave every weight and state as it was if a gradient is not finite on any rank.
+
+        Args:
+            unit: The unit of the step.
+            states: The optimizer's element states.
+            weights: Of every tensor; None for one that takes no step.
+            grads: Theirs.
+            judged: What must be finite for the step to count.
+            update: Does it, with these gradients.
+        """
+        changed = [weight for weight in weights if weight is not None]
+        counts: list[Kept] = []
+        for index, weight in enumerate(weights):
+            if weight is None:
+                continue
+            unit.states.runs(states, index)  # allocates what is missing, to be zero if the step is undone
+            state = states[unit.tensors[index]]
+            counts.append((state["step"], state["step"] - 1))
+            changed += [value for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
+        broken = any_not_finite(unit, judged)
+        self._health.add("skipped_steps", broken)
+        finite = zeroed_where(broken, grads)
+        unsettled = Unsettled.of(broken, counts)
+        with undone_where(broken, changed, self._matrix_states, counts, self._declared.counted_states):
+            update(finite)
+        self.unsettled[unit.key] = unsettled

@@ -32,7 +32,10 @@ from rankwise.step.element_states import ElementStates, States
 from rankwise.step.entries import Entry
 from rankwise.updates.adamw import Step
 
-__all__ = ["Bucket", "StepUnit", "refuse_difference", "spans"]
+__all__ = ["Bucket", "StepUnit", "UnitKey", "refuse_difference", "spans"]
+
+UnitKey = tuple[tuple[int, ...], ...]
+"""Position and tensors of every group that has any, by ``id``."""
 
 
 @dataclass

@@ -232,10 +232,10 @@ class Recorder:
         self._update = optimizer._update
         optimizer._update = self.update  # type: ignore[method-assign]
         if optimizer.needs_capture:
-            self._statistics = optimizer._reduced_statistics
-            optimizer._reduced_statistics = self.statistics  # type: ignore[method-assign]
-            self._detect = optimizer._detector.update
-            optimizer._detector.update = self.detect  # type: ignore[method-assign]
+            self._statistics = optimizer.factor_steps.reduced
+            optimizer.factor_steps.reduced = self.statistics  # type: ignore[method-assign]
+            self._detect = optimizer.switch.detector.update
+            optimizer.switch.detector.update = self.detect  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
         self.record.grads.append([])
@@ -260,8 +260,8 @@ class Recorder:
             for entry, weight in zip(bucket.entries, bucket.weights, strict=True):
                 record.final.append((entry.key, entry.fragment.shape, entry.fragment.start, weight.numpy().copy()))
 
-    def statistics(self, unit: Any, due: Any) -> Any:
-        found = self._statistics(unit, due)
+    def statistics(self, unit: Any, due: Any, groups: Any) -> Any:
+        found = self._statistics(unit, due, groups)
         self.record.statistics[-1].update(
             {key: tuple(value.numpy().copy() for value in values) for key, values in found.items()}
         )
@@ -330,7 +330,7 @@ def model_weights(engine: Any) -> dict[str, np.ndarray]:
 def digest(optimizer: Any) -> str:
     """A hash of every byte of optimizer state and of the weights the optimizer updates."""
     found = hashlib.sha256()
-    for unit in optimizer._units.values():
+    for unit in optimizer.planner.units.values():
         for fragment in (entry.fragment for entry in unit.entries):
             # Not the whole tensor: ZeRO-3 pads with whatever the memory held.
             run = slice(fragment.offset, fragment.offset + fragment.numel)
@@ -342,7 +342,7 @@ def digest(optimizer: Any) -> str:
         for name, value in sorted(optimizer.matrix_states[key].items()):
             found.update(f"{key}.{name}".encode() + value.detach().float().numpy().tobytes())
     if optimizer.needs_capture:
-        found.update(repr(sorted(optimizer._detector.state_dict().items())).encode())
+        found.update(repr(sorted(optimizer.switch.detector.state_dict().items())).encode())
     return found.hexdigest()
 
 
@@ -387,7 +387,7 @@ def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Reco
     record.model = model_weights(engine)
     record.master = master_weights(engine)
     if isinstance(optimizer, ShardedOptimizer):
-        record.matrices = sum(len(unit.keys("matrix")) for unit in optimizer._units.values())
+        record.matrices = sum(len(unit.keys("matrix")) for unit in optimizer.planner.units.values())
         record.owners = optimizer.owners()
         record.bytes = optimizer.state_bytes()
     engine.destroy()
@@ -569,7 +569,7 @@ def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]
         (model(x[0, micro], y[0, micro]) / ACCUMULATION).backward()
     return {
         name: (record.sum_input.numpy() / record.count, record.sum_output_grad.numpy(), float(record.count))
-        for name, record in optimizer._records.items()
+        for name, record in optimizer.statistics.records.items()
         if record.count
     }
 
@@ -578,7 +578,7 @@ def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
     """Take MKOR's statistics from the half-precision twin of the model it updates."""
     from rankwise.statistics.hooks import Capture
 
-    captured = optimizer._capture
+    captured = optimizer.statistics.hooks
     assert captured is not None
     by_name = {record.name: parameter for parameter, record in captured.records.items()}
     names = set(by_name)
@@ -588,7 +588,7 @@ def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
     own = {by_name[record.name]: parameter for parameter, record in twin.records.items()}
     take = twin.take
     twin.take = lambda parameter: take(own[parameter])  # type: ignore[method-assign]
-    optimizer._capture = twin
+    optimizer.statistics.hooks = twin
 
 
 def weights_of(model: nn.Module) -> dict[str, np.ndarray]:
@@ -608,7 +608,7 @@ def replay(job: Job, ranks: list[Record]) -> dict[str, np.ndarray]:
     now = {"step": 0}
     if optimizer.needs_capture:
         optimizer.capture(model)
-        optimizer._reduced_statistics = lambda unit, due: {  # type: ignore[method-assign]
+        optimizer.factor_steps.reduced = lambda unit, due, groups: {  # type: ignore[method-assign]
             key: tuple(torch.from_numpy(value) for value in values)
             for key, values in ranks[0].statistics[now["step"]].items()
         }

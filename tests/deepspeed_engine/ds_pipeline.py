@@ -188,7 +188,7 @@ def replay(job: PipelineJob, ranks: list[ds.Record]) -> dict[str, np.ndarray]:
     now = {"step": 0}
     if optimizer.needs_capture:
         optimizer.capture(model)
-        optimizer._reduced_statistics = lambda unit, due: {  # type: ignore[method-assign]
+        optimizer.factor_steps.reduced = lambda unit, due, groups: {  # type: ignore[method-assign]
             key: tuple(torch.from_numpy(value) for value in values)
             for record in ranks
             for key, values in record.statistics[now["step"]].items()

@@ -29,7 +29,7 @@ def _run(rank: int, world: int, stage: int) -> dict[str, Any]:
     job = replace(_job(), config={"zero_optimization": {"stage": stage}})
     engine = ds.engine_of(job, world)
     optimizer = engine.basic_optimizer
-    reduction = optimizer._reduction
+    reduction = optimizer.statistics.early
     assert reduction.group is not engine.seq_data_parallel_group
     where: list[list[bool]] = []
     state = {"in step": False}
@@ -87,13 +87,13 @@ def _overflowing(rank: int, world: int) -> list[tuple[str, str, int]]:
             engine = ds.engine_of(job, world)
             optimizer = engine.basic_optimizer
             sent: list[int] = []
-            send = optimizer._reduction._all_reduce
+            send = optimizer.statistics.early._all_reduce
 
             def counted(message: torch.Tensor, sent: Any = sent, send: Any = send) -> Any:
                 sent.append(message.numel())
                 return send(message)
 
-            optimizer._reduction._all_reduce = counted
+            optimizer.statistics.early._all_reduce = counted
             for step in range(job.steps):
                 if overflows and step in (2, 4):  # factor steps, after the first: their vectors leave early
                     before = ds.digest(optimizer)

@@ -102,7 +102,7 @@ def _losses(rank: int, world: int) -> list[tuple[str, list[float], list[float]]]
         torch.manual_seed(0)
         engine = _engine(job, Logits(), world)
         fed: list[float] = []
-        engine.basic_optimizer._detector.update = partial(_note, fed)
+        engine.basic_optimizer.switch.detector.update = partial(_note, fed)
         trained = []
         for step in range(STEPS):
             losses = []

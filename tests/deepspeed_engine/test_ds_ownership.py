@@ -40,7 +40,7 @@ def _held(rank: int, world: int, stages: list[int]) -> dict[tuple[str, int], tup
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
             optimizer = engine.basic_optimizer
-            loads = optimizer._loads
+            loads = optimizer.planner.loads
             balance = max(loads) / (sum(loads) / world)
             keys = sorted(optimizer.matrix_states)
             assert all(optimizer.owners()[key] == rank for key in keys)

@@ -101,7 +101,7 @@ def _with_monitor(rank: int, world: int, folder: str) -> dict[str, int]:
         engine = ds.engine_of(replace(job, config=config), world)
         for step in range(5):
             ds.train_step(engine, rank, world, step)
-        found[job.name] = sum(len(unit.keys("matrix")) for unit in engine.basic_optimizer._units.values())
+        found[job.name] = sum(len(unit.keys("matrix")) for unit in engine.basic_optimizer.planner.units.values())
         engine.destroy()
     return found
 

@@ -61,7 +61,7 @@ def _cell(name: str, stage: int, rank: int, world: int) -> Cell:
         # No alignment here: what is imagined is what is there. (MKOR's early messages are the engine's business.)
         assert estimate(optimizer, world, stage) == ranks
     limit, at_home, matrix_collectives = 0, 0, 0
-    for unit in optimizer._units.values():
+    for unit in optimizer.planner.units.values():
         limit += 1 + (unit.halo is not None) + len(optimizer.work(unit).scalars)
         if unit.exchange is None:
             continue

@@ -134,8 +134,8 @@ def expected_matrices(job: ds.Job) -> int:
     optimizer = ds.build(job.name, ds.groups_of(model, job), **job.params)
     if optimizer.needs_capture:
         optimizer.capture(model)
-        del optimizer._routes["unused.weight"]  # no input ever reaches it, which MKOR notices
-    return sum(chosen.rule == "matrix" for chosen in optimizer._routes.values())
+        del optimizer.table.routes["unused.weight"]  # no input ever reaches it, which MKOR notices
+    return sum(chosen.rule == "matrix" for chosen in optimizer.table.routes.values())
 
 
 @pytest.mark.parametrize("split", marked({False: True, True: False}))

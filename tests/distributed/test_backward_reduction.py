@@ -97,7 +97,7 @@ class Messages:
         self._in_step = False
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "_in_step", True))
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_in_step", False))
-        reduction = optimizer._reduction
+        reduction = optimizer.statistics.early
         assert reduction is not None
         send = reduction._all_reduce
 
@@ -114,7 +114,7 @@ def _train(rank: int, world: int, schedule: str) -> dict[str, Any]:
     optimizer = _optimizer(model.module)
     optimizer.capture(model)
     messages = Messages(optimizer)
-    assert optimizer._reduction is not None and optimizer._reduction.group is not model.process_group
+    assert optimizer.statistics.early is not None and optimizer.statistics.early.group is not model.process_group
     by_step: list[list[tuple[int, bool]]] = []
     for step in range(STEPS):
         if schedule == "skipped" and step % 2 == 0:
@@ -129,14 +129,14 @@ def _train(rank: int, world: int, schedule: str) -> dict[str, Any]:
         optimizer.step()
         by_step.append(messages.sent)
         if schedule == "skipped" and step % 2 == 0:
-            assert [size for size, _ in dropped] == list(optimizer._reduction.message_bytes)
+            assert [size for size, _ in dropped] == list(optimizer.statistics.early.message_bytes)
         messages.sent = []
     health = optimizer.read_health()
     return {
         "weights": [parameter.detach() for parameter in model.module.parameters()],
         "messages": by_step,
-        "planned": list(optimizer._reduction.message_bytes),
-        "traffic": optimizer._reduction.traffic,
+        "planned": list(optimizer.statistics.early.message_bytes),
+        "traffic": optimizer.statistics.early.traffic,
         "health": health,
     }
 
@@ -247,8 +247,8 @@ def _misaligned(rank: int, world: int) -> str:
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
     optimizer = _optimizer(model.module)
     optimizer.capture(model)
-    assert optimizer._reduction is not None
-    optimizer._reduction._windows += rank
+    assert optimizer.statistics.early is not None
+    optimizer.statistics.early._windows += rank
     _loss(model, "no_sync", 0, 0, rank).backward()
     try:
         optimizer.step()

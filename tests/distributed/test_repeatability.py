@@ -168,7 +168,7 @@ def _collectives_per_step(rank: int, world: int) -> dict[str, int]:
 
 
 def _batches(framework: Framework) -> int:
-    units = framework.optimizer._units.values()
+    units = framework.optimizer.planner.units.values()
     return sum(len(unit.exchange.plan.batches) for unit in units if unit.exchange is not None)
 
 

@@ -61,7 +61,9 @@ def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> 
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         on_host = [state[name] for state in optimizer.state.values() for name in state if name == "step"]
-        on_host += [state[name] for state in optimizer.matrix_states.values() for name in optimizer.counted_states]
+        on_host += [
+            state[name] for state in optimizer.matrix_states.values() for name in optimizer.declared.counted_states
+        ]
         with using(module), Launches(on_host) as counter:
             optimizer.step()
         assert step == 0 or counter.found

@@ -189,7 +189,7 @@ def test_steps_multiply_in_the_type_of_the_machine(
     _multiplies(monkeypatch, fast)
     model, optimizer = _built(name)
     lines: list[str] = []
-    optimizer.announce = lines.append
+    optimizer.reports.announce = lines.append
     for step in range(3):
         assert _step(model, optimizer, step) == {BF16 if fast else FP32: RULES[name][3] * MATRICES}
     option = RULES[name][2]

@@ -23,6 +23,7 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 from rankwise import MKOR
+from rankwise.mkor.factor_steps import FactorSteps
 
 TOKENS = GLOBAL_BATCH * LENGTH
 DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
@@ -80,13 +81,13 @@ def _watch(trainer: Trainer, before: Callable[[Trainer], None] | None = None) ->
     gradients: dict[str, Tensor] = {}
     optimizers = inner_optimizers(trainer)
 
-    def recording(inner: MKOR, unit: Any, due: Any) -> Any:
-        vectors = MKOR._reduced_statistics(inner, unit, due)
+    def recording(factor_steps: FactorSteps, unit: Any, due: Any, groups: Any) -> Any:
+        vectors = FactorSteps.reduced(factor_steps, unit, due, groups)
         found.update({key: (a.clone(), g.clone(), float(count)) for key, (a, g, count) in vectors.items()})
         return vectors
 
     for inner in optimizers:
-        inner._reduced_statistics = functools.partial(recording, inner)  # type: ignore[method-assign]
+        inner.factor_steps.reduced = functools.partial(recording, inner.factor_steps)  # type: ignore[method-assign]
 
     def look(trainer: Trainer) -> None:
         gradients.update(trainer.weights(reduced_gradient)[0])
@@ -320,7 +321,7 @@ def test_weights_follow_one_process_with_biases_as_columns() -> None:
 def _bundles(rank: int, world: int) -> list[tuple[str, ...]]:
     with cpu_megatron(), opened(Cell(tp=2, **BIASED), mkor(bundled=True)) as trainer:
         trainer.train_step()
-        (unit,) = inner_optimizers(trainer)[0]._units.values()
+        (unit,) = inner_optimizers(trainer)[0].planner.units.values()
         return [task.parts for batch in unit.exchange.plan.batches for task in batch.tasks]
 
 
@@ -335,8 +336,8 @@ def _told(trainer: Trainer) -> list[float]:
     """Losses the detectors of this rank get."""
     told: list[float] = []
     for inner in inner_optimizers(trainer):
-        update = inner._detector.update
-        inner._detector.update = lambda loss, update=update: (told.append(loss), update(loss))[1]  # type: ignore[method-assign]
+        update = inner.switch.detector.update
+        inner.switch.detector.update = lambda loss, update=update: (told.append(loss), update(loss))[1]  # type: ignore[method-assign]
     return told
 
 

@@ -79,7 +79,7 @@ def _sent(rank: int, name: str, cell: Cell) -> Sent:
         outer = [_without(all_, own) for all_, own in zip(everything, ours, strict=True)][1:]
         if name == "adam":
             return Sent(ours[1:], outer, (0, 0, 0, 0), data, (0, 0))
-        (unit,) = inner._units.values()
+        (unit,) = inner.planner.units.values()
         mine = estimate(inner)[unit.layout.rank]
         predicted = (mine.bytes_sent, mine.collectives, mine.periodic_bytes, mine.periodic_collectives)
         return Sent(ours[1:], outer, predicted, data, _at_home(inner, unit))

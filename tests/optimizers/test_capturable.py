@@ -79,7 +79,7 @@ class Run:
 
     def host_counts(self) -> list[Tensor]:
         states = self.optimizer.matrix_states.values()
-        counts = [state[name] for state in states for name in self.optimizer.counted_states]
+        counts = [state[name] for state in states for name in self.optimizer.declared.counted_states]
         return counts + [state["step"] for state in self.optimizer.state.values()]
 
     def everything(self) -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ def test_a_graph_without_one_of_two_equal_matrices(name: str) -> None:
         each.model = nn.Sequential(*(nn.Linear(10, 10, bias=False, dtype=torch.float64) for _ in range(3)))
         each.model.load_state_dict({f"{layer}.weight": torch.eye(10) * (layer + 1) for layer in range(3)})
         each.optimizer = BY_NAME[name].build(
-            each.model.named_parameters(), lr=each.lr, capturable=each.optimizer.capturable
+            each.model.named_parameters(), lr=each.lr, capturable=each.optimizer.declared.capturable
         )
         for parameter in each.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -326,7 +326,7 @@ def test_counts_lie_on_the_device() -> None:
         one.step()
         optimizer.load_state_dict(one.state_dict())
         assert optimizer.state[parameter]["step"].device.type == wanted
-        signature = next(iter(one._units.values())).exchange.owned()[0].signature
+        signature = next(iter(one.planner.units.values())).exchange.owned()[0].signature
         fresh = optimizer._fresh(parameter.detach(), signature)
         assert {fresh[name].device.type for name in ("step", "beta1")} == {wanted}
 

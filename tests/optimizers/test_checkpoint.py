@@ -267,8 +267,8 @@ def test_hybrid_switch_is_part_of_the_checkpoint() -> None:
     model, optimizer = setup(case)
     advance(model, optimizer, range(3))
     before = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    optimizer._detector._state["slow_steps"] = 100  # the next check finds the knee
-    optimizer._detector.beta = 1e9
+    optimizer.switch.detector._state["slow_steps"] = 100  # the next check finds the knee
+    optimizer.switch.detector.beta = 1e9
     advance(model, optimizer, range(3, 6))
     assert optimizer.switched
     other, twin = resumed(case, model, optimizer)

@@ -187,7 +187,7 @@ def test_directions_lie_where_they_lay() -> None:
     places: list[list[int]] = []
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
-        for unit in optimizer._units.values():
+        for unit in optimizer.planner.units.values():
             places.append([buffer.data_ptr() for buffer in unit.scratch["directions"].values()])
 
     _steps("sonew-tridiagonal", native, noted)

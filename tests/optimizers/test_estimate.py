@@ -61,7 +61,7 @@ def test_memory_and_work_are_shared_out(name: str) -> None:
         if stage:
             assert max(rank.state_bytes for rank in ranks) <= 1.15 * alone.state_bytes / 8
             assert max(rank.flops for rank in ranks) <= 1.25 * alone.flops / 8
-    assert not optimizer._units and not optimizer._loads
+    assert not optimizer.planner.units and not optimizer.planner.loads
 
 
 def test_known_sizes() -> None:

@@ -111,7 +111,7 @@ def test_steps_do_not_ask_which_rule_each_parameter_takes() -> None:
     optimizer = MKOR(model.named_parameters(), update_interval=2)
     optimizer.capture(model)
     step(model, optimizer)
-    optimizer._routes = Routes(optimizer._routes)
+    optimizer.table.routes = Routes(optimizer.table.routes)
     for _ in range(3):
         step(model, optimizer)
     assert Routes.asked == 0

@@ -315,7 +315,7 @@ def test_a_missing_rate_is_named(case: Case) -> None:
 
 def test_values_are_judged_once() -> None:
     model, optimizer = setup(BY_NAME["mars-adamw"])
-    with patch.object(optimizer, "_validate_group", wraps=optimizer._validate_group) as judged:
+    with patch.object(optimizer.values, "validate", wraps=optimizer.values.validate) as judged:
         for index in range(4):
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + index)
             advance(model, optimizer, range(index, index + 1))

@@ -268,7 +268,7 @@ def test_identity_factors_leave_the_backend_alone(backend: str) -> None:
     inner_class, settings = BACKENDS[backend]
     model = make()
     optimizer = build(model, backend=backend.split("-")[0], **settings, update_interval=1)
-    optimizer._capture.remove()
+    optimizer.statistics.hooks.remove()
     other = make()
     actual = train(model, optimizer)
     reference = inner_class(other.parameters(), lr=1e-2, **settings)
@@ -343,7 +343,7 @@ def test_statistics_are_free_of_loss_scale_and_accumulation(micro_batches: int, 
     expected = train(model, build(model, update_interval=2))
     other = make()
     optimizer = build(other, update_interval=2)
-    optimizer._source.loss_scale = lambda: scale  # type: ignore[attr-defined]
+    optimizer.planner.source.loss_scale = lambda: scale  # type: ignore[attr-defined]
     seen: list[tuple[Tensor, Tensor]] = []
     move = optimizer._move_factors
 
@@ -537,7 +537,7 @@ def test_a_layer_that_saw_no_token_keeps_its_factors() -> None:
     before = {side: optimizer.matrix_states["twin.weight"][side].clone() for side in ("left", "right")}
     optimizer.zero_grad()
     loss(model, 3).backward()
-    optimizer._records["twin.weight"].clear()
+    optimizer.statistics.records["twin.weight"].clear()
     optimizer.step()
     state = optimizer.matrix_states["twin.weight"]
     assert all(torch.equal(state[side], before[side]) for side in before)
@@ -568,7 +568,7 @@ def test_a_weight_without_gradient_counts_as_zero_for_its_bias() -> None:
 
 
 def damage(optimizer: MKOR, name: str, which: str = "sum_input") -> None:
-    getattr(optimizer._records[name], which)[0] = float("nan")
+    getattr(optimizer.statistics.records[name], which)[0] = float("nan")
 
 
 @pytest.mark.parametrize("which", ["sum_input", "sum_output_grad"])
@@ -688,7 +688,7 @@ def test_after_the_switch_it_is_the_backend(backend: str) -> None:
     # Factors that have always been the identity: a run of the backend alone, given the states of the switch.
     other = make()
     plain = build(other, backend=backend, update_interval=100, **settings)
-    plain._capture.remove()
+    plain.statistics.release()
     for name, parameter in other.named_parameters():
         parameter.data.copy_(snapshot["model"][name])
         plain.state[parameter].update({key: value.clone() for key, value in state[name].items()})
@@ -708,7 +708,7 @@ def test_hybrid_takes_the_mean_over_micro_batches() -> None:
     model = make()
     optimizer = build(model, hybrid=True)
     seen: list[float] = []
-    optimizer._detector.update = lambda value: bool(seen.append(value))  # type: ignore[method-assign]
+    optimizer.switch.detector.update = lambda value: bool(seen.append(value))  # type: ignore[method-assign]
     for values in ((1.0, 3.0), (torch.tensor(4.0), torch.tensor([5.0]), 9)):
         optimizer.zero_grad()
         loss(model, 0).backward()
@@ -740,7 +740,7 @@ def test_losses_recorded_before_zero_grad_count() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert optimizer._detector.state_dict()["step"] == 5
+    assert optimizer.switch.detector.state_dict()["step"] == 5
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

@@ -200,7 +200,7 @@ def test_the_switch_gives_the_workspace_back(monkeypatch: pytest.MonkeyPatch) ->
     for step in range(3):
         backward(model, optimizer, step)
         optimizer.step()
-        (unit,) = optimizer._units.values()
+        (unit,) = optimizer.planner.units.values()
         spaces.append("space" in unit.scratch)  # type: ignore[arg-type]
-        optimizer._switched = step == 1
+        optimizer.switch.is_over = step == 1
     assert spaces == [True, True, False]

@@ -536,7 +536,7 @@ def test_rows_read_well() -> None:
 def test_the_summary_is_announced_once() -> None:
     model, optimizer = setup(BY_NAME["ldadam"])
     lines: list[str] = []
-    optimizer.announce = lines.append
+    optimizer.reports.announce = lines.append
     advance(model, optimizer, range(4))
     assert lines == [optimizer.summary()]
     assert re.match(r"rankwise LDAdam: \d+\.\d% of [\d,]+ weights \(2 of 7 tensors\) take its rule, the rest", lines[0])
@@ -582,7 +582,7 @@ def test_patterns_cannot_be_judged_without_names(caplog: pytest.LogCaptureFixtur
     optimizer.reroute()
     assert [row.rule for row in optimizer.explain()] == ["matrix", "fallback", "fallback", "fallback"]
     other = SONew(nn.Linear(8, 8).parameters(), exclude=["group0.param1"])
-    assert other.is_idle is False
+    assert other.table.is_idle is False
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = SONew(model.parameters(), exclude=["1.*"])
     annotate(model)

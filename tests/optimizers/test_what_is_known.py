@@ -70,7 +70,7 @@ def test_conv1d_moves_as_linear_does(told: str, caplog: pytest.LogCaptureFixture
 def test_linear_layers_of_the_same_names_are_left_alone() -> None:
     plain = body(linear)
     optimizer = MARS(plain.named_parameters(), variant="shampoo")
-    assert not any(info.transposed for info, _ in optimizer._catalog.values())
+    assert not any(info.transposed for info, _ in optimizer.table.catalog.values())
 
 
 def model() -> nn.Sequential:

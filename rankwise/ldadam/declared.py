@@ -1,0 +1,60 @@
+"""Which parameters LDAdam takes, and what states they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.options import LDAdamOptions
+from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import StateTypes
+
+__all__ = ["LDAdamDeclared"]
+
+
+class LDAdamDeclared(Declared):
+    """See the base class."""
+
+    options: LDAdamOptions
+    health_means = ("subspace_rotation",)
+    health_totals = ("kept_bases",)
+    matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
+    counted_states = ("step", "beta1")
+    idle_advice: ClassVar[Mapping[str, str]] = {"saves nothing": "lower 'rank'"}
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Linear weights only, as in the published runs."""
+        return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
+
+    def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        """Matrices too small for a low rank to save anything take the fallback."""
+        if chosen.rule == "matrix" and len(info.shape) not in (2, 3):
+            return Route("fallback", f"{len(info.shape)}-D tensor")
+        if chosen.rule == "fallback" or group.get("fallback") is False:
+            return chosen
+        if updates.worth_projecting(group["rank"], *info.matrix_shape, error_feedback=group["error_feedback"]):
+            return chosen
+        return Route("fallback", f"rank {group['rank']} saves nothing")
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """AdamW's moments on the fallback, the error buffer on matrices."""
+        if rule == "fallback":
+            return {"exp_avg": None, "exp_avg_sq": None}
+        if not group["error_feedback"]:
+            return {}
+        dtype = self.options.error_dtype
+        return {"error": None if dtype is None else getattr(torch, dtype)}
+
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """Basis (short side, rank) and moments (rank, long side)."""
+        rows, columns = info.matrix_shape
+        rank = updates.effective_rank(group["rank"], rows, columns)
+        moments = [(rank, max(rows, columns))]
+        return {"basis": [(min(rows, columns), rank)], "exp_avg": moments, "exp_avg_sq": moments}

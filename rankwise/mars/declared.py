@@ -1,0 +1,63 @@
+"""Which parameters MARS takes, and what states they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rankwise.kernels.forms import product_dtype_for
+from rankwise.mars.options import MARSOptions
+from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import StateTypes
+
+__all__ = ["MARSDeclared"]
+
+
+class MARSDeclared(Declared):
+    """See the base class.
+
+    Attributes:
+        orthogonalises: Whether matrices step along their orthogonalised momentum.
+    """
+
+    options: MARSOptions
+    health_means = ("clip_rate",)
+    product_option = "ns_dtype"
+    optional_states = ("next_reference",)
+
+    def __init__(self, name: str, options: MARSOptions) -> None:
+        super().__init__(name, options)
+        self.orthogonalises = options.variant in ("shampoo", "muon")
+
+    @property
+    def identity(self) -> str:
+        """Class and variant: variants have different element states."""
+        return f"MARS-{self.options.variant}"
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Embeddings take the element-wise variants' rule, as published; orthogonalisation leaves them out."""
+        options = self.options
+        return RoutingPolicy(embeddings=not self.orthogonalises, exclude=options.exclude, vectors=options.optimize_1d)
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """The momentum, the second moment where AdamW is involved, and the comparison gradient(s)."""
+        if rule == "fallback":
+            return {"exp_avg": None, "exp_avg_sq": None}
+        second = () if self.options.variant == "lion" or self.is_orthogonal(info) else ("exp_avg_sq",)
+        references = ("reference", "next_reference") if self.options.exact else ("reference",)
+        return dict.fromkeys(("exp_avg", *second, *references))
+
+    def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+        """See the base class; of Newton-Schulz."""
+        if not self.orthogonalises:
+            return None
+        wish = self.options.ns_dtype
+        return product_dtype_for(device, dtype) if wish == "auto" else getattr(torch, wish)
+
+    def is_orthogonal(self, info: ParameterInfo) -> bool:
+        """Whether a parameter that takes the rule is such a matrix."""
+        return self.orthogonalises and len(info.shape) >= 2

@@ -1,0 +1,244 @@
+"""Which steps move which factors, which statistics they need, and what becomes of layers that are not in use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.mkor.factor_schedule import FactorSchedule
+from rankwise.mkor.options import MKOROptions
+from rankwise.sharding import MatrixTask
+from rankwise.statistics.collector import Collector
+from rankwise.statistics.vectors import GLIMPSE, LayerVectors, refuse_broken_factors
+from rankwise.step.element_states import States
+from rankwise.step.matrix_states import MatrixStates
+from rankwise.step.planner import Planned, Planner
+from rankwise.step.table import Groups, ParameterTable
+from rankwise.step.unit import StepUnit
+
+__all__ = ["FactorSteps"]
+
+logger = logging.getLogger(__name__)
+
+_FROZEN = "frozen when capture() was called; call it again once it is trained"
+
+
+class FactorSteps:
+    """Follows the schedule of every matrix and learns from its factor steps.
+
+    Args:
+        options: MKOR's.
+        table: The parameters and their rules.
+        planner: The units.
+        statistics: Listens to what is due.
+        matrix_states: The factors of this rank.
+
+    Attributes:
+        schedule: When factors are due.
+    """
+
+    def __init__(
+        self,
+        options: MKOROptions,
+        table: ParameterTable,
+        planner: Planner,
+        statistics: Collector,
+        matrix_states: MatrixStates,
+    ) -> None:
+        self.schedule = FactorSchedule(options.update_interval)
+        self._options, self._table, self._planner = options, table, planner
+        self._statistics, self._matrix_states = statistics, matrix_states
+        self._frozen: dict[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The model of a copy is not captured.
+        return {**vars(self), "_frozen": {}}
+
+    # --- rules --------------------------------------------------------------------------------------------------
+
+    def route_captured(self) -> None:
+        """Send what no linear module uses to the fallback; after a capture."""
+        table, records = self._table, self._statistics.records
+        unused = [name for name, chosen in table.routes.items() if chosen.rule == "matrix" and name not in records]
+        self._frozen = {name: table.parameters[name] for name in unused if not table.parameters[name].requires_grad}
+        for name in unused:
+            table.send_to_fallback([name], _FROZEN if name in self._frozen else "no linear module uses it")
+        self._route_left_out()
+
+    def _route_left_out(self) -> None:
+        left_out = self.schedule.left_out.intersection(self._statistics.records)
+        self._table.send_to_fallback(left_out, "no input has come by: its module has not been called")
+
+    def warn_of_unfrozen(self) -> None:
+        """Say once which parameters are trained by now that were frozen when the model was captured."""
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            for name in thawed:
+                del self._frozen[name]
+            logger.warning(
+                "MKOR: %s was frozen when capture() was called and takes %s alone; call optimizer.capture(model) again "
+                "for it to get factors.",
+                ", ".join(thawed),
+                self._options.backend,
+            )
+
+    def plan_again(self, optimizer: Planned, groups: Groups) -> None:
+        """Plan units anew of which some matrices have changed their rule.
+
+        Between two rounds of steps: until then the units of one round are planned by the same routes.
+        """
+        planner = self._planner
+        for old in [unit for unit in planner.units.values() if unit.scratch.get("stale")]:
+            self._drop_untouched(sorted(self.schedule.left_out.intersection(old.layout.shapes)))
+            new = planner.new_unit(optimizer, groups, old.tensors, old.positions, old.planned_groups)
+            new.traffic = old.total_traffic
+
+    def _drop_untouched(self, keys: Sequence[str]) -> None:
+        """What was never changed of the states of matrices that are left out need not be kept."""
+        for key in keys:
+            state = self._matrix_states.get(key, {})
+            factors = [value for side, value in state.items() if side != "failures"]
+            if all(torch.equal(factor, torch.eye(len(factor)).to(factor)) for factor in factors):
+                self._matrix_states.pop(key, None)
+
+    # --- when ---------------------------------------------------------------------------------------------------
+
+    def watch(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> None:
+        """Plan which statistics the unit's steps look at: those of its matrices, and of layers not heard of yet."""
+        left_out = self.schedule.left_out.intersection(unit.layout.shapes, self._statistics.records)
+        keys = sorted({task.key for task in tasks} | left_out)
+        places = {entry.key: entry.fragment.tensor for entry in unit.entries} if unit.tensors else {}
+        unit.scratch["statistics"] = keys
+        unit.scratch["tensors"] = {key: unit.tensors[places[key]] for key in keys} if places and _is_whole(unit) else {}
+
+    def counts(self, unit: StepUnit, states: States) -> dict[str, int]:
+        """The number of this step of every watched matrix that takes it."""
+        if not _is_whole(unit):
+            return dict.fromkeys(unit.scratch["statistics"], unit.common_step(states))
+        tensors: dict[str, Tensor] = unit.scratch["tensors"]
+        return {key: int(states[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
+
+    def due(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Those of them whose factors move at this step."""
+        return {key: count for key, count in counts.items() if self.schedule.is_due(key, count)}
+
+    def prepare(self, unit: StepUnit, counts: Mapping[str, int], states: States) -> None:
+        """Listen to what may be due at the next step."""
+        tensors: dict[str, Tensor] = unit.scratch["tensors"]
+        awaited = []
+        for key in unit.scratch["statistics"]:
+            count = counts[key] if key in counts else int(states.get(tensors[key], {}).get("step", 0))
+            # A factor step that turns out to have been undone comes again.
+            again = self._options.skip_nonfinite and self.schedule.is_due(key, count)
+            if again or self.schedule.is_due(key, count + 1):
+                awaited.append(key)
+        # Vectors leave early only if they will be wanted: a layer that is not in use now may stay so.
+        unit.scratch["certain"] = any(key in counts for key in awaited)
+        unit.scratch["awaited"] = sorted({*awaited, *self.schedule.missed.intersection(unit.scratch["statistics"])})
+        units = list(self._planner.units.values())
+        known = [other.scratch.get("awaited", other.scratch.get("statistics", ())) for other in units]
+        keys = [key for unit_keys in known for key in unit_keys]
+        self._statistics.listen_to(keys, any(other.scratch.get("certain", True) for other in units))
+
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def reduced(self, unit: StepUnit, counts: Mapping[str, int], groups: Groups) -> dict[str, LayerVectors]:
+        """Statistics over all ranks of some matrices of the unit.
+
+        Args:
+            unit: The unit.
+            counts: The numbers of their steps.
+            groups: The optimizer's param groups.
+
+        Raises:
+            RuntimeError: A matrix's factors have failed too often.
+        """
+        first = unit is next(iter(self._planner.units.values()))
+        if first:
+            self._statistics.forget_results()
+        if not counts:
+            return {}
+        found = self._statistics.reduced(unit, list(counts), first, self._own_report)
+        self._note(unit, counts, found.reports, found.tokens, groups)
+        return found.vectors
+
+    def drop_statistics(self, unit: StepUnit) -> None:
+        """Statistics gathered for a step that takes none must not be added to those of the next one."""
+        ends_round = unit is next(reversed(self._planner.units.values()), unit)
+        seen = self._statistics.drop(unit.scratch["statistics"], ends_round)
+        self.schedule.glimpsed.update(self.schedule.missed.intersection(seen))
+
+    def _own_report(self, key: str) -> Tensor | None:
+        """What this rank adds to the numbers of a matrix that all ranks are told: see :meth:`_note`."""
+        failures = self._matrix_states.get(key, {}).get("failures")
+        if key not in self.schedule.glimpsed:
+            return failures
+        device = self._statistics.records[key].sum_input.device
+        return torch.full((), GLIMPSE, device=device) + (0 if failures is None else failures.to(device))
+
+    def _note(
+        self,
+        unit: StepUnit,
+        counts: Mapping[str, int],
+        reports: Sequence[float],
+        tokens: Sequence[float],
+        groups: Groups,
+    ) -> None:
+        """Learn from a factor step; the numbers are over all ranks, so that all of them decide alike."""
+        schedule, keys = self.schedule, list(counts)
+        refuse_broken_factors(keys, [float(int(report)) for report in reports])
+        for key, report, number in zip(keys, reports, tokens, strict=True):
+            schedule.note(key, counts[key], number > 0, report % 1 > 0)
+        silent = sorted(counts.keys() - schedule.heard - schedule.left_out)
+        found = sorted(schedule.left_out & schedule.heard)
+        if silent and unit.layout.rank == 0:
+            logger.warning(
+                "MKOR: no input of %s has come by, which only %s sees therefore: its weight is used without calling "
+                "its module (as nn.MultiheadAttention uses out_proj), or it is not in use yet. It gets factors once "
+                "its module is called.",
+                ", ".join(silent),
+                self._options.backend,
+            )
+        if silent or found:
+            schedule.left_out = (schedule.left_out | set(silent)) - set(found)
+            self._take_back(found, groups)
+            unit.scratch["stale"] = True
+
+    def _take_back(self, found: Sequence[str], groups: Groups) -> None:
+        """Give matrices the rule again that their options ask for."""
+        for name in found:
+            self._table.route_by(groups, name)
+        self._route_left_out()
+
+    @property
+    def unheard(self) -> int:
+        """Captured layers of which no input has come by so far."""
+        return len(self._statistics.records.keys() - self.schedule.heard)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def load_schedule(self, state: Mapping[str, Any], groups: Groups) -> None:
+        """Take over when factors are due.
+
+        Args:
+            state: As :meth:`FactorSchedule.state_dict` gave it.
+            groups: The optimizer's param groups.
+        """
+        self._statistics.listen_to_all()
+        before = set(self.schedule.left_out)
+        self.schedule.load_state_dict(state)
+        for unit in self._planner.units.values():
+            unit.scratch.pop("awaited", None)
+            unit.scratch.pop("certain", None)
+        if self.schedule.left_out != before:
+            self._take_back(sorted(before - self.schedule.left_out), groups)
+            self._planner.forget()
+
+
+def _is_whole(unit: StepUnit) -> bool:
+    """Whether every rank has the whole parameters, so that each has a count of the steps in which it had a gradient."""
+    return unit.layout.world_size == 1 or unit.layout.replicated

@@ -1,0 +1,38 @@
+"""Which parameters SONew takes, and what states they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
+from rankwise.sonew.options import SONewOptions
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import StateTypes
+
+__all__ = ["SONewDeclared"]
+
+
+class SONewDeclared(Declared):
+    """See the base class."""
+
+    options: SONewOptions
+    health_means = ("graft_ratio",)
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Every matrix, embeddings included, as published."""
+        return RoutingPolicy(embeddings=True, exclude=self.options.exclude)
+
+    @property
+    def covariance_names(self) -> list[str]:
+        """Of the element states: one for every distance on the band."""
+        return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
+        names = ["exp_avg", "exp_avg_sq"]
+        if rule == "matrix":
+            names += self.covariance_names
+            names += ["graft_sq"] if self.options.graft == "rmsprop" else []
+        return dict.fromkeys(names)

@@ -1,0 +1,247 @@
+"""MKOR's statistics, from the hooks to vectors over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from rankwise.options.validation import OptionError
+from rankwise.sharding import Traffic
+from rankwise.sharding.sources import framework_advice
+from rankwise.statistics.early import BackwardReduction, twin_group
+from rankwise.statistics.hooks import Capture, Describe, Record
+from rankwise.statistics.scalers import watch_gradient_scalers
+from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
+from rankwise.step.planner import Planner
+from rankwise.step.table import Groups, ParameterTable
+from rankwise.step.unit import StepUnit
+
+__all__ = ["Collector", "Reduced"]
+
+
+class Reduced(NamedTuple):
+    """Statistics of some matrices over all ranks.
+
+    Attributes:
+        vectors: By matrix.
+        reports: Sums of what ranks had to say of each.
+        tokens: Their numbers.
+    """
+
+    vectors: dict[str, LayerVectors]
+    reports: Sequence[float]
+    tokens: Sequence[float]
+
+
+class Collector:
+    """Hooks a model's linear layers and hands over what they have seen.
+
+    Args:
+        table: The optimizer's parameters and their rules.
+        planner: Its units and its framework.
+
+    Attributes:
+        hooks: Those of the captured model; None before :meth:`capture`.
+        records: Of every captured matrix, by the name of its parameter.
+        early: Where statistics travel while the backward pass runs; None: within the step.
+    """
+
+    def __init__(self, table: ParameterTable, planner: Planner) -> None:
+        self._table, self._planner = table, planner
+        self.hooks: Capture | None = None
+        self.records: dict[str, Record] = {}
+        self.early: BackwardReduction | None = None
+        self._loss_scale: Callable[[], float] | None = None
+        self._unscaled_by: Tensor | None = None
+        self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The model of a copy is not known.
+        return type(self), (self._table, self._planner)
+
+    # --- hooks --------------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        window: Any,
+        loss_scale: Callable[[], float] | None,
+        last_micro_batch: Callable[[], bool] | None,
+        describe: Describe,
+    ) -> None:
+        """Hook the layers whose weights take the matrix rule; see :meth:`rankwise.MKOR.capture`.
+
+        Args:
+            model: Plain, or in a ``DistributedDataParallel``.
+            groups: The optimizer's param groups.
+            window: Identifies the accumulation window.
+            loss_scale: What the loss is multiplied by.
+            last_micro_batch: Whether the present backward pass is the last before the step.
+            describe: Recognises linear modules.
+        """
+        table = self._table
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._planner.attach(table.plain.replicated_over(model.process_group))
+            last_micro_batch = last_micro_batch or partial(getattr, model, "require_backward_grad_sync")
+            model = model.module
+        self._loss_scale = loss_scale
+        watch_gradient_scalers()
+        table.learn_roles(model, groups)
+        self._planner.forget()
+        names = {id(parameter): name for name, parameter in table.parameters.items()}
+
+        def wanted(module: nn.Module, parameter: nn.Parameter) -> bool:
+            name = names.get(id(parameter))
+            return name is not None and table.routes[name].rule == "matrix"
+
+        self.release()
+        self.hooks = Capture(model, wanted, window, describe)
+        self.hooks.on_training_forward = self._refuse_unknown_replicas
+        self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
+        self.early = self.hooks.listener = self._reduce_early(last_micro_batch)
+
+    def require(self) -> None:
+        """Refuse to go on without a captured model.
+
+        Raises:
+            OptionError: There is none.
+        """
+        if self.hooks is None:
+            raise OptionError(
+                "MKOR has no statistics to precondition with: call optimizer.capture(model) before the first step, or "
+                f"{framework_advice()}, which does it."
+            )
+
+    def release(self) -> None:
+        """Take the hooks off the model."""
+        if self.hooks is not None:
+            self.hooks.remove()
+
+    def put_back(self) -> None:
+        """Put the hooks on again."""
+        if self.hooks is not None:
+            self.hooks.attach()
+
+    def clear(self) -> None:
+        """Forget what was seen since the last step."""
+        if self.hooks is not None:
+            self.hooks.clear()
+
+    def listen_to(self, keys: Collection[str], in_company: bool) -> None:
+        """See :meth:`rankwise.statistics.hooks.Capture.listen_to`; of matrices, by key."""
+        assert self.hooks is not None
+        self.hooks.listen_to([self.records[key] for key in keys], in_company)
+
+    def listen_to_all(self) -> None:
+        """Collect the statistics of all matrices."""
+        if self.hooks is not None:
+            self.hooks.listen_to_all()
+
+    def window_id(self) -> Any:
+        """The present accumulation window; None where nobody names it."""
+        return None if self.hooks is None else self.hooks.window_id()
+
+    def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
+        """See :class:`rankwise.statistics.scalers.HearsOfScalers`."""
+        self._unscaled_by = scale
+        if self.hooks is not None:
+            self.hooks.is_over = is_over
+
+    def _refuse_unknown_replicas(self, weights: Sequence[nn.Parameter]) -> None:
+        """Refuse a model whose gradients are averaged over ranks of which the optimizer was told nothing.
+
+        Raises:
+            OptionError: ``DistributedDataParallel`` runs these layers, and the model it wraps was captured, not itself.
+        """
+        wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+        if wrapper is None or self._planner.source.group is not None or wrapper.process_group.size() == 1:
+            return
+        replicated = {id(parameter) for parameter in wrapper.parameters()}
+        if any(id(weight) in replicated for weight in weights):
+            raise OptionError(
+                "MKOR: capture() was given the model inside a DistributedDataParallel: every rank would precondition "
+                "the same gradients by the statistics of its own batch, and the copies drift apart. Call "
+                "optimizer.capture(ddp_model) with the wrapped model, before the first step."
+            )
+
+    def _reduce_early(self, is_last: Callable[[], bool] | None) -> BackwardReduction | None:
+        group = self._planner.source.group
+        if is_last is None or group is None or group.size() == 1 or not self.records:
+            return None
+        if self._twin is None or self._twin[0] is not group:
+            self._twin = (group, twin_group(group))
+        return BackwardReduction(self.records, self._twin[1], is_last)
+
+    # --- sums ---------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """What this rank has sent outside its units."""
+        return [] if self.early is None else [self.early.traffic]
+
+    def reduced(
+        self, unit: StepUnit, keys: Sequence[str], first: bool, own_report: Callable[[str], Tensor | None]
+    ) -> Reduced:
+        """Statistics over all ranks; a collective unless they have travelled already.
+
+        Args:
+            unit: The unit.
+            keys: Some of its matrices.
+            first: Whether the unit is the first of its round.
+            own_report: What this rank has to say of a matrix that it owns, 0-d.
+        """
+        divisor = self._gradient_divisor(unit)
+        if self.early is not None:
+            sums = self.early.take(keys, first, own_report)
+            like = torch.empty(0, dtype=unit.dtype, device=unit.device)
+            found = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in sums]
+            numbers = [[numbers[key] for key in keys] for numbers in (self.early.failures, self.early.tokens)]
+            return Reduced(dict(zip(keys, found, strict=True)), *numbers)
+        assert self.hooks is not None
+        taken = [self.hooks.take(self.records[key].parameter) for key in keys]
+        vectors, packed = reduce_statistics(unit, taken, [own_report(key) for key in keys], divisor)
+        # The one wait for the device of a factor step.
+        return Reduced(dict(zip(keys, vectors, strict=True)), *packed.tolist())
+
+    def forget_results(self) -> None:
+        """Called at the beginning of a round: in the first one nobody knows which unit is its last."""
+        if self.early is not None:
+            self.early.forget_results()
+
+    def drop(self, keys: Sequence[str], ends_round: bool) -> list[str]:
+        """Drop what was gathered for a step, so that it is not added to the next one's.
+
+        Args:
+            keys: The matrices.
+            ends_round: Whether the step is the last of its round.
+
+        Returns:
+            The matrices that had tokens nobody has taken.
+        """
+        assert self.hooks is not None
+        self._unscaled_by = self.hooks.is_over = None
+        if self.early is not None and ends_round:
+            self.early.abandon()
+        seen = [key for key in keys if self.records[key].count]
+        for key in keys:
+            self.records[key].clear()
+        return seen
+
+    def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:
+        """What the framework divides summed gradients by: ranks, and the loss scale."""
+        source = self._planner.source
+        told: Callable[[], float | Tensor] | None = getattr(source, "gradient_divisor", None)
+        if told is not None:
+            return told()
+        loss_scale = self._loss_scale or getattr(source, "loss_scale", None)
+        if callable(loss_scale):
+            return unit.layout.world_size * float(loss_scale())
+        if self._unscaled_by is not None:
+            return unit.layout.world_size * self._unscaled_by.to(unit.device)
+        return unit.layout.world_size

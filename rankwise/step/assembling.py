@@ -1,0 +1,162 @@
+"""From the tensors of one ``step()`` call to its unit: entries, layout, routes, element states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.sharding import Fragment, Layout, LayoutError, gather_together
+from rankwise.sharding.sources import LayoutSource, TensorContents
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import ElementStates
+from rankwise.step.entries import Entry, cut_into_entries
+from rankwise.step.table import Groups, ParameterTable
+from rankwise.step.unit import StepUnit, refuse_difference
+from rankwise.step.values import GroupValues
+
+__all__ = ["UnitBuilder", "device_and_dtype"]
+
+
+class UnitBuilder:
+    """Builds units, which know nothing of owners yet.
+
+    Args:
+        declared: The states that rules keep.
+        table: The parameters and their rules.
+        values: The options in words, for ranks that find they differ.
+    """
+
+    def __init__(self, declared: Declared, table: ParameterTable, values: GroupValues) -> None:
+        self._declared, self._table, self._values = declared, table, values
+
+    def build(
+        self,
+        source: LayoutSource,
+        param_groups: Groups,
+        tensors: list[Tensor],
+        positions: list[int],
+        groups: Mapping[int, Mapping[str, Any]] | None,
+    ) -> StepUnit:
+        """Build a unit; a collective of the ranks that hold its parameters.
+
+        Args:
+            source: What the tensors store.
+            param_groups: All of the optimizer's.
+            tensors: Of the step.
+            positions: Of their groups at the time of the step.
+            groups: Those groups by position; None: as the tensors' contents have it.
+
+        Raises:
+            LayoutError: What the ranks hold does not fit together.
+            RuntimeError: Their options differ.
+        """
+        contents: list[TensorContents] = []
+        entries: list[Entry] = []
+
+        def look() -> list[Fragment]:
+            # What the framework stores is checked here, and may be wrong on one rank alone.
+            contents.extend(source.contents(tensor) for tensor in tensors)
+            entries.extend(self.entries(contents))
+            return [entry.fragment for entry in entries]
+
+        ranks_apart: Callable[[Tensor], Any] = getattr(source, "ranks_apart", lambda tensor: None)
+        apart = next((ranks for ranks in map(ranks_apart, tensors) if ranks is not None), None)
+        ranks = apart or source.group
+        try:
+            layout = Layout.share(look, ranks, source.replicated)
+        except LayoutError:
+            # Raised on all ranks alike; options that differ cut parameters otherwise, and say more.
+            settings = self._values.in_words(dict(enumerate(param_groups)) if groups is None else groups)
+            refuse_difference([("", theirs) for theirs in gather_together(lambda: settings, ranks)])
+            raise
+        if groups is None:
+            places = zip(positions, contents, strict=True)
+            groups = {position: param_groups[content.group] for position, content in places}
+        unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout)
+        unit.apart = apart is not None
+        return unit
+
+    def imagine(self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]], replicated: bool) -> StepUnit:
+        """The unit of ranks that need not exist, as the first of them would build it.
+
+        Args:
+            param_groups: All of the optimizer's.
+            ranks: What the tensors of each rank store.
+            replicated: See :class:`rankwise.sharding.Layout`.
+        """
+        cut = [self.entries(contents) for contents in ranks]
+        parts = tuple(tuple(entry.fragment for entry in entries) for entries in cut)
+        positions = [content.group for content in ranks[0]]
+        layout = Layout(parts, replicated=replicated)
+        groups = dict(enumerate(param_groups))
+        return self.assemble(param_groups, [], ranks[0], positions, groups, cut[0], layout)
+
+    def entries(self, contents: Sequence[TensorContents]) -> list[Entry]:
+        """The fragments in tensors, with the rules they take."""
+        return cut_into_entries(contents, self._table.infos, self._table.routes)
+
+    def assemble(
+        self,
+        param_groups: Groups,
+        tensors: list[Tensor],
+        contents: Sequence[TensorContents],
+        positions: list[int],
+        groups: Mapping[int, Mapping[str, Any]],
+        entries: list[Entry],
+        layout: Layout,
+    ) -> StepUnit:
+        """Put a unit together; see :meth:`build`."""
+        table = self._table
+        # Of groups whose tensors other ranks hold; parameters that were moved are registered with their group.
+        position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
+        names = {key: table.base_name(key) for key in layout.shapes}
+        group_position = {
+            key: _position(table.catalog[name][1], position_of, len(param_groups)) for key, name in names.items()
+        }
+        # Of some groups this rank may hold nothing.
+        others = {position: param_groups[position] for position in set(group_position.values()) - set(groups)}
+        # A rank may hold nothing at all; it works on the type and device of the others all the same.
+        device, dtype = device_and_dtype(tensors or list(table.parameters.values()))
+        declared = [
+            self._declared.element_states(entry.info, entry.route.rule, groups[positions[entry.fragment.tensor]])
+            for entry in entries
+        ]
+        return StepUnit(
+            tensors=tensors,
+            tensor_groups=[content.group for content in contents],
+            positions=positions,
+            planned_groups={position: dict(group) for position, group in (others | dict(groups)).items()},
+            layout=layout,
+            entries=entries,
+            states=ElementStates(tensors, entries if tensors else [], declared, dtype),
+            infos={key: table.catalog[name][0] for key, name in names.items()},
+            routes={key: table.routes[name] for key, name in names.items()},
+            group_position=group_position,
+            device=device,
+            dtype=dtype,
+            sum_all=self._declared.sums_cover_fallback,
+        )
+
+
+def _position(group: int, position_of: Mapping[int, int], count: int) -> int:
+    """Where a constructor's group is in ``param_groups`` now; this rank may hold none of its tensors."""
+    return position_of.get(group, group if group < count else 0)
+
+
+def device_and_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
+    """Where a step on tensors computes, and in which type.
+
+    Raises:
+        RuntimeError: They lie on several devices.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"the parameters of one step lie on {sorted(map(str, devices))}; use one optimizer per device."
+        )
+    wide = (torch.float64, torch.complex128)
+    dtype = torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32
+    return (devices.pop() if devices else torch.device("cpu")), dtype

@@ -1,0 +1,98 @@
+"""What an optimizer's paper says of parameters and states, as far as its options decide it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rankwise.options.fields import Options
+from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.step.element_states import StateTypes
+
+__all__ = ["Declared"]
+
+
+class Declared(ABC):
+    """Routes and states of parameters by the options alone: nothing here changes while an optimizer lives.
+
+    Args:
+        name: The optimizer's, for messages and checkpoints.
+        options: Its options.
+
+    Attributes:
+        group_options: Options that may differ between param groups.
+        structural_options: Keys of a param group on which routes and shapes of states depend.
+        constant_options: Those that no group may set otherwise than the constructor.
+        capturable: Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights.
+    """
+
+    idle_advice: ClassVar[Mapping[str, str]] = {}
+    """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
+    matrix_state_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the states that an owner keeps of a matrix."""
+    counted_states: ClassVar[tuple[str, ...]] = ()
+    """Those among them that the host works with; they lie in its memory, unless the optimizer is capturable."""
+    optional_states: ClassVar[tuple[str, ...]] = ()
+    """Element states that a parameter may have been stepped without."""
+    health_means: ClassVar[tuple[str, ...]] = ()
+    """Metrics of the optimizer's health beyond the common ones, reported as means."""
+    health_totals: ClassVar[tuple[str, ...]] = ()
+    """The same, reported as totals over ranks."""
+    product_option: ClassVar[str] = ""
+    """The option that names the type of the rule's matrix products, or leaves it to the machine."""
+    sums_cover_fallback: ClassVar[bool] = False
+    """Whether per-parameter sums are taken over parameters on the fallback too."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self.name = name
+        self.options = options
+        self.group_options = options.varying
+        self.structural_options = ("fallback", *options.structural())
+        self.constant_options = frozenset(options.names()).difference(self.group_options, self.structural_options)
+        self.capturable = bool(getattr(options, "capturable", False))
+
+    @property
+    def identity(self) -> str:
+        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        return self.name
+
+    @property
+    @abstractmethod
+    def policy(self) -> RoutingPolicy:
+        """Which parameters take the matrix rule."""
+
+    def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        """Last word on a parameter's route."""
+        return chosen
+
+    @abstractmethod
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Names of a parameter's per-element states, and their type (None: that of the computation)."""
+
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """The shapes that the states of one matrix may have, by name; those not named are not compared."""
+        return {}
+
+    def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+        """The type of the rule's matrix products on this machine; None for a rule without a choice.
+
+        Args:
+            device: Of the weights.
+            dtype: Of the computation.
+        """
+        return None
+
+    def count_device(self, tensor: Tensor) -> torch.device:
+        """Where the step count of a weight lies."""
+        # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.
+        return tensor.device if self.capturable else torch.device("cpu")
+
+    def structure_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """A group's values of the structural options."""
+        return tuple(group.get(name) for name in self.structural_options)

@@ -1,0 +1,163 @@
+"""The beginning and the end of a step: counts, flat weights and gradients, buckets, weights written back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels import graphs
+from rankwise.routing.roles import Rule
+from rankwise.sharding.sources import real_view, refuse_unreadable
+from rankwise.step.declared import Declared
+from rankwise.step.element_states import States
+from rankwise.step.entries import Entry
+from rankwise.step.planner import Planner
+from rankwise.step.unit import Bucket, StepUnit
+
+__all__ = ["Opened", "Opening"]
+
+
+class Opened(NamedTuple):
+    """Flat working views of a unit's weights and gradients; None for tensors that take no step."""
+
+    weights: list[Tensor | None]
+    grads: list[Tensor | None]
+
+
+class Opening:
+    """Opens and closes steps.
+
+    Args:
+        declared: The optimizer's name, and whether its steps may be captured.
+        planner: Knows tensors by their names.
+    """
+
+    def __init__(self, declared: Declared, planner: Planner) -> None:
+        self._declared, self._planner = declared, planner
+
+    def counts_on_device(self, unit: StepUnit) -> bool:
+        """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
+        return self._declared.capturable and getattr(unit.kernels, "STEPS_ON_DEVICE", False)
+
+    def refuse_frozen(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse captures whose replays would not be further steps.
+
+        Raises:
+            RuntimeError: The step is being captured, and something it depends on would be frozen.
+        """
+        if not graphs.is_capturing(unit.device):
+            return
+        name = self._declared.name
+        if not self._declared.capturable:
+            known = "capturable" in self._declared.options.names()
+            fix = "build it with capturable=True" if known else "leave step() out of the graph"
+            raise RuntimeError(
+                f"{name}.step() cannot be captured in a graph, which would repeat one step's number; {fix}"
+            )
+        rates = [groups[position]["lr"] for position in set(unit.positions)]
+        if any(isinstance(rate, Tensor) and rate.device != unit.device for rate in rates):
+            raise RuntimeError(
+                f"{name}: lr is a tensor on another device than the weights, which a graph cannot read; make it one on "
+                f"{unit.device}, and change it in place"
+            )
+
+    def open(self, unit: StepUnit, states: States) -> Opened | None:
+        """Count the step of every tensor that takes one; None if none does.
+
+        Where every rank has the whole parameters, a missing gradient is missing on all of them
+        (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+            OptionError: One has its values elsewhere.
+        """
+        # Ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
+        zeros = unit.layout.world_size > 1 and not unit.layout.replicated
+        if not zeros and all(tensor.grad is None for tensor in unit.tensors):
+            return None
+        for tensor in unit.tensors:
+            if tensor.grad is not None and (type(tensor.grad) is not Tensor or tensor.grad.is_sparse):
+                self._refuse_gradient(tensor, tensor.grad)
+        opened = Opened([], [])
+        stepped: list[Tensor] = []
+        for tensor in unit.tensors:
+            grad = tensor.grad
+            if grad is None and not zeros:
+                opened.weights.append(None)
+                opened.grads.append(None)
+                continue
+            weight = real_view(tensor.detach()).to(unit.dtype).contiguous().view(-1)
+            opened.weights.append(weight)
+            if grad is None:
+                opened.grads.append(torch.zeros_like(weight))
+            else:
+                # Gradients of complex parameters may be conjugates by name only.
+                opened.grads.append(real_view(grad.detach().resolve_conj()).to(unit.dtype).reshape(-1))
+            stepped.append(tensor)
+        self._count(unit, states, stepped)
+        return opened
+
+    def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
+        name = self._declared.name
+        if grad.is_sparse:
+            raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
+        refuse_unreadable(name, f"{self._planner.name_of(tensor) or 'parameter'}.grad", grad)
+
+    def _count(self, unit: StepUnit, states: States, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if "step" not in states[tensor]:
+                graphs.refuse_capture(tensor.device, "the first step of a parameter")
+                device = self._declared.count_device(tensor)
+                states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        counts = [states[tensor]["step"] for tensor in tensors]
+        if counts and self.counts_on_device(unit):
+            torch._foreach_add_(counts, 1.0)
+            return
+        for count in counts:
+            count += 1
+
+    def buckets(
+        self,
+        unit: StepUnit,
+        states: States,
+        groups: Sequence[dict[str, Any]],
+        weights: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+    ) -> list[Bucket]:
+        """The fragments that take the step, together with those that share their rule, param group and count."""
+        found: dict[tuple[int, Rule, int | None], Bucket] = {}
+        views = partial(unit.states.views, states)
+        counts = partial(_counts_of, unit, states)
+        # What only the device knows cannot be grouped by.
+        known = not self.counts_on_device(unit)
+        for entry in unit.entries:
+            tensor = entry.fragment.tensor
+            weight, grad = weights[tensor], grads[tensor]
+            if weight is None or grad is None:
+                continue
+            count = int(states[unit.tensors[tensor]]["step"]) if known else None
+            position = unit.positions[tensor]
+            key = (position, entry.route.rule, count)
+            bucket = found.get(key)
+            if bucket is None:
+                bucket = found[key] = Bucket(groups[position], entry.route.rule, count, [], [], [], views, counts)
+            offset, numel = entry.fragment.offset, entry.fragment.numel
+            bucket.entries.append(entry)
+            bucket.weights.append(weight[offset : offset + numel])
+            bucket.grads.append(grad[offset : offset + numel])
+        return list(found.values())
+
+    def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
+        """Write weights back whose working views are copies."""
+        for tensor, weight in zip(unit.tensors, weights, strict=True):
+            if weight is not None and weight.data_ptr() != tensor.data_ptr():
+                target = real_view(tensor)
+                target.copy_(weight.view(target.shape))
+
+
+def _counts_of(unit: StepUnit, states: States, entries: Sequence[Entry]) -> Tensor:
+    return torch.stack([states[unit.tensors[entry.fragment.tensor]]["step"] for entry in entries])
