@@ -282,7 +282,8 @@ class Patterns(Check):
         given = isinstance(value, tuple | list | set | frozenset)
         if not given or not all(isinstance(pattern, str) for pattern in value):
             raise InvalidError("it must be a list of name patterns", 'write e.g. ["*gate*"]')
-        return tuple(value)
+        # Sets of words come in another order in each process; ranks compare what they were given.
+        return tuple(value if isinstance(value, tuple | list) else sorted(value))
 
     @property
     def range(self) -> str:

@@ -143,14 +143,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Whether another rule has taken over for good, which needs neither."""
         return False
 
-    def capture(
-        self,
-        model: nn.Module,
-        window: Any = None,
-        loss_scale: Callable[[], float] | None = None,
-        last_micro_batch: Callable[[], bool] | None = None,
-        describe: Any = None,
-    ) -> None:
+    def capture(self, model: nn.Module, *how: Any, **hooks: Any) -> None:
         """Watch the model's layers, where the rule needs it; see :meth:`rankwise.MKOR.capture`."""
 
     def release(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -397,3 +400,23 @@ def test_options_by_position_and_of_a_subclass() -> None:
     assert (optimizer.defaults["lr"], optimizer.defaults["rank"], optimizer.options.rho) == (0.5, 3, 0.5)
     with pytest.raises(TypeError, match=r"^Mine\(\) got an unexpected keyword argument 'rhoo'; did you mean 'rho'\?"):
         Mine(parameters(), rhoo=1)
+
+
+def test_sets_of_patterns_read_alike_in_every_process() -> None:
+    """Their order depends on the process, and ranks compare the options that they were given."""
+    program = (
+        "import torch, rankwise\n"
+        "weights = [(f'{name}.weight', torch.nn.Parameter(torch.ones(80, 80))) for name in 'abcdefg']\n"
+        "print(rankwise.LDAdam(weights, exclude={f'{name}.*' for name in 'bcdef'}).options.exclude)"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "12"
+    }
+    assert found == {"('b.*', 'c.*', 'd.*', 'e.*', 'f.*')\n"}
