@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rankwise import MARS, MKOR, LDAdam, SONew
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("rankwise", "deepspeed_plugin", "megatron_patches")
@@ -195,6 +198,85 @@ def test_the_step_reads_nothing_back(path: Path) -> None:
 @pytest.mark.parametrize("source", ["x.item()", "bool(x)", "x.sum().tolist()", "x.cpu()"])
 def test_host_reads_are_seen(source: str) -> None:
     assert len(host_reads(ast.parse(source))) == 1
+
+
+# --- what an optimizer is made of -----------------------------------------------------------------------------------
+
+OPTIMIZERS = (LDAdam, MARS, MKOR, SONew)
+MOST_METHODS = 55
+
+
+def own_classes(kind: type) -> list[type]:
+    return [cls for cls in kind.__mro__ if within(cls.__module__, *OURS)]
+
+
+def methods(kind: type) -> set[str]:
+    """Methods and properties of all own classes."""
+    members = [(name, value) for cls in own_classes(kind) for name, value in vars(cls).items()]
+    return {name for name, value in members if isinstance(value, property) or inspect.isfunction(value)}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_holds_what_it_needs(kind: type) -> None:
+    assert len(own_classes(kind)) == 2
+    assert len(methods(kind)) <= MOST_METHODS
+
+
+def set_early(tree: ast.AST) -> list[str]:
+    """Attributes of ``self`` that constructors set before they have called the one of the base class."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+            called = [call.lineno for call in calls if ast.unparse(call.func) == "super().__init__"]
+            found += [
+                ast.unparse(part)
+                for part in ast.walk(node)
+                if isinstance(part, ast.Attribute)
+                and isinstance(part.ctx, ast.Store)
+                and ast.unparse(part.value) == "self"
+                and part.lineno < max(called, default=0)
+            ]
+    return found
+
+
+CORE = sources("rankwise/step", "rankwise/statistics", *(paper.replace(".", "/") for paper in PAPERS))
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: "/".join(path.parts[-2:]))
+def test_nothing_is_set_before_the_base_class_is_built(path: Path) -> None:
+    assert set_early(ast.parse(path.read_text())) == []
+
+
+def reached_into(tree: ast.AST, own: frozenset[str]) -> list[str]:
+    """Private attributes of ours that a file reads of another object."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in own]
+    return [ast.unparse(node) for node in attributes if ast.unparse(node.value) not in ("self", "cls", "super()")]
+
+
+def private_names() -> frozenset[str]:
+    """Of attributes and methods in the core."""
+    found = set()
+    for path in CORE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                found.add(node.attr)
+    return frozenset(name for name in found if name.startswith("_") and not name.startswith("__"))
+
+
+def test_no_held_object_reaches_into_another() -> None:
+    own = private_names()
+    assert "_update" in own
+    found = {str(path): reached_into(ast.parse(path.read_text()), own) for path in CORE}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_these_checks_themselves() -> None:
+    early = "def __init__(self):\n    self.a = 1\n    super().__init__()\n    self.b = 2"
+    assert set_early(ast.parse(early)) == ["self.a"]
+    assert reached_into(ast.parse("optimizer._update(self._update)"), frozenset({"_update"})) == ["optimizer._update"]
 
 
 # --- size ------------------------------------------------------------------------------------------------------------
