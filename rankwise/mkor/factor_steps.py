@@ -13,6 +13,7 @@ from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.collector import Collector
+from rankwise.statistics.hooks import has_compiled
 from rankwise.statistics.vectors import GLIMPSE, LayerVectors, refuse_broken_factors
 from rankwise.step.element_states import States
 from rankwise.step.matrix_states import MatrixStates
@@ -25,6 +26,10 @@ __all__ = ["FactorSteps"]
 logger = logging.getLogger(__name__)
 
 _FROZEN = "frozen when capture() was called; call it again once it is trained"
+_COMPILED = (
+    ", or torch.compile runs what it made of a module of the same class without hooks (compile and run others after "
+    "this one, or set torch._dynamo.config.skip_nnmodule_hook_guards = False)"
+)
 
 
 class FactorSteps:
@@ -198,10 +203,11 @@ class FactorSteps:
         if silent and unit.layout.rank == 0:
             logger.warning(
                 "MKOR: no input of %s has come by, which only %s sees therefore: its weight is used without calling "
-                "its module (as nn.MultiheadAttention uses out_proj), or it is not in use yet. It gets factors once "
+                "its module (as nn.MultiheadAttention uses out_proj)%s, or it is not in use yet. It gets factors once "
                 "its module is called.",
                 ", ".join(silent),
                 self._options.backend,
+                _COMPILED if has_compiled() else "",
             )
         if silent or found:
             schedule.left_out = (schedule.left_out | set(silent)) - set(found)

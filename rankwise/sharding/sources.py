@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise.options.validation import OptionError
 
@@ -55,8 +55,14 @@ def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
         tensor: The parameter, or what is to be its gradient.
 
     Raises:
-        OptionError: It is a tensor subclass that holds its values elsewhere, or is flattened and sharded by FSDP.
+        OptionError: It is a tensor subclass that holds its values elsewhere, is flattened and sharded by FSDP, or has
+            no values yet.
     """
+    if nn.parameter.is_lazy(tensor):
+        raise OptionError(
+            f"{owner}: the parameter '{name}' is invalid, being that of a lazy module: it must have a shape; run one "
+            "forward pass of the model before the optimizer is built"
+        )
     kind = type(tensor)
     sharded = any(getattr(tensor, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
     if sharded or "_flat_param" in name or "_fsdp_wrapped_module" in name:

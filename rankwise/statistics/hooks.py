@@ -16,6 +16,7 @@ that :math:`g` is the gradient the layer's bias has, or would have.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankwise.statistics.views import LinearShape, LinearView, Side, describe_linear, views_of
 
-__all__ = ["Capture", "Describe", "LinearShape", "Record", "describe_linear", "exclude_embeddings"]
+__all__ = ["Capture", "Describe", "LinearShape", "Record", "describe_linear", "exclude_embeddings", "has_compiled"]
 
 Describe = Callable[[nn.Module], LinearShape | list[LinearView] | None]
 """Recognises a linear module: the shape of its one weight, or a view of each of its weights, or None."""
@@ -148,7 +149,8 @@ class Capture:
     width.
 
     Weights that are frozen or recomputed at each use (parametrizations) are left out. ``torch.autograd.grad`` through
-    a captured layer counts as a backward pass: switch ``enabled`` off around it.
+    a captured layer counts as a backward pass: switch ``enabled`` off around it. Forward passes
+    within the transforms of ``torch.func`` are passed over.
 
     Args:
         model: a module to search, or an iterable of modules to hook.
@@ -191,8 +193,14 @@ class Capture:
         self.attach()
 
     def attach(self) -> None:
-        """Put the hooks in place, unless they are."""
+        """Put the hooks in place, unless they are.
+
+        What ``torch.compile`` made of these modules, or of others of their classes, before is compiled again: it does
+        not look for new hooks, and would go around them.
+        """
         if not self._handles:
+            if self._by_module and has_compiled():
+                torch.compiler.reset()
             self._handles = [
                 module.register_forward_hook(self._on_forward, with_kwargs=True) for module in self._by_module
             ]
@@ -298,7 +306,7 @@ class Capture:
         if not self.enabled:
             return
         result = output[0] if isinstance(output, tuple) else output
-        if not isinstance(result, Tensor) or not result.requires_grad:
+        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform():
             return
         if self.on_training_forward is not None:
             self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
@@ -374,6 +382,17 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
 def _in_backward() -> bool:
     """Whether this is a forward pass repeated by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _in_transform() -> bool:
+    """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors belong to it."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` has been at work in this process."""
+    used = sys.modules.get("torch._dynamo.utils")
+    return used is not None and bool(used.counters["frames"])
 
 
 def _with_gradient(output: Tensor, inputs: Tensor) -> Tensor:

@@ -231,6 +231,11 @@ class ParameterTable:
         if not self.is_idle or (unless_allowed and _allowances):
             return
         declared = self._declared
+        if not self.routes:
+            raise OptionError(
+                f"{declared.name}: params is invalid: it must have at least one parameter, and every param group is "
+                "empty; pass model.named_parameters()"
+            )
         reasons = ", ".join(sorted({chosen.reason for chosen in self.routes.values()}))
         further = "".join(f" {advice}," for reason, advice in declared.idle_advice.items() if reason in reasons)
         raise OptionError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from rankwise.statistics.hooks import Capture, LinearShape, describe_linear, exclude_embeddings
+from rankwise.statistics.hooks import Capture, LinearShape, describe_linear, exclude_embeddings, has_compiled
 
 Sums = tuple[Tensor, int, Tensor]
 quick = settings(max_examples=15, deadline=None)
@@ -514,6 +514,37 @@ def test_compiled_model() -> None:
     capture.enabled = False
     loss_of(compiled(x)).backward()
     assert_empty(capture)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_hooks_count_in_what_was_compiled_before(same: bool) -> None:
+    """Also of another model of these classes."""
+    model, before, x = mlp(), mlp(), data(3, 4)
+    loss_of(torch.compile(model if same else before, backend="eager")(x))
+    assert has_compiled()
+    capture = Capture(model)
+    loss_of(torch.compile(model, backend="eager")(x)).backward()
+    found = take_all(capture)
+    loss_of(model(x)).backward()
+    assert_same(found, take_all(capture))
+
+
+def test_transforms_of_a_captured_model() -> None:
+    """Their tensors belong to them: sums that took some up would end in an error, or in numbers of another batch."""
+    model, x = mlp(), data(3, 4)
+    plain, parameters = mlp(), dict(model.named_parameters())
+    expected = torch.func.jacrev(plain)(x)
+    capture = Capture(model)
+
+    def loss(chosen: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return loss_of(torch.func.functional_call(model, chosen, (sample,)))
+
+    assert torch.equal(torch.func.jacrev(model)(x), expected)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    assert_empty(capture)
+    loss_of(model(x)).backward()
+    assert torch.allclose(each["0.weight"].sum(0), model[0].weight.grad, rtol=1e-13)
+    assert all(count == 3 for _, count, _ in take_all(capture))
 
 
 def test_repr() -> None:

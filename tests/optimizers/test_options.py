@@ -420,3 +420,14 @@ def test_sets_of_patterns_read_alike_in_every_process() -> None:
         for seed in "12"
     }
     assert found == {"('b.*', 'c.*', 'd.*', 'e.*', 'f.*')\n"}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_models_and_groups_that_have_nothing_yet(cls: type) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(99), nn.Linear(99, 99))
+    with pytest.raises(OptionError, match=r"'0\.weight' is invalid, being that of a lazy module.*run one forward pass"):
+        cls(lazy.named_parameters())
+    lazy(torch.ones(2, 99))
+    cls(lazy.named_parameters())
+    with pytest.raises(OptionError, match=f"{cls.__name__}: params is invalid.*pass model.named_parameters"):
+        cls([{"params": []}, {"params": [], "lr": 1.0}])
