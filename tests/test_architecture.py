@@ -279,6 +279,53 @@ def test_these_checks_themselves() -> None:
     assert reached_into(ast.parse("optimizer._update(self._update)"), frozenset({"_update"})) == ["optimizer._update"]
 
 
+# --- matrix rules ----------------------------------------------------------------------------------------------------
+
+BACKENDS = ("native", "triton", "blocked", "cuda", "cuda_fragments", "cuda_rescale")
+CHOICES = ("kernels_for", "is_for_cpus", "MatrixExchange", "HaloExchange")
+
+
+def rule_files() -> list[Path]:
+    return [path for path in sources("rankwise") if path.name == "rule.py"]
+
+
+def backends_known(names: list[tuple[int, str]]) -> list[str]:
+    """Imports by which a rule would know the form that runs, or the exchange that moves its matrices."""
+    found = []
+    for line, name in names:
+        words = name.split(".")
+        if words[0] == "rankwise" and (set(words).intersection(BACKENDS + CHOICES) or words[:3][-1] == "exchange"):
+            found.append(f"{line} imports {name}")
+    return found
+
+
+def test_rules_know_neither_backend_nor_exchange() -> None:
+    assert {path.parent.name for path in rule_files()} == {"ldadam", "mars", "mkor"}
+    for path in rule_files():
+        assert backends_known(imports_of(path)) == [], path
+        assert not {"kernels", "exchange", "one_by_one"} & {
+            node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+        }, path
+
+
+@pytest.mark.parametrize(
+    ("source", "forbidden"),
+    [
+        ("from rankwise.kernels import native", True),
+        ("from rankwise.kernels.native.newton_schulz import newton_schulz", True),
+        ("from rankwise.kernels.forms import kernels_for", True),
+        ("from rankwise.kernels.forms import newton_schulz_for", False),
+        ("from rankwise.ldadam.cuda_fragments import low_rank_step_", True),
+        ("from rankwise.sharding import MatrixExchange", True),
+        ("from rankwise.sharding.exchange import Gather", True),
+        ("from rankwise.sharding import Batch", False),
+    ],
+)
+def test_the_check_of_rules_itself(source: str, forbidden: bool) -> None:
+    found = backends_known(list(imports(ast.parse(source), "rankwise.mars.rule", is_package=False)))
+    assert bool(found) == forbidden, found
+
+
 # --- size ------------------------------------------------------------------------------------------------------------
 
 

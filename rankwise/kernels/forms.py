@@ -16,12 +16,14 @@ import torch
 
 from rankwise.kernels import blocked, lists, native, triton
 from rankwise.kernels.native import newton_schulz as native_newton_schulz
+from rankwise.kernels.native.newton_schulz import OrthogonalStep
 from rankwise.kernels.native.products import products
 from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.updates.newton_schulz import newton_schulz
 
 __all__ = [
     "FORMS",
+    "OrthogonalStep",
     "is_for_cpus",
     "kernels_for",
     "newton_schulz_for",
@@ -73,7 +75,7 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
 
 def orthogonal_steps_for(
     device: torch.device, dtype: torch.dtype, product: torch.dtype
-) -> Callable[[Sequence[native_newton_schulz.Job]], None] | None:
+) -> Callable[[Sequence[OrthogonalStep]], None] | None:
     """:func:`rankwise.kernels.native.newton_schulz.orthogonal_steps_`, or None where there is no such form.
 
     Args:

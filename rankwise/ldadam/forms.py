@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,8 +11,17 @@ from rankwise.kernels import native, triton
 from rankwise.kernels.forms import kernels_for
 from rankwise.ldadam import formulas
 from rankwise.ldadam import native as compiled
+from rankwise.ldadam.native import LowRankStep, takes
 
-__all__ = ["fragments_step_for", "moments_for", "step_for", "subtract_for"]
+__all__ = [
+    "LowRankStep",
+    "fragments_step_for",
+    "moments_for",
+    "step_for",
+    "steps_in_place_for",
+    "subtract_for",
+    "takes",
+]
 
 
 def fragments_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
@@ -56,6 +65,18 @@ def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[to
     if kernels_for(device, dtype) is native:
         return compiled.ldadam_step
     return partial(formulas.ldadam_step, moments=moments_for(device, dtype))
+
+
+def steps_in_place_for(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[[Sequence[LowRankStep]], list[float | None]] | None:
+    """:func:`rankwise.ldadam.native.ldadam_steps_`, or None where there is no such form.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    return compiled.ldadam_steps_ if kernels_for(device, dtype) is native else None
 
 
 def subtract_for(device: torch.device, dtype: torch.dtype) -> formulas.Subtract:

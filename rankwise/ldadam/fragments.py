@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
-from rankwise.ldadam.forms import fragments_step_for, subtract_for
-from rankwise.ldadam.native import Job, takes
-from rankwise.ldadam.slices import Cut
-from rankwise.sharding import Fragment, MatrixTask
-from rankwise.step.entries import Entry
+from rankwise.ldadam.forms import LowRankStep, fragments_step_for, subtract_for, takes
+from rankwise.ldadam.signature import Signature, split_factors
+from rankwise.sharding import Fragment
 from rankwise.step.matrix_states import MatrixState
-from rankwise.step.unit import StepUnit
+from rankwise.step.unit import Bucket, StepUnit
 from rankwise.updates.adamw import Scalar
 
-__all__ = ["Fragments", "Signature", "split_factors"]
-
-
-class Signature(NamedTuple):
-    """What the matrices of a batch, or the slices of matrices, have in common.
-
-    Attributes:
-        rows: Of one of them.
-        columns: Of one of them.
-        rank: Of the subspace.
-        group: Position of the param group.
-        right: Whether the whole matrix is projected from the right.
-        cut: The side of the whole matrix of which they are slices; None for whole matrices.
-    """
-
-    rows: int
-    columns: int
-    rank: int
-    group: int
-    right: bool
-    cut: Cut | None = None
-
-    @property
-    def short(self) -> int:
-        """Length of the side that is projected."""
-        return self.columns if self.right else self.rows
-
-    @property
-    def long(self) -> int:
-        """Length of the other side."""
-        return self.rows if self.right else self.columns
-
-
-def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor]:
-    """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
-
-    Args:
-        factors: (..., elements), what an owner sends of one or more matrices.
-        signature: Of their batch.
-    """
-    elements = signature.short * signature.rank
-    basis, others = factors[..., :elements], factors[..., elements:]
-    return (
-        basis.unflatten(-1, (signature.short, signature.rank)),
-        others.unflatten(-1, (-1, signature.rank, signature.long)),
-    )
+__all__ = ["Fragments"]
 
 
 class Fragments:
@@ -72,6 +25,9 @@ class Fragments:
     Attributes:
         sources: What each matrix's owner gathers, the gradient with what is left of earlier ones; None for fragments
             of other rules. Where the error buffer has the gradients' type it is the buffer itself.
+
+    Args:
+        unit: The unit of the step.
     """
 
     def __init__(self, unit: StepUnit) -> None:
@@ -79,39 +35,29 @@ class Fragments:
         self.sources: list[Tensor | None] = [None] * len(unit.entries)
         self._weights: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
-        self._arrived: list[tuple[int, Tensor]] = []
         self._missing: dict[int, Tensor] = {}  # gradients that their sources do not have yet
 
-    def add(
-        self,
-        entries: Sequence[Entry],
-        weights: list[Tensor],
-        grads: list[Tensor],
-        errors: list[Tensor] | None,
-        later: Collection[int] = (),
-    ) -> None:
-        """Enter fragments.
+    def add(self, bucket: Bucket, later: Collection[int] = ()) -> None:
+        """Enter the fragments of a bucket.
 
         Args:
-            entries: Which they are.
-            weights: Changed in place by :meth:`step`.
-            grads: Read only.
-            errors: Their error buffers, changed in place; None without error feedback.
-            later: Fragments that :meth:`job` or :meth:`complete` will be asked for: whose gradients need not be in
-                their buffers before.
+            bucket: Its weights and error buffers are changed in place by steps; gradients are only read.
+            later: Fragments that :meth:`in_place` or :meth:`complete` will be asked for: whose gradients need not be
+                in their buffers before.
         """
-        sources = grads
+        errors = bucket.state("error") if bucket.group["error_feedback"] else None
+        sources = grads = bucket.grads
         if errors is not None and errors and errors[0].dtype == grads[0].dtype:
-            indices = [entry.index for entry in entries]
+            indices = [entry.index for entry in bucket.entries]
             self._missing |= {index: grad for index, grad in zip(indices, grads, strict=True) if index in later}
             now = [place for place, index in enumerate(indices) if index not in self._missing]
             add_([errors[place] for place in now], [grads[place] for place in now])
             sources = errors
         elif errors is not None:
             sources = [grad + error for grad, error in zip(grads, errors, strict=True)]
-        for place, entry in enumerate(entries):
+        for place, entry in enumerate(bucket.entries):
             self.sources[entry.index] = sources[place]
-            self._weights[entry.index] = weights[place]
+            self._weights[entry.index] = bucket.weights[place]
             if errors is not None:
                 self._errors[entry.index] = errors[place]
 
@@ -121,10 +67,10 @@ class Fragments:
         if gradient is not None:
             self._source(index).add_(gradient)
 
-    def job(
+    def in_place(
         self, index: int, signature: Signature, state: MatrixState, step: int, group: Mapping[str, Any]
-    ) -> Job | None:
-        """A whole matrix for :func:`rankwise.ldadam.native.ldadam_steps_`.
+    ) -> LowRankStep | None:
+        """A whole matrix for :func:`rankwise.ldadam.forms.steps_in_place_for`.
 
         Args:
             index: Of its one fragment.
@@ -144,23 +90,26 @@ class Fragments:
             return None
         self._missing.pop(index, None)
         shape = (signature.rows, signature.columns)
-        return Job(shape, signature.right, gradient, source, weight, state, step, group)
+        return LowRankStep(shape, signature.right, gradient, source, weight, state, step, group)
 
-    def receive(self, task: MatrixTask, index: int, result: Tensor) -> None:
-        """Keep what the owner of a matrix sent until :meth:`step`."""
-        self._arrived.append((index, result))
-
-    def step(self, signature: Signature, as_factors: bool, lr: Scalar) -> None:
-        """Step the fragments whose results have arrived, all of matrices of one shape and group.
+    def step(
+        self,
+        indices: Sequence[int],
+        results: Sequence[Tensor],
+        signature: Signature,
+        as_factors: bool,
+        lr: Scalar,
+    ) -> None:
+        """Step fragments of matrices of one shape and group.
 
         Args:
+            indices: Which.
+            results: For each, what the owner of its matrix sent.
             signature: Of the batch.
             as_factors: Whether the results are the factors, or the fragments' own elements of their products.
             lr: Learning rate.
         """
-        arrived, self._arrived = self._arrived, []
-        if not arrived:
-            return
+        arrived = list(zip(indices, results, strict=True))
         if not as_factors:
             self._step_by_elements(arrived, lr)
         elif not self._step_at_once(arrived, signature, lr):

@@ -12,7 +12,7 @@ from torch import Tensor
 from rankwise.kernels.lists import copy_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import moments_for
-from rankwise.ldadam.fragments import Signature
+from rankwise.ldadam.signature import Signature
 from rankwise.ldadam.slices import Holders, next_basis_of_slices, project_slices
 from rankwise.sharding import Traffic
 from rankwise.step.matrix_states import MatrixState

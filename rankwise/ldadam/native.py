@@ -21,7 +21,7 @@ from rankwise.kernels.sizes import check_shapes
 from rankwise.ldadam import formulas as updates
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
-__all__ = ["Job", "ldadam_step", "ldadam_steps_", "subtract_product_", "takes"]
+__all__ = ["LowRankStep", "ldadam_step", "ldadam_steps_", "subtract_product_", "takes"]
 
 _SOURCE = Path(__file__).with_name("ldadam.cpp")
 _LANES = 16
@@ -44,7 +44,7 @@ class _Matrix(ctypes.Structure):
 
 
 @dataclass
-class Job:
+class LowRankStep:
     """A matrix to be stepped where it lies, from its second step on.
 
     Attributes:
@@ -83,7 +83,7 @@ def takes(rank: int, *tensors: Tensor) -> bool:
     )
 
 
-def ldadam_steps_(jobs: Sequence[Job]) -> list[float | None]:
+def ldadam_steps_(jobs: Sequence[LowRankStep]) -> list[float | None]:
     """Step matrices, each by one thread if there are many.
 
     Args:
@@ -127,7 +127,7 @@ def ldadam_step(
         updates.check_shapes(matrix, U_prev, M_prev)
         names = ("basis", "exp_avg", "exp_avg_sq")
         state = {name: old.clone() for name, old in zip(names, (U_prev, M_prev, V_prev), strict=True)}
-        job = Job((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)
+        job = LowRankStep((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)
         described = _described(job, written_beta1)
         direction = torch.empty_like(M_prev)
         described.matrix, described.direction = rows.data_ptr(), direction.data_ptr()
@@ -137,7 +137,7 @@ def ldadam_step(
     return updates.ldadam_step(matrix, U_prev, M_prev, V_prev, step, **hyper, **options)  # type: ignore[arg-type]
 
 
-def _described(job: Job, written_beta1: float | None = None) -> _Matrix:
+def _described(job: LowRankStep, written_beta1: float | None = None) -> _Matrix:
     """Everything but what is to be done with the matrix and its weight."""
     betas, feedback = job.group["betas"], job.group["error_feedback"]
     (short, long), rank = job.shape[:: -1 if job.right else 1], job.state["basis"].shape[-1]

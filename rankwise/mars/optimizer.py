@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankwise.kernels.forms import newton_schulz_for, orthogonal_steps_for
-from rankwise.kernels.lists import decay_, subtract_scaled_
-from rankwise.kernels.native.newton_schulz import Job
 from rankwise.kernels.passes import STATES, Pass, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
 from rankwise.mars.declared import MARSDeclared
 from rankwise.mars.options import MARSOptions
+from rankwise.mars.rule import MARSRule, Signature
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding import MatrixTask
 from rankwise.sharding.sources import LayoutSource
-from rankwise.step.entries import Entry
 from rankwise.step.first_order import adamw_step
+from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.unit import Bucket, StepUnit, spans
 from rankwise.step.work import StepWork
 
 __all__ = ["MARS"]
 
-_Signature = tuple[int, int, tuple[int, int], int]
-"""Of a matrix task: rows and columns of what is orthogonalised, logical shape of the weight, its param group."""
 
-
-@dataclass
-class _Part:
+class _Part(NamedTuple):
     """A bucket's fragments of one kind with their clip coefficients."""
 
     bucket: Bucket
-    entries: list[Entry]
-    weights: list[Tensor]
-    grads: list[Tensor]
     coefficients: Tensor | None
     orthogonal: bool
 
@@ -70,7 +60,6 @@ class MARS(ShardedOptimizer):
     declares = MARSDeclared
     declared: MARSDeclared
     held = (*ShardedOptimizer.held, "_recorded")
-    one_by_one = True
 
     @options_as_keywords(MARSOptions)
     def __init__(self, params: Any, options: MARSOptions) -> None:
@@ -123,7 +112,7 @@ class MARS(ShardedOptimizer):
             if self.declared.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
-                signature = (rows, columns, info.logical_matrix_shape, unit.group_position[key])
+                signature = Signature(rows, columns, info.logical_matrix_shape, unit.group_position[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
         self.planner.choose_owners(unit, tasks)
 
@@ -137,16 +126,19 @@ class MARS(ShardedOptimizer):
                 self._fallback(unit, bucket)
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
         coefficients = self._clip_coefficients(unit, matrices)
-        orthogonal: list[_Part] = []
+        orthogonal: list[Bucket] = []
         for bucket, span in spans(matrices):
             for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
                 self._element_wise(unit, part)
                 if part.orthogonal:
-                    orthogonal.append(part)
+                    orthogonal.append(part.bucket)
                 else:
-                    self.health.add("matrices_updated", len(part.entries))
+                    self.health.add("matrices_updated", len(part.bucket.entries))
         if unit.exchange is not None:
-            self._orthogonalise(unit, orthogonal)
+            product, variant = self.declared.product_type(unit.device, unit.dtype), self.options.variant
+            assert product is not None
+            rule = MARSRule(unit, orthogonal, self.param_groups, variant, product, self.health)  # type: ignore[arg-type]
+            step_matrices(unit.exchange, rule)
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group = bucket.group
@@ -187,27 +179,25 @@ class MARS(ShardedOptimizer):
                 i for i, entry in enumerate(bucket.entries) if self.declared.is_orthogonal(entry.info) == orthogonal
             ]
             if len(chosen) == len(bucket.entries):
-                return [_Part(bucket, bucket.entries, bucket.weights, bucket.grads, coefficients, orthogonal)]
+                return [_Part(bucket, coefficients, orthogonal)]
             if chosen:
                 own = None if coefficients is None else torch.stack([coefficients[i] for i in chosen])
-                entries = [bucket.entries[i] for i in chosen]
-                weights, grads = ([tensors[i] for i in chosen] for tensors in (bucket.weights, bucket.grads))
-                parts.append(_Part(bucket, entries, weights, grads, own, orthogonal))
+                parts.append(_Part(bucket.only(chosen), own, orthogonal))
         return parts
 
     def _element_wise(self, unit: StepUnit, part: _Part) -> None:
         """The variant's rule, or the momentum alone, which is to be orthogonalised."""
         rule: PassRule = "momentum" if part.orthogonal else "lion" if self.options.variant == "lion" else "adamw"
-        group, state = part.bucket.group, part.bucket.state
-        fields = {name: state(name, part.entries) for name in ("reference", *STATES[rule])} | {"grad": part.grads}
-        scalars = Scalars(betas=group["betas"], k=_factor(part.bucket))
+        bucket, group = part.bucket, part.bucket.group
+        fields = {name: bucket.state(name) for name in ("reference", *STATES[rule])} | {"grad": bucket.grads}
+        scalars = Scalars(betas=group["betas"], k=_factor(bucket))
         # In exact mode the reference is recorded; it is not the gradient of the step before.
         scalars.advance = not self.options.exact
         if not part.orthogonal:
-            fields["param"] = part.weights
+            fields["param"] = bucket.weights
             scalars.lr, scalars.weight_decay, scalars.eps = (group[name] for name in ("lr", "weight_decay", "eps"))
         if rule == "adamw":
-            scalars.step = part.bucket.step_of(part.entries)
+            scalars.step = bucket.step
         unit.kernels.run(Pass(rule, fields, scalars, part.coefficients))
 
     def _before_step(self, unit: StepUnit) -> None:
@@ -225,83 +215,6 @@ class MARS(ShardedOptimizer):
             states = (self.state[tensor] for tensor, grad in zip(unit.tensors, grads, strict=True) if grad is not None)
             judged += [state["reference"] for state in states if "reference" in state]
         return judged
-
-    def _orthogonalise(self, unit: StepUnit, parts: list[_Part]) -> None:
-        assert unit.exchange is not None
-        sources: list[Tensor | None] = [None] * len(unit.entries)
-        targets: dict[int, Tensor] = {}
-        for part in parts:
-            exp_avgs = part.bucket.state("exp_avg", part.entries)
-            decay_(part.weights, part.bucket.group["lr"], part.bucket.group["weight_decay"])
-            for entry, weight, exp_avg in zip(part.entries, part.weights, exp_avgs, strict=True):
-                sources[entry.index] = exp_avg
-                targets[entry.index] = weight
-
-        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-            self.health.add("matrices_updated", len(tasks))
-            return self._directions(unit, batch.signature, stack)
-
-        weights: list[Tensor] = []
-        directions: list[Tensor] = []
-
-        def deliver(task: MatrixTask, fragment: int, direction: Tensor) -> None:
-            weights.append(targets[fragment])
-            directions.append(direction)
-
-        def delivered(batch: Batch) -> None:
-            subtract_scaled_(weights, directions, self.param_groups[batch.signature[-1]]["lr"])
-            weights.clear()
-            directions.clear()
-
-        product = self.declared.product_type(unit.device, unit.dtype)
-        assert product is not None
-        steps = orthogonal_steps_for(unit.device, unit.dtype, product)
-        jobs: list[Job] = []
-
-        def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
-            self.health.add("matrices_updated", 1)
-            (index,), (exp_avg,) = indices, parts
-            if steps is not None:
-                jobs.append(self._job(task.signature, exp_avg, targets[index]))
-                return
-            direction = self._directions(unit, task.signature, exp_avg.view(1, -1))
-            subtract_scaled_([targets[index]], [direction[0]], self.param_groups[task.signature[-1]]["lr"])
-
-        unit.exchange.run(sources, compute, deliver, delivered=delivered, at_once=at_once)
-        if steps is not None:
-            steps(jobs)
-
-    def _directions(self, unit: StepUnit, signature: _Signature, exp_avgs: Tensor) -> Tensor:
-        """Of a stack of momenta (tasks, elements)."""
-        rows, columns, logical, position = signature
-        group = self.param_groups[position]
-        directions = updates.orthogonal_direction(
-            exp_avgs.view(-1, rows, columns),
-            self.options.variant,  # type: ignore[arg-type]
-            *logical,
-            beta1=group["betas"][0],
-            eps=self._eps(group),
-            ns_steps=group["ns_steps"],
-            ns_dtype=self.declared.product_type(unit.device, unit.dtype),
-            orthogonalise=newton_schulz_for(unit.device),
-        )
-        return directions.reshape(len(exp_avgs), -1)
-
-    def _job(self, signature: _Signature, exp_avg: Tensor, weight: Tensor) -> Job:
-        rows, columns, logical, position = signature
-        group, variant = self.param_groups[position], self.options.variant
-        return Job(
-            (rows, columns),
-            exp_avg,
-            weight,
-            eps=updates.norm_offset(variant, group["betas"][0], self._eps(group)),  # type: ignore[arg-type]
-            factor=updates.shape_factor(variant, *logical),  # type: ignore[arg-type]
-            lr=float(group["lr"]),
-            steps=group["ns_steps"],
-        )
-
-    def _eps(self, group: Mapping[str, Any]) -> float | None:
-        return group["eps"] if self.options.variant == "shampoo" else None
 
     def _after_step(self, unit: StepUnit) -> None:
         if self.options.exact and self._recorded:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rankwise.kernels.blocked import block_size
 from rankwise.mkor.formulas import product_dtype
+from rankwise.mkor.workspace import Workspace
 
-__all__ = ["Workspace", "precondition_into", "update_factors_"]
+__all__ = ["precondition_into", "update_factors_"]
 
 _CONVERTED = 2**20
 """Elements of a factor that are converted at a time: they stay in the cache until they are multiplied."""
@@ -159,27 +160,6 @@ def _apply(inverse: Tensor, change: _Affine, work: Tensor) -> None:
             wide.diagonal(rows.start).add_(change.diagonal)
         if wide is not block:
             block.copy_(wide)
-
-
-class Workspace:
-    """Buffers that are made once and serve matrix after matrix: fresh memory costs a page fault every few KiB."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A buffer of this shape, with whatever is in it; the one taken before by this name and type is given up.
-
-        Args:
-            name: What for. Only buffers of different names, or types, are in use at once.
-            shape: Its shape; contiguous.
-            dtype: Its type.
-        """
-        numel = math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype)
-        return buffer[:numel].view(*shape)
 
 
 def precondition_into(

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels import triton
-from rankwise.kernels.forms import is_for_cpus, kernels_for, product_dtype_for
-from rankwise.mkor import blocked as blocked_mkor
+from rankwise.kernels.forms import product_dtype_for
 from rankwise.mkor import formulas as updates
-from rankwise.mkor.forms import precondition_into_for
+from rankwise.mkor.forms import factor_update_for, precondition_into_for, rescale_for
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.workspace import Workspace
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 from rankwise.step.matrix_states import MatrixState
@@ -69,6 +68,11 @@ class KroneckerFactors:
         # Wider factors were asked for their digits.
         return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
 
+    @staticmethod
+    def computes_singly(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether :meth:`apply_to_one` is for gradients of this type on this device."""
+        return precondition_into_for(device, dtype) is not None
+
     def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
         """Identity factors, and the number of factor steps in a row that failed. Too long a side gets no factor."""
         dtype = getattr(torch, self._options.factor_dtype)
@@ -112,20 +116,17 @@ class KroneckerFactors:
     def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor) -> Tensor:
         """Move those that were seen, in place; tells which of them took the update."""
         options = self._options
-        kernels = kernels_for(vectors.device, vectors.dtype)
-        chosen = {
-            "decay": options.factor_decay,
-            "rule": options.rule,
-            "stabilizer": options.stabilizer,
-            "norm": options.stabilizer_norm,
-            "seen": seen,
-        }
-        if is_for_cpus(kernels):
-            return blocked_mkor.update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
-        if kernels is triton and inverses[0].dtype != torch.float64:
-            from rankwise.mkor.cuda import update_factors_
-
-            return update_factors_(inverses, vectors, **chosen)  # type: ignore[arg-type]
+        update_in_place = factor_update_for(vectors.device, vectors.dtype, inverses[0].dtype)
+        if update_in_place is not None:
+            return update_in_place(
+                inverses,
+                vectors,
+                decay=options.factor_decay,
+                rule=options.rule,
+                stabilizer=options.stabilizer,
+                norm=options.stabilizer_norm,
+                seen=seen,
+            )
         old = torch.stack(inverses)
         new, ok = self._moved(old, vectors)
         torch._foreach_copy_(inverses, list(torch.where(seen[:, None, None], new, old)))
@@ -151,7 +152,7 @@ class KroneckerFactors:
         states: Sequence[MatrixState],
         stack: Tensor,
         product: torch.dtype,
-        space: blocked_mkor.Workspace,
+        space: Workspace,
     ) -> Tensor:
         """Precondition the gradients of a batch.
 
@@ -165,8 +166,7 @@ class KroneckerFactors:
         Returns:
             The preconditioned gradients, laid out alike.
         """
-        kernels = kernels_for(stack.device, stack.dtype)
-        if is_for_cpus(kernels):
+        if self.computes_singly(stack.device, stack.dtype):
             result, sizes = torch.empty_like(stack), signature.sizes
             for new, state, grad in zip(result, states, stack, strict=True):
                 self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), product, space)
@@ -180,10 +180,9 @@ class KroneckerFactors:
         update = _products(stack, shape, left, right, product)
         if self._options.rescale is None:
             return update
-        if kernels is triton:
-            from rankwise.mkor.cuda_rescale import rescale_
-
-            rescale_(list(update), list(stack))
+        rescale_in_place = rescale_for(stack.device, stack.dtype)
+        if rescale_in_place is not None:
+            rescale_in_place(list(update), list(stack))
             return update
         norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
         return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
@@ -195,9 +194,9 @@ class KroneckerFactors:
         parts: Sequence[Tensor],
         out: Sequence[Tensor],
         product: torch.dtype,
-        space: blocked_mkor.Workspace,
+        space: Workspace,
     ) -> None:
-        """Precondition one gradient on a CPU; the same bits as :meth:`apply` there.
+        """Precondition one gradient where :meth:`computes_singly` says so; the same bits as :meth:`apply` there.
 
         Args:
             signature: Of the matrix.
@@ -213,6 +212,7 @@ class KroneckerFactors:
             left, right, shape = right, left, shape[::-1]
         rescale = self._options.rescale is not None
         into = precondition_into_for(parts[0].device, parts[0].dtype)
+        assert into is not None
         into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
 
 

@@ -5,20 +5,62 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from rankwise.kernels import native
-from rankwise.kernels.forms import kernels_for
+from rankwise.kernels import native, triton
+from rankwise.kernels.forms import is_for_cpus, kernels_for
 from rankwise.mkor import blocked
 from rankwise.mkor import native as compiled
 
-__all__ = ["precondition_into_for"]
+__all__ = ["factor_update_for", "precondition_into_for", "rescale_for"]
 
 
-def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     """:func:`rankwise.mkor.blocked.precondition_into`, or a form of it for what it runs on.
 
     Args:
-        device: A CPU.
-        dtype: The type of the gradients.
+        device: Where the gradients lie.
+        dtype: Their type.
+
+    Returns:
+        None where matrices are preconditioned in stacks: where reading a norm would make the host wait.
     """
-    return (compiled if kernels_for(device, dtype) is native else blocked).precondition_into
+    chosen = kernels_for(device, dtype)
+    if not is_for_cpus(chosen):
+        return None
+    return (compiled if chosen is native else blocked).precondition_into
+
+
+def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> Callable[..., Tensor] | None:
+    """:func:`rankwise.mkor.blocked.update_factors_`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the factors lie.
+        dtype: The type of the vectors.
+        factor: The type of the factors.
+
+    Returns:
+        None where only the pure functions are left.
+    """
+    chosen = kernels_for(device, dtype)
+    if is_for_cpus(chosen):
+        return blocked.update_factors_
+    if chosen is not triton or factor == torch.float64:
+        return None
+    from rankwise.mkor.cuda import update_factors_
+
+    return update_factors_
+
+
+def rescale_for(device: torch.device, dtype: torch.dtype) -> Callable[[list[Tensor], list[Tensor]], None] | None:
+    """:func:`rankwise.mkor.cuda_rescale.rescale_`, or None where there is no form of it but the pure functions.
+
+    Args:
+        device: Where the gradients lie.
+        dtype: Their type.
+    """
+    if kernels_for(device, dtype) is not triton:
+        return None
+    from rankwise.mkor.cuda_rescale import rescale_
+
+    return rescale_

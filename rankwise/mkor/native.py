@@ -11,7 +11,7 @@ from torch import Tensor
 from rankwise.kernels.native.products import SIDE, products
 from rankwise.kernels.sizes import check_shapes
 from rankwise.mkor import blocked as blocked_mkor
-from rankwise.mkor.blocked import Workspace
+from rankwise.mkor.workspace import Workspace
 
 __all__ = ["precondition_into"]
 

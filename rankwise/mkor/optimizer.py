@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise.kernels.forms import is_for_cpus
-from rankwise.mkor.blocked import Workspace
 from rankwise.mkor.declared import MKORDeclared
 from rankwise.mkor.factor_steps import FactorSteps
 from rankwise.mkor.layers import matrix_tasks
 from rankwise.mkor.options import MKOROptions
-from rankwise.mkor.preconditioned import Preconditioned
+from rankwise.mkor.rule import MKORRule
 from rankwise.mkor.switch import Switch
 from rankwise.options.constructor import options_as_keywords
-from rankwise.sharding import Batch, MatrixTask, Traffic
+from rankwise.sharding import Traffic
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.hooks import Describe, describe_linear
-from rankwise.statistics.vectors import LayerVectors
-from rankwise.step.matrix_states import MatrixState
+from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.unit import Bucket, StepUnit
 from rankwise.step.work import StepWork
@@ -58,7 +54,6 @@ class MKOR(ShardedOptimizer):
     declares = MKORDeclared
     declared: MKORDeclared
     held = (*ShardedOptimizer.held, "statistics", "factor_steps", "switch", "_first_order", "_factors")
-    one_by_one = True
 
     @options_as_keywords(MKOROptions)
     def __init__(self, params: Any, options: MKOROptions) -> None:
@@ -208,38 +203,9 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.prepare(unit, counts, self.state)
         if unit.exchange is None:
             return buckets
-        gradients = Preconditioned(unit, buckets, self._first_order)
-        space: Workspace = unit.scratch.setdefault("space", Workspace())
-        product = self.declared.product_type(unit.device, unit.dtype)
-
-        def moved(tasks: Sequence[MatrixTask]) -> list[MatrixState]:
-            self.health.add("matrices_updated", len(tasks))
-            fresh = partial(self._factors.fresh, tasks[0].signature, unit.device)
-            states = [self.matrix_states.obtain(task.key, fresh) for task in tasks]
-            moving = [place for place, task in enumerate(tasks) if task.key in vectors]
-            if moving:
-                self._move_factors([tasks[place] for place in moving], [states[place] for place in moving], vectors)
-            return states
-
-        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-            return self._factors.apply(batch.signature, moved(tasks), stack, product, space)
-
-        def at_once(task: MatrixTask, indices: Sequence[int], parts: Sequence[Tensor]) -> None:
-            (state,), sizes = moved([task]), task.signature.sizes
-            results = space.take("result", (sum(sizes),), unit.dtype).split(sizes)
-            self._factors.apply_to_one(task.signature, state, parts, results, product, space)
-            gradients.step(task, indices, results)
-
-        in_place = is_for_cpus(unit.kernels)
-        unit.exchange.run(gradients.sources, compute, gradients.receive, at_once=at_once if in_place else None)
-        return gradients.remaining()
-
-    def _move_factors(
-        self, tasks: Sequence[MatrixTask], states: Sequence[MatrixState], vectors: Mapping[str, LayerVectors]
-    ) -> None:
-        updated, skipped = self._factors.move(tasks, states, vectors)
-        self.health.add("factors_updated", updated)
-        self.health.add("factors_skipped", skipped)
+        rule = MKORRule(unit, buckets, self._first_order, self._factors, self.matrix_states, vectors, self.health)
+        step_matrices(unit.exchange, rule)
+        return rule.remaining()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """Partitioning of optimizer work and state over data-parallel ranks; knows no optimizer and no framework."""
 
 from .agreement import gather_together, together
-from .exchange import MatrixExchange
+from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .layout import Fragment, Layout, LayoutError, Place
+from .pieces import BatchPlan
 from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .reduce import FragmentSums
 from .slices import SlicedMatrix, find_slices, in_slices
@@ -13,9 +14,11 @@ from .volume import halo_volume, matrix_volume, sums_volume
 
 __all__ = [
     "Batch",
+    "BatchPlan",
     "DeviceIndices",
     "Fragment",
     "FragmentSums",
+    "Gather",
     "Halo",
     "HaloExchange",
     "Layout",
@@ -25,6 +28,7 @@ __all__ = [
     "MatrixTask",
     "Place",
     "Reply",
+    "Return",
     "SlicedMatrix",
     "Traffic",
     "find_slices",

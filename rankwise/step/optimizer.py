@@ -83,8 +83,6 @@ class ShardedOptimizer(Optimizer, ABC):
     """What follows from the options for parameters and states."""
     instances: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
     """Every living optimizer, for frameworks to notice that one of ours was replaced."""
-    one_by_one: ClassVar[bool] = False
-    """Whether stacks of matrices are no faster than single ones on CPUs."""
     held: ClassVar[tuple[str, ...]] = (
         "declared",
         "options",
@@ -111,7 +109,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.health = health_of(declared)
         self.values = GroupValues(declared, self.defaults)
         self.undo = Undo(declared, self.matrix_states, self.health)
-        self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo, self.one_by_one)
+        self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo)
         self.live = LiveGroups(declared, self.values, self.table, self.planner, self.matrix_states)
         self.opening = Opening(declared, self.planner)
         self.saved = SavedStates(declared, self.values, self.table, self.planner, self.matrix_states)

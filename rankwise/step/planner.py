@@ -60,7 +60,6 @@ class Planner:
         values: Its options in words.
         matrix_states: Its matrix states.
         undo: Settled before plans are forgotten, by which its counts are known.
-        one_by_one: Whether stacks of matrices are no faster than single ones on CPUs.
 
     Attributes:
         source: The framework's description of the param groups' tensors.
@@ -76,10 +75,9 @@ class Planner:
         values: GroupValues,
         matrix_states: MatrixStates,
         undo: Undo,
-        one_by_one: bool,
     ) -> None:
-        self._held = declared, table, values, matrix_states, undo, one_by_one
-        self._declared, self._table, self._values, self._matrix_states, self._undo, self._one_by_one = self._held
+        self._held = declared, table, values, matrix_states, undo
+        self._declared, self._table, self._values, self._matrix_states, self._undo = self._held
         self._builder = UnitBuilder(declared, table, values)
         self.source: LayoutSource = table.plain
         self.units: dict[UnitKey, StepUnit] = {}
@@ -243,9 +241,7 @@ class Planner:
         if tasks:
             comm_dtype = getattr(self._declared.options, "comm_dtype", None)
             # The loads of ranks outside the unit would be unknown to its own.
-            loads = unit.plan_exchange(
-                tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, self._one_by_one, slices
-            )
+            loads = unit.plan_exchange(tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices)
             self.loads = self.loads if unit.apart else loads
             assert unit.exchange is not None
             self.owner_of.update(unit.exchange.plan.owners)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -57,16 +57,21 @@ class Bucket:
 
     @property
     def step(self) -> Step:
-        """See :meth:`step_of`, of all entries."""
-        return self.step_of(self.entries)
-
-    def step_of(self, entries: Sequence[Entry]) -> Step:
         """The number of this step, or (entries,) numbers on the device."""
-        return self._counts(entries) if self.count is None else self.count
+        return self._counts(self.entries) if self.count is None else self.count
 
-    def state(self, name: str, entries: Sequence[Entry] | None = None) -> list[Tensor]:
-        """Views of an element state on the bucket's fragments, or on some of them."""
-        return self._states(name, self.entries if entries is None else entries)
+    def state(self, name: str) -> list[Tensor]:
+        """Views of an element state on the bucket's fragments."""
+        return self._states(name, self.entries)
+
+    def only(self, places: Sequence[int]) -> Bucket:
+        """The same of some of its entries, given by their places in its lists."""
+        return replace(
+            self,
+            entries=list(map(self.entries.__getitem__, places)),
+            weights=list(map(self.weights.__getitem__, places)),
+            grads=list(map(self.grads.__getitem__, places)),
+        )
 
 
 def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
@@ -165,7 +170,6 @@ class StepUnit:
         loads: list[float],
         comm_dtype: str | None = None,
         kept: Mapping[str, int] | None = None,
-        one_by_one: bool = False,
         slices: Mapping[str, SlicedMatrix] | None = None,
     ) -> list[float]:
         """Choose owners for ``tasks``.
@@ -175,7 +179,6 @@ class StepUnit:
             loads: What each rank carries already; empty for nothing.
             comm_dtype: Type in which matrices travel; None: that of the computation.
             kept: Owners of matrices that have states already, the same on every rank.
-            one_by_one: See :class:`rankwise.sharding.MatrixExchange`.
             slices: Matrices of which ``tasks`` has the slices.
 
         Returns:
@@ -185,9 +188,7 @@ class StepUnit:
         layout = in_slices(self.layout, self.slices)
         plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
         wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
-        self.exchange = MatrixExchange(
-            layout, plan, self.device, self.dtype, wire_dtype, one_by_one and self.device.type == "cpu"
-        )
+        self.exchange = MatrixExchange(layout, plan, self.device, self.dtype, wire_dtype)
         return loads
 
     def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:

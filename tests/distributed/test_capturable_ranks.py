@@ -11,10 +11,10 @@ from ranks import run_ranks
 from simulated import CASES, Framework, gradients, world_group
 from torch import Tensor
 
-from rankwise import LDAdam
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import using
 from rankwise.options.validation import OptionError
+from rankwise.sharding import MatrixExchange
 
 CELLS = [
     ("mars-adamw", "cut"),
@@ -38,7 +38,7 @@ def _place_gradients(framework: Framework) -> None:
 
 def _train(rank: int, world: int, name: str, layout: str, capturable: bool) -> dict[str, Tensor]:
     case = replace(CASES[name], options={**CASES[name].options, "capturable": capturable})
-    LDAdam.one_by_one = False  # as on accelerators; the process is this test's own
+    MatrixExchange.one_by_one_on = ()  # as on accelerators; the process is this test's own
     framework = Framework(layout, case, torch.float64, rank, world, world_group())
     with using(foreach):
         for index in range(7):

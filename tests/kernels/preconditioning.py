@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor.workspace import Workspace
 
 BF16 = torch.bfloat16
 UNIT = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, BF16, torch.float16)}
@@ -46,7 +47,7 @@ def preconditioned(
     into: Callable[..., None] = blocked_mkor.precondition_into,
 ) -> Tensor:
     """Flattened gradients one after the other in one workspace, each from and to tensors of its own."""
-    space, results = blocked_mkor.Workspace(), torch.full_like(grads, torch.nan)
+    space, results = Workspace(), torch.full_like(grads, torch.nan)
     for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
         sizes = [n for n in (shape[0] * shape[1], grad.numel() - shape[0] * shape[1]) if n]
         parts, out = ([part.clone() for part in whole.split(sizes)] for whole in (grad, result))

@@ -27,6 +27,7 @@ from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import using
 from rankwise.mkor import blocked as blocked_mkor
 from rankwise.mkor import formulas as mkor
+from rankwise.mkor.workspace import Workspace
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_identities_change_no_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_workspace_grows_and_is_reused() -> None:
-    space = blocked_mkor.Workspace()
+    space = Workspace()
     large = space.take("factor", (7, 5), BF16)
     assert space.take("factor", (3, 4), BF16).data_ptr() == large.data_ptr()
     assert len({space.take(name, (7, 5), dtype).data_ptr() for name in "ab" for dtype in (BF16, torch.float32)}) == 4
@@ -254,13 +255,13 @@ def test_factors_are_converted_a_block_at_a_time(bias: bool, sides: str, monkeyp
     monkeypatch.setattr(blocked_mkor, "_CONVERTED", 40)
     monkeypatch.setattr(blocked_mkor, "_LEAST_SIDE", 3)
     asked: list[tuple[str, int]] = []
-    take = blocked_mkor.Workspace.take
+    take = Workspace.take
 
     def noted(space: Any, name: str, shape: Any, dtype: torch.dtype) -> Tensor:
         asked.append((name, math.prod(shape)))
         return take(space, name, shape, dtype)
 
-    monkeypatch.setattr(blocked_mkor.Workspace, "take", noted)
+    monkeypatch.setattr(Workspace, "take", noted)
     matrices, flat, left, right = problem(bias, BF16)
     into = partial(blocked_mkor.precondition_into, product=torch.float32)
     given = (None if sides == "right" else left), (None if sides == "left" else right)

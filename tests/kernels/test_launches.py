@@ -14,6 +14,7 @@ from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
+from rankwise.sharding import MatrixExchange
 
 # They only say how memory is to be read, and start nothing on a device.
 VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
@@ -72,7 +73,7 @@ def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> 
 
 @pytest.mark.parametrize("variant", ["adamw", "lion", "shampoo", "muon"])
 def test_mars(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MARS, "one_by_one", False)  # as on an accelerator
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())  # as on an accelerator
     options = {"variant": variant, "ns_dtype": "float32"}
     few, many = (operations(MARS, options, layers, foreach) for layers in (2, 6))
     assert few == many
@@ -81,7 +82,7 @@ def test_mars(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kind", "options"), [(SONew, {"band": 1}), (LDAdam, {"rank": 2}), (MARS, {})])
 def test_with_kernels(kind: Any, options: dict[str, Any], launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LDAdam, "one_by_one", False)  # as on an accelerator
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())  # as on an accelerator
     counts = []
     for layers in (2, 6):
         launches.clear()

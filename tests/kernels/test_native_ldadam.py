@@ -66,7 +66,7 @@ class Problem:
         self.error = matrix - turned[0] if feedback else self.error
         return float((U.mT @ previous).square().sum() / self.rank)
 
-    def job(self, gradient: Tensor, added: bool) -> native.Job:
+    def job(self, gradient: Tensor, added: bool) -> native.LowRankStep:
         """The next step in C++."""
         feedback = self.group["error_feedback"]
         source = self.error.float() if feedback else gradient
@@ -75,9 +75,10 @@ class Problem:
             source = source + gradient
         state = {name: value.float().contiguous() for name, value in self.state.items()}
         weight = self.weight.float().reshape(-1)
-        return native.Job(self.shape, self.right, pending, source.reshape(-1), weight, state, self.step + 1, self.group)
+        rest = (pending, source.reshape(-1), weight, state, self.step + 1, self.group)
+        return native.LowRankStep(self.shape, self.right, *rest)
 
-    def assert_followed(self, job: native.Job) -> None:
+    def assert_followed(self, job: native.LowRankStep) -> None:
         """Of the step that :meth:`advance` took too."""
         close = {"rtol": 2e-4, "atol": 2e-4}
         for name in NAMES:

@@ -132,7 +132,7 @@ def test_weights_are_stepped_where_they_lie() -> None:
     before = [momentum.clone() for momentum in momenta]
     tiles.orthogonal_steps_(
         [
-            tiles.Job(shape, momentum.view(-1), weight.view(-1), offset, factor, 0.1, count)
+            tiles.OrthogonalStep(shape, momentum.view(-1), weight.view(-1), offset, factor, 0.1, count)
             for shape, momentum, weight, offset, factor, count in zip(
                 shapes, momenta, weights, eps, factors, steps, strict=True
             )

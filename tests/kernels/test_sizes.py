@@ -14,7 +14,7 @@ from rankwise.kernels.native import newton_schulz
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import native as ldadam
 from rankwise.mkor import native as mkor
-from rankwise.mkor.blocked import Workspace
+from rankwise.mkor.workspace import Workspace
 from rankwise.sonew import native as sonew
 from rankwise.sonew.blocked import Margins, Run
 
@@ -42,12 +42,12 @@ def test_lists_must_be_of_one_length(module: Any, wrong: int) -> None:
             module.squared_norms(*lists(2, wrong), 0.5)
 
 
-def job(**other: Any) -> ldadam.Job:
+def job(**other: Any) -> ldadam.LowRankStep:
     state = {"basis": torch.zeros(32, 16), "exp_avg": torch.zeros(16, 48), "exp_avg_sq": torch.zeros(16, 48)}
     state |= {name: value for name, value in other.items() if name in state}
     found = {name: other.get(name, torch.zeros(32 * 48)) for name in ("gradient", "source", "weight")}
     group = {"betas": (0.9, 0.99), "rho": 0.9, "eps": 1e-8, "error_feedback": True, "lr": 1e-3}
-    return ldadam.Job((32, 48), False, state=state, step=2, group=group, **found)
+    return ldadam.LowRankStep((32, 48), False, state=state, step=2, group=group, **found)
 
 
 @pytest.mark.compiled
@@ -111,6 +111,6 @@ def test_factors_must_be_those_of_the_gradient(
 @pytest.mark.parametrize(("momentum", "weight"), [(48, 96), (96, 48)])
 def test_momenta_must_be_those_of_the_weights(monkeypatch: pytest.MonkeyPatch, momentum: int, weight: int) -> None:
     with_products(monkeypatch, newton_schulz)
-    job = newton_schulz.Job((6, 8), torch.zeros(momentum), torch.zeros(weight), 1e-7, 1.0, 1e-3, 5)
+    job = newton_schulz.OrthogonalStep((6, 8), torch.zeros(momentum), torch.zeros(weight), 1e-7, 1.0, 1e-3, 5)
     with pytest.raises(ValueError, match="tensor 0 has [0-9]+ elements in one list and"):
         newton_schulz.orthogonal_steps_([job])

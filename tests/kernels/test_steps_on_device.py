@@ -19,6 +19,7 @@ from rankwise.kernels import triton
 from rankwise.kernels.forms import using
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.ldadam import formulas as updates
+from rankwise.sharding import MatrixExchange
 
 pytest.importorskip("triton")
 
@@ -155,7 +156,7 @@ def training(name: str, **overrides: Any) -> Training:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LDAdam, "one_by_one", False)
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())
     run, twin = training(name, capturable=True), training(name)
     with using(triton):
         for each in (run, twin):

@@ -12,11 +12,12 @@ from graph_recorder import Recorder, capturing
 from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
-from rankwise import MKOR, LDAdam
+from rankwise import MKOR
 from rankwise.kernels import graphs
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import using
 from rankwise.options.validation import OptionError
+from rankwise.sharding import MatrixExchange
 
 NAMES = [name for name, case in BY_NAME.items() if not case.is_mkor]
 LATE = "2.weight"  # has no gradient at the first step, and so another count than the rest
@@ -24,7 +25,7 @@ LATE = "2.weight"  # has no gradient at the first step, and so another count tha
 
 @pytest.fixture(autouse=True)
 def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LDAdam, "one_by_one", False)
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())
     with using(foreach):
         yield
 
@@ -181,7 +182,7 @@ def test_without_the_option_replays_repeat_one_step(name: str) -> None:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_read_back(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LDAdam, "one_by_one", alone)
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ("cpu",) if alone else ())
     run = Run(name, capturable=True)
     for index in range(2):
         run.step(index)

@@ -19,8 +19,8 @@ from rankwise.kernels.forms import kernels_for, using
 from rankwise.kernels.native import elementwise
 from rankwise.kernels.native.newton_schulz import orthogonal_steps_
 from rankwise.kernels.native.products import products
-from rankwise.ldadam import in_place as subspaces_in_place
 from rankwise.ldadam import native as native_ldadam
+from rankwise.sharding import MatrixExchange
 from rankwise.sonew import native as native_sonew
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -100,15 +100,15 @@ def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: py
         taken.append(len(jobs))
         orthogonal_steps_(jobs)
 
-    monkeypatch.setattr("rankwise.mars.optimizer.orthogonal_steps_for", lambda *_: counted_steps)
+    monkeypatch.setattr("rankwise.mars.rule.orthogonal_steps_for", lambda *_: counted_steps)
     found, counted = _steps("orthogonal", native, _missing)
     assert taken == [2, 3, 3, 2, 3], "the matrices with a gradient"
-    monkeypatch.setattr("rankwise.mars.optimizer.orthogonal_steps_for", lambda *_: None)
+    monkeypatch.setattr("rankwise.mars.rule.orthogonal_steps_for", lambda *_: None)
     other, known = _steps("orthogonal", foreach, _missing)
     assert counted == pytest.approx(known, rel=1e-3)
     one_by_one, _ = _steps("orthogonal", native, _missing)
     _assert_alike(found, one_by_one)
-    monkeypatch.setattr(MARS, "one_by_one", False)
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())
     exchanged, _ = _steps("orthogonal", native, _missing)
     _assert_alike(found, exchanged)
     start = [parameter.detach() for parameter in _network().parameters()]
@@ -159,7 +159,7 @@ def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.M
         kept.append(original(jobs))
         return kept[-1]
 
-    monkeypatch.setattr(subspaces_in_place, "ldadam_steps_", noted)
+    monkeypatch.setattr(native_ldadam, "ldadam_steps_", noted)
     expected, _ = _steps("ldadam", foreach, _rank_one)
     kept.clear()
     found, _ = _steps("ldadam", native, _rank_one)

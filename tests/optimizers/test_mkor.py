@@ -345,15 +345,15 @@ def test_statistics_are_free_of_loss_scale_and_accumulation(micro_batches: int, 
     optimizer = build(other, update_interval=2)
     optimizer.planner.source.loss_scale = lambda: scale  # type: ignore[attr-defined]
     seen: list[tuple[Tensor, Tensor]] = []
-    move = optimizer._move_factors
+    move = optimizer._factors.move
 
-    def spy(tasks: Any, states: Any, vectors: Any) -> None:
+    def spy(tasks: Any, states: Any, vectors: Any) -> Any:
         for task in tasks:
             if len(task.parts) == 2:
                 seen.append((vectors[task.key][1].clone(), optimizer.parameters_by_name[task.parts[1]].grad.clone()))
-        move(tasks, states, vectors)
+        return move(tasks, states, vectors)
 
-    optimizer._move_factors = spy  # type: ignore[method-assign]
+    optimizer._factors.move = spy  # type: ignore[method-assign]
 
     def backward(step: int) -> None:
         size = 8 // micro_batches

@@ -17,6 +17,7 @@ from rankwise.kernels import blocked
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import using
 from rankwise.mkor.factors import KroneckerFactors
+from rankwise.sharding import MatrixExchange
 from tests.ranks import run_ranks
 
 WIDTH = 48
@@ -131,7 +132,7 @@ ONE_SIDED = {"factor_dtype": "float32", "max_factor_dim": WIDTH + 1}
 def test_stacked_and_in_place_give_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for one_by_one in (True, False):
-        monkeypatch.setattr(MKOR, "one_by_one", one_by_one)
+        monkeypatch.setattr(MatrixExchange, "one_by_one_on", ("cpu",) if one_by_one else ())
         model = network()
         optimizer = started(model, **options)
         for step in range(4):

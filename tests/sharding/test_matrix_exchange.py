@@ -7,8 +7,8 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixPlan, MatrixTask, Reply, plan_matrices
+from rankwise.step.matrices import MatrixRule, step_matrices
 
 CPU = torch.device("cpu")
 SEEDS = 25
@@ -61,14 +62,17 @@ def _whole(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 @dataclass
-class Probe:
-    """Runs an exchange and compares everything it hands out with what it must be."""
+class Probe(MatrixRule):
+    """A rule that compares everything it is asked with what it must be."""
 
     layout: Layout
     tasks: list[MatrixTask]
     whole: dict[str, Tensor]
     batch_elements: int = 50
     at_once: bool = False
+    declines: int = 1
+    """Which of every two matrices that lie whole on their owners is not taken."""
+    answer: str = "pieces"
     events: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,55 +83,77 @@ class Probe:
     def matrix(self, task: MatrixTask) -> Tensor:
         return torch.cat([self.whole[part] for part in task.parts])
 
-    def run(self, reply: str = "pieces") -> dict[str, list[int]]:
+    def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
+        self.offered = frozenset(in_place)
         used = {part for task in self.tasks for part in task.parts}
-        sources = [
+        self.sources = [
             self.whole[fragment.key][fragment.start : fragment.end] if fragment.key in used else None
             for fragment in self.layout.mine
         ]
-        delivered: Counter[int] = Counter()
-        computed: Counter[str] = Counter()
+        return self.sources
 
-        def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-            self.events.append(("compute", next(i for i, b in enumerate(self.plan.batches) if tasks[0] in b.tasks)))
-            assert not self.at_once or not any(map(self.in_place, tasks))
-            assert tasks and all(self.plan.owners[task.key] == self.layout.rank for task in tasks)
-            assert torch.equal(stack, torch.stack([self.matrix(task) for task in tasks]))
-            computed.update(task.key for task in tasks)
-            if reply == "payload":
-                return self.payload_of(stack)
-            return stack.square() if reply == "pieces" else torch.cat([stack.square(), -stack], dim=1)
+    def reply(self, batch: Batch) -> Reply:
+        return REPLIES[self.answer]
 
-        def deliver(task: MatrixTask, index: int, values: Tensor) -> None:
-            self.events.append(("deliver", task.key))
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        self.events.append(("compute", next(i for i, b in enumerate(self.plan.batches) if tasks[0] in b.tasks)))
+        assert not self.at_once or all(task.key in self.declined for task in tasks if self.in_place(task))
+        assert tasks and all(self.plan.owners[task.key] == self.layout.rank for task in tasks)
+        assert set(tasks) <= set(batch.tasks)
+        assert torch.equal(stack, torch.stack([self.matrix(task) for task in tasks]))
+        self.computed.update(task.key for task in tasks)
+        if self.answer == "payload":
+            return self.payload_of(stack)
+        return stack.square() if self.answer == "pieces" else torch.cat([stack.square(), -stack], dim=1)
+
+    def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
+        tasks = {part: task for task in batch.tasks for part in task.parts}
+        self.events.append(("step", sorted({tasks[self.layout.mine[index].key].key for index in indices})))
+        for index, values in zip(indices, results, strict=True):
             fragment = self.layout.mine[index]
-            assert fragment.key in task.parts
-            result = self.matrix(task).square()
+            task = tasks[fragment.key]
             first = sum(self.whole[part].numel() for part in task.parts[: task.parts.index(fragment.key)])
             own = slice(first + fragment.start, first + fragment.end)
-            expected = result[own]
-            if reply == "two values":
+            expected = self.matrix(task).square()[own]
+            if self.answer == "two values":
                 expected = torch.cat([expected, -self.matrix(task)[own]])
-            if reply == "payload":
+            if self.answer == "payload":
                 expected = self.payload_of(self.matrix(task)[None])[0]
             assert torch.equal(values, expected)
-            delivered[index] += 1
+        self.stepped.update(indices)
 
-        def here(task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> None:
-            assert self.plan.owners[task.key] == self.layout.rank and self.in_place(task)
-            assert [self.layout.mine[index].key for index in indices] == list(task.parts)
-            assert all(value is sources[index] for index, value in zip(indices, values, strict=True))
-            computed[task.key] += 1
-            delivered.update(indices)
+    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
+        assert self.plan.owners[task.key] == self.layout.rank and self.in_place(task)
+        assert self.offered.issuperset(indices)
+        assert [self.layout.mine[index].key for index in indices] == list(task.parts)
+        assert all(value is self.sources[index] for index, value in zip(indices, values, strict=True))
+        if len(self.taken) % 2 == self.declines:
+            self.declined.add(task.key)
+            self.taken.append("")
+            return False
+        self.taken.append(task.key)
+        self.computed[task.key] += 1
+        self.stepped.update(indices)
+        return True
 
+    def finish(self) -> None:
+        self.events.append("finish")
+
+    def run(self, answer: str = "pieces") -> dict[str, list[int]]:
+        self.answer = answer
+        self.computed: Counter[str] = Counter()
+        self.stepped: Counter[int] = Counter()
+        self.taken: list[str] = []
+        self.declined: set[str] = set()
         with recorded("all_to_all_single", "all_reduce", log=self.events.append) as calls:
-            at_once = here if self.at_once else None
-            self.exchange.run(sources, compute, deliver, lambda batch: REPLIES[reply], at_once=at_once)
-        expected_deliveries = {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
-        assert dict(delivered) == expected_deliveries
+            step_matrices(self.exchange, self)
+        used = {part for task in self.tasks for part in task.parts}
+        assert dict(self.stepped) == {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
         owned = [task.key for task in self.exchange.owned()]
-        assert dict(computed) == dict.fromkeys(owned, 1)
+        assert dict(self.computed) == dict.fromkeys(owned, 1)
         assert set(owned) == {key for key, owner in self.plan.owners.items() if owner == self.layout.rank}
+        assert self.events[-1] == "finish" and self.events.count("finish") == 1
+        assert len(self.taken) == self.at_once * sum(self.in_place(task) for task in self.exchange.owned())
         assert not calls["all_reduce"]
         return calls
 
@@ -163,10 +189,10 @@ def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
     found = []
     for seed in range(SEEDS):
         for replicated in (False, True) if world > 1 else (False,):
-            for reply, at_once in [*itertools.product(REPLIES, [False]), ("pieces", True)]:
+            for reply, at_once in itertools.product(REPLIES, (False, True)):
                 shapes = _shapes(seed)
                 layout = Layout(random_fragments(shapes, world, seed, replicated), rank, group, replicated)
-                probe = Probe(layout, _tasks(shapes), _whole(shapes), at_once=at_once)
+                probe = Probe(layout, _tasks(shapes), _whole(shapes), at_once=at_once, declines=seed % 2)
                 calls = probe.run(reply)["all_to_all_single"]
                 travelling = sum(map(probe.crossing, probe.plan.batches))
                 assert len(calls) == travelling * (1 if replicated else 2)
@@ -179,7 +205,8 @@ def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
                         "payload_bytes": probe.payload_bytes(),
                         "numel": sum(probe.matrix(task).numel() for task in probe.tasks),
                         "travelling": travelling,
-                        "at once": at_once and sum(map(probe.in_place, probe.tasks)),
+                        "taken": sum(map(bool, probe.taken)),
+                        "declined": len(probe.declined),
                     }
                 )
     return found
@@ -196,7 +223,8 @@ def test_random_layouts(world: int) -> None:
         assert planned == 0 or not case["replicated"]
         assert sent == planned + returned[case["reply"]]
     assert world == 1 or any(case["travelling"] for case in ranks[0])
-    assert any(case["at once"] for case in ranks[0])
+    for outcome in ("taken", "declined"):
+        assert any(case[outcome] for cases in ranks for case in cases)
 
 
 def _check_in_world(rank: int, world: int) -> list[dict[str, Any]]:
@@ -229,7 +257,7 @@ def _pipeline(rank: int, world: int) -> list[Any]:
     assert len(probe.plan.batches) == 4
     batch_of = {task.key: index for index, batch in enumerate(probe.plan.batches) for task in batch.tasks}
     probe.run()
-    return [("deliver", batch_of[event[1]]) if event[0] == "deliver" else event for event in probe.events]
+    return [("step", *{batch_of[key] for key in event[1]}) if event[0] == "step" else event for event in probe.events]
 
 
 def test_the_next_gather_leaves_before_the_computation() -> None:
@@ -238,97 +266,107 @@ def test_the_next_gather_leaves_before_the_computation() -> None:
     for index in range(4):
         expected += [message] * (index < 3)  # the next gather
         expected += [("compute", index), message]  # and this batch's results
-        expected += [("deliver", index - 1)] * 2 * (index > 0)
-    expected += [("deliver", 3)] * 2
+        expected += [("step", index - 1)] * (index > 0)
+    expected += [("step", 3), "finish"]
     for events in run_ranks(2, _pipeline):
         assert events == expected
 
 
-def test_a_single_process_skips_tasks_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Toy(MatrixRule):
+    """A rule of which only a part matters."""
+
+    sources: list[Tensor | None]
+    change: Callable[[Tensor], Tensor] = lambda stack: stack + 1
+    takes: bool = False
+    stacks: list[Tensor] = field(default_factory=list)
+    stepped: dict[int, Tensor] = field(default_factory=dict)
+    taken: dict[str, Tensor] = field(default_factory=dict)
+
+    def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
+        return self.sources
+
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        self.stacks.append(stack)
+        return self.change(stack)
+
+    def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
+        assert indices
+        self.stepped.update((index, values.clone()) for index, values in zip(indices, results, strict=True))
+
+    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
+        if self.takes:
+            self.taken[task.key] = torch.cat(list(values))
+        return self.takes
+
+
+def _four_parameters() -> tuple[list[Fragment], Layout, dict[str, Tensor], MatrixPlan]:
+    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
+    fragments = [Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
+    layout = Layout.single(fragments)
+    return fragments, layout, _whole(shapes), plan_matrices(layout, _tasks(shapes), [0.0])[0]
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_single_process_skips_tasks_without_gradient(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Fresh memory may happen to be zero.
     monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
-    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
-    fragments = [Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
-    layout, tasks, whole = Layout.single(fragments), _tasks(shapes), _whole(shapes)
-    plan, _ = plan_matrices(layout, tasks, [0.0])
-    exchange = MatrixExchange(layout, plan, CPU, torch.float64)
-    stacks: list[Tensor] = []
-    delivered: dict[int, Tensor] = {}
+    fragments, layout, whole, plan = _four_parameters()
+    exchange = MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=one_by_one)
 
-    def compute(batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-        stacks.append(stack)
-        return stack + 1
+    def run(missing: set[str]) -> Toy:
+        toy = Toy([None if fragment.key in missing else whole[fragment.key] for fragment in fragments])
+        step_matrices(exchange, toy)
+        return toy
 
-    def run(missing: set[str]) -> None:
-        stacks.clear()
-        delivered.clear()
-        sources = [None if fragment.key in missing else whole[fragment.key] for fragment in fragments]
-        exchange.run(sources, compute, lambda task, index, values: delivered.__setitem__(index, values.clone()))
-
-    run({"a.weight", "a.bias"})
-    assert [tuple(stack.shape) for stack in stacks] == [(1, 8)] and set(delivered) == {2, 3}
+    toy = run({"a.weight", "a.bias"})
+    assert [tuple(stack.shape) for stack in toy.stacks] == [(1, 8)] and set(toy.stepped) == {2, 3}
     # A frozen bias counts as zero: its weight is still updated.
-    run({"a.bias"})
-    assert torch.equal(stacks[0][0], torch.cat([whole["a.weight"], torch.zeros(2)]))
-    assert set(delivered) == {0, 2, 3} and torch.equal(delivered[0], whole["a.weight"] + 1)
-    run(set(shapes))
-    assert not stacks and not delivered
+    toy = run({"a.bias"})
+    assert torch.equal(toy.stacks[0][0], torch.cat([whole["a.weight"], torch.zeros(2)]))
+    assert set(toy.stepped) == {0, 2, 3} and torch.equal(toy.stepped[0], whole["a.weight"] + 1)
+    toy = run(set(whole))
+    assert not toy.stacks and not toy.stepped
 
 
-def test_at_once_a_part_without_gradient_is_zero() -> None:
-    shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
-    fragments = [Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
-    layout, tasks, whole = Layout.single(fragments), _tasks(shapes), _whole(shapes)
-    plan, _ = plan_matrices(layout, tasks, [0.0])
-    exchange = MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True)
-    found: dict[str, Tensor] = {}
-
-    def here(task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> None:
-        found[task.key] = torch.cat(list(values))
-
-    for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(shapes)):
-        found.clear()
-        sources = [None if fragment.key in missing else whole[fragment.key] for fragment in fragments]
-        exchange.run(sources, _never, _never, at_once=here)
-        assert set(found) == {task.key for task in tasks if not missing.issuperset(task.parts)}
-        for task in tasks:
+def test_a_part_without_gradient_is_taken_as_zero() -> None:
+    fragments, layout, whole, plan = _four_parameters()
+    exchange = MatrixExchange(layout, plan, CPU, torch.float64)
+    for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(whole)):
+        toy = Toy([None if fragment.key in missing else whole[fragment.key] for fragment in fragments], takes=True)
+        step_matrices(exchange, toy)
+        assert not toy.stacks and not toy.stepped
+        assert set(toy.taken) == {task.key for task in exchange.owned() if not missing.issuperset(task.parts)}
+        for task in exchange.owned():
             parts = [whole[part] * (part not in missing) for part in task.parts]
-            assert task.key not in found or torch.equal(found[task.key], torch.cat(parts))
+            assert task.key not in toy.taken or torch.equal(toy.taken[task.key], torch.cat(parts))
 
 
-def _never(*_: Any) -> Any:
-    raise AssertionError("they are computed at once")
-
-
-def test_slices_are_never_computed_at_once() -> None:
+def test_slices_are_never_taken() -> None:
     """They are computed together with those of other ranks, even one that is whole on its owner."""
     layout = Layout.single([Fragment("m", (2, 3), 0, 6, 0, 0)])
     task = MatrixTask("m", ("m",), (2, 3), 1.0, whole="matrix")
     plan = MatrixPlan({"m": 0}, (Batch((2, 3), (task,), partners=(0,)),))
-    exchange = MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True)
-    found: list[Tensor] = []
-    deliver = lambda task, index, values: found.append(values.clone())  # noqa: E731
-    exchange.run([torch.ones(6).double()], lambda batch, tasks, stack: stack + 1, deliver, at_once=_never)
-    assert torch.equal(found[0], torch.full((6,), 2.0, dtype=torch.float64))
+    toy = Toy([torch.ones(6).double()], takes=True)
+    step_matrices(MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True), toy)
+    assert not toy.taken and torch.equal(toy.stepped[0], torch.full((6,), 2.0, dtype=torch.float64))
 
 
 def test_missing_values_on_several_ranks_are_refused() -> None:
     ranks = ((Fragment("m.weight", (2, 2), 0, 3, 0, 0),), (Fragment("m.weight", (2, 2), 3, 4, 0, 0),))
     layout = Layout(ranks, rank=1)
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0, 5.0])
-    exchange = MatrixExchange(layout, plan, CPU, torch.float64)
     with pytest.raises(RuntimeError, match="'m.weight' has no values on this rank"):
-        exchange.run([None], lambda batch, tasks, stack: stack, lambda task, index, values: None)
+        step_matrices(MatrixExchange(layout, plan, CPU, torch.float64), Toy([None]))
 
 
 def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
     layout = Layout.single([Fragment("m.weight", (2, 2), 0, 4, 0, 0)])
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0])
-    exchange = MatrixExchange(layout, plan, CPU, torch.float32)
-    found: list[Tensor] = []
     values = torch.tensor([1.0, 2.0, 3.0, 1.0 + 2**-30], dtype=torch.float64)
-    exchange.run([values], lambda batch, tasks, stack: stack.double(), lambda task, index, piece: found.append(piece))
-    assert found[0].dtype == torch.float32 and torch.equal(found[0], values.float())
+    toy = Toy([values], Tensor.double)
+    step_matrices(MatrixExchange(layout, plan, CPU, torch.float32), toy)
+    assert toy.stepped[0].dtype == torch.float32 and torch.equal(toy.stepped[0], values.float())
 
 
 def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
@@ -343,15 +381,12 @@ def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
         torch.randn(fragment.numel, generator=torch.Generator().manual_seed(i))
         for i, fragment in enumerate(layout.mine)
     ]
-    found: list[tuple[bool, Tensor, Tensor]] = []
-
-    def deliver(task: MatrixTask, index: int, values: Tensor) -> None:
-        found.append((plan.owners[task.key] == rank, sources[index], values.clone()))
-
+    toy = Toy(list(sources), lambda stack: stack)
     with recorded("all_to_all_single") as calls:
-        exchange.run(sources, lambda batch, tasks, stack: stack, deliver)
+        step_matrices(exchange, toy)
     assert calls["all_to_all_single"][0] == exchange.bytes_per_gather
-    return found
+    owners = [plan.owners[fragment.key] for fragment in layout.mine]
+    return [(owners[index] == rank, sources[index], values) for index, values in toy.stepped.items()]
 
 
 def test_only_what_crosses_ranks_is_rounded() -> None:
@@ -360,6 +395,33 @@ def test_only_what_crosses_ranks_is_rounded() -> None:
         for owned, values, returned in found:
             assert returned.dtype == torch.float32
             assert torch.equal(returned, values if owned else values.bfloat16().float())
+
+
+def _sizes_of_stacks(rank: int, world: int) -> dict[tuple[bool, bool, bool], list[int]]:
+    """For one by one or not, a rule that wishes it or not, slices or not: how many matrices each update was given."""
+    shapes = {f"m{index}.weight": (4, 5) for index in range(4)}
+    ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
+    layout = Layout(tuple(ranks), rank, dist.group.WORLD)
+    plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
+    joint = MatrixPlan(plan.owners, tuple(replace(batch, partners=(0, 1)) for batch in plan.batches))
+    sources = [torch.full((fragment.numel,), 2.0, dtype=torch.float64) for fragment in layout.mine]
+    found = {}
+    for case in itertools.product((False, True), repeat=3):
+        one_by_one, separately, slices = case
+        toy = Toy(list(sources))
+        toy.separately = separately  # type: ignore[misc]
+        chosen = joint if slices else plan
+        step_matrices(MatrixExchange(layout, chosen, CPU, torch.float64, one_by_one=one_by_one), toy)
+        assert len(toy.stepped) == 4 and all(bool((values == 3).all()) for values in toy.stepped.values())
+        found[case] = [len(stack) for stack in toy.stacks]
+    return found
+
+
+def test_what_travels_together_may_be_updated_separately() -> None:
+    """If the rule wishes it, and only where matrices that lie whole are computed one by one, too; slices never."""
+    for found in run_ranks(2, _sizes_of_stacks):
+        for (one_by_one, separately, slices), sizes in found.items():
+            assert sizes == ([1, 1] if one_by_one and separately and not slices else [2])
 
 
 def _trace(rank: int, world: int) -> list[dict[str, Any]]:

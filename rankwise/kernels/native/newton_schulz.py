@@ -19,7 +19,7 @@ from rankwise.kernels.native.products import products
 from rankwise.kernels.sizes import check_lengths
 from rankwise.updates import newton_schulz as linalg
 
-__all__ = ["Job", "newton_schulz", "orthogonal_steps_", "takes"]
+__all__ = ["OrthogonalStep", "newton_schulz", "orthogonal_steps_", "takes"]
 
 
 class _Orthogonal(ctypes.Structure):
@@ -36,7 +36,7 @@ class _Orthogonal(ctypes.Structure):
 
 
 @dataclass
-class Job:
+class OrthogonalStep:
     """Matrices of one shape, one after another in memory, whose weights are to be stepped where they lie.
 
     Attributes:
@@ -92,7 +92,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
     return result.view(matrix.shape)
 
 
-def orthogonal_steps_(jobs: Sequence[Job]) -> None:
+def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
     """Step weights along the orthogonal factors of their momenta, the same as :func:`newton_schulz` gives.
 
     Args:

@@ -1,0 +1,101 @@
+"""What LDAdam's matrices of a batch have in common, and what their owners send to the holders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rankwise.ldadam.slices import Cut
+from rankwise.sharding import Batch, Reply
+from rankwise.step.unit import StepUnit
+
+__all__ = ["Signature", "in_reply", "reply_of", "split_factors"]
+
+
+class Signature(NamedTuple):
+    """What the matrices of a batch, or the slices of matrices, have in common.
+
+    Attributes:
+        rows: Of one of them.
+        columns: Of one of them.
+        rank: Of the subspace.
+        group: Position of the param group.
+        right: Whether the whole matrix is projected from the right.
+        cut: The side of the whole matrix of which they are slices; None for whole matrices.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    group: int
+    right: bool
+    cut: Cut | None = None
+
+    @property
+    def short(self) -> int:
+        """Length of the side that is projected."""
+        return self.columns if self.right else self.rows
+
+    @property
+    def long(self) -> int:
+        """Length of the other side."""
+        return self.rows if self.right else self.columns
+
+    def factors_length(self, products: int) -> int:
+        """Elements of the basis and of each product's other factor.
+
+        Args:
+            products: One is the direction; with error feedback another one is what the buffer loses.
+        """
+        return self.rank * (self.short + products * self.long)
+
+
+def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor]:
+    """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
+
+    Args:
+        factors: (..., elements), what an owner sends of one or more matrices.
+        signature: Of their batch.
+    """
+    elements = signature.short * signature.rank
+    basis, others = factors[..., :elements], factors[..., elements:]
+    return (
+        basis.unflatten(-1, (signature.short, signature.rank)),
+        others.unflatten(-1, (-1, signature.rank, signature.long)),
+    )
+
+
+def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) -> Reply:
+    """The factors to every holder, or each one's elements of their products: whichever is less to send.
+
+    Args:
+        unit: The unit of the step.
+        groups: Param groups by position.
+        batch: Of its exchange; all of equal signature get the same answer.
+    """
+    replies: dict[Signature, Reply] = unit.scratch.setdefault("replies", {})
+    signature: Signature = batch.signature
+    if signature not in replies:
+        assert unit.exchange is not None
+        products = 2 if groups[signature.group]["error_feedback"] else 1
+        plan, holders = unit.exchange.plan, unit.exchange.layout.holders
+        receivers = elements = 0
+        for key in (task.key for other in plan.batches if other.signature == signature for task in other.tasks):
+            others = [fragments for holder, fragments in holders[key].items() if holder != plan.owners[key]]
+            receivers += len(others)
+            elements += sum(fragment.numel for fragments in others for fragment in fragments)
+        length = signature.factors_length(products)
+        fewer = receivers * length <= products * elements
+        replies[signature] = Reply(whole=length) if fewer else Reply(values=products)
+    return replies[signature]
+
+
+def in_reply(factors: Tensor, signature: Signature, reply: Reply) -> Tensor:
+    """What owners return of (matrices, elements) factors: them, or (matrices, products * elements) their products."""
+    if reply.whole is not None:
+        return factors
+    basis, others = split_factors(factors, signature)
+    products = basis.unsqueeze(1) @ others
+    return (products.mT if signature.right else products).flatten(1)

@@ -1,0 +1,169 @@
+"""LDAdam's matrices on their owner: a basis and two moments each, and how a step advances them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels import graphs
+from rankwise.kernels.lists import copy_
+from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.forms import step_for
+from rankwise.ldadam.on_device import Triple, step_on_device
+from rankwise.ldadam.signature import Signature
+from rankwise.sharding import MatrixTask
+from rankwise.step.health import Health
+from rankwise.step.matrix_states import MatrixState, MatrixStates
+
+__all__ = ["Subspaces", "fresh_state"]
+
+_TENSORS = ("basis", "exp_avg", "exp_avg_sq")
+_Past = tuple[int, float] | None
+"""Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
+
+
+def fresh_state(like: Tensor, signature: Signature, counts: torch.device) -> MatrixState:
+    """A subspace and its moments before the first step.
+
+    Args:
+        like: Of their type, on their device.
+        signature: Of the matrix.
+        counts: Where the counts lie.
+    """
+    return {
+        "basis": like.new_zeros(signature.short, signature.rank),
+        "exp_avg": like.new_zeros(signature.rank, signature.long),
+        "exp_avg_sq": like.new_zeros(signature.rank, signature.long),
+        "step": torch.zeros((), dtype=torch.int64, device=counts),
+        # Of the last step, with which the momentum in the error buffer is weighted. Where the count is.
+        "beta1": torch.zeros((), dtype=torch.float64, device=counts),
+    }
+
+
+class Subspaces:
+    """The states of the matrices that a rank owns, in one step.
+
+    Args:
+        states: By key.
+        groups: Param groups by position.
+        health: Hears of rotations and of bases that were kept.
+        fresh: A matrix's states before the first step.
+        unstepped: Where only the device knows the counts: the matrices that are to take their first step, which is
+            another one; kept up to date. None where the host knows.
+    """
+
+    def __init__(
+        self,
+        states: MatrixStates,
+        groups: Sequence[Mapping[str, Any]],
+        health: Health,
+        fresh: Callable[[Tensor, Signature], MatrixState],
+        unstepped: set[str] | None,
+    ) -> None:
+        self._states, self._groups, self._health = states, groups, health
+        self._fresh, self._unstepped = fresh, unstepped
+
+    def obtain(self, task: MatrixTask, like: Tensor) -> MatrixState:
+        """A matrix's states; fresh ones are of the type of ``like`` and lie with it."""
+        known = task.key in self._states
+        if not known:
+            graphs.refuse_capture(like.device, "the first step of a matrix")
+        state = self._states.obtain(task.key, lambda: self._fresh(like, task.signature))
+        if self._unstepped is not None and not known and int(state["step"]) == 0:
+            self._unstepped.add(task.key)
+        return state
+
+    def advance(self, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        """Advance whole matrices of one shape and group.
+
+        Args:
+            tasks: Which.
+            stack: (tasks, rows * columns), ``C``; read only.
+
+        Returns:
+            (tasks, elements): their factors, as :func:`rankwise.ldadam.signature.split_factors` reads them.
+        """
+        signature: Signature = tasks[0].signature
+        group = self._groups[signature.group]
+        states = [self.obtain(task, stack) for task in tasks]
+        matrices = stack.view(-1, signature.rows, signature.columns)
+        matrices = matrices.mT if signature.right else matrices
+        pasts = [self._past(task.key, state) for task, state in zip(tasks, states, strict=True)]
+        if self._unstepped is not None:
+            self._unstepped.difference_update(task.key for task in tasks)
+        if len(set(pasts)) == 1:
+            return self._step(matrices, states, pasts[0], group)
+        found: list[Tensor] = [stack] * len(tasks)
+        # Matrices whose gradients were missing at different steps are at different counts.
+        for past in dict.fromkeys(pasts):
+            chosen = [place for place, other in enumerate(pasts) if other == past]
+            factors = self._step(matrices[chosen], [states[place] for place in chosen], past, group)
+            for place, own in zip(chosen, factors, strict=True):
+                found[place] = own
+        return torch.stack(found)
+
+    def report_rotation(self, rotation: Tensor) -> None:
+        """Tell of ``R`` (..., r, r): how much of the old subspaces the new ones have left, from 0 to 1, orthogonal."""
+        kept = rotation.square().sum((-2, -1)) / rotation.shape[-1]
+        self._health.add("subspace_rotation", (1 - kept).sum(), kept.numel())
+
+    def _past(self, key: str, state: MatrixState) -> _Past:
+        if self._unstepped is not None:
+            return (0, 0.0) if key in self._unstepped else None
+        return int(state["step"]), float(state["beta1"])
+
+    def _step(self, matrices: Tensor, states: list[MatrixState], past: _Past, group: Mapping[str, Any]) -> Tensor:
+        """Advance matrices (..., m, n) that have one past."""
+        # A single matrix as such: products of stacks are slower on CPUs.
+        alone = len(states) == 1
+        matrices = matrices[0] if alone else matrices
+        basis, exp_avg, exp_avg_sq = (
+            states[0][name] if alone else torch.stack([state[name] for state in states]) for name in _TENSORS
+        )
+        old = (basis, exp_avg, exp_avg_sq)
+        new, factors = (
+            self._step_on_device(matrices, old, states, group)
+            if past is None
+            else self._step_on_host(matrices, old, *past, group)
+        )
+        for name, value in zip(_TENSORS, new, strict=True):
+            copy_([state[name] for state in states], [value] if alone else list(value.unbind()))
+        for state in states if past is not None else ():
+            state["step"] += 1
+            state["beta1"].fill_(group["betas"][0])
+        return torch.cat([part.reshape(len(states), -1) for part in (new[0], *factors)], dim=1)
+
+    def _step_on_device(
+        self, matrices: Tensor, old: Triple, states: list[MatrixState], group: Mapping[str, Any]
+    ) -> tuple[Triple, list[Tensor]]:
+        """New states and the factors beside the basis, of matrices whose counts the host does not know."""
+        found = step_on_device(matrices, old, states, group)
+        self._health.add("kept_bases", found.kept)
+        self.report_rotation(found.rotation)
+        return found.states, found.factors
+
+    def _step_on_host(
+        self, matrices: Tensor, old: Triple, count: int, written_beta1: float, group: Mapping[str, Any]
+    ) -> tuple[Triple, list[Tensor]]:
+        """The same of matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
+        step, beta1 = count + 1, group["betas"][0]
+        basis, exp_avg, exp_avg_sq, direction = step_for(matrices.device, matrices.dtype)(
+            matrices,
+            *old,
+            step,
+            betas=group["betas"],
+            rho=group["rho"],
+            eps=group["eps"],
+            error_feedback=group["error_feedback"],
+            written_beta1=written_beta1,
+        )
+        if step > 1:
+            self.report_rotation(basis.mT @ old[0])
+        factors = [direction]
+        if group["error_feedback"]:
+            unchanged = step == 1 or beta1 == written_beta1
+            factors.append(exp_avg if unchanged else updates.kept_factor(matrices, basis, exp_avg, beta1))
+        return (basis, exp_avg, exp_avg_sq), factors

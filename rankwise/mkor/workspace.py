@@ -1,0 +1,32 @@
+"""Memory for what comes in between while MKOR preconditions one gradient after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Workspace"]
+
+
+class Workspace:
+    """Buffers that are made once and serve matrix after matrix: fresh memory costs a page fault every few KiB."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A buffer of this shape, with whatever is in it; the one taken before by this name and type is given up.
+
+        Args:
+            name: What for. Only buffers of different names, or types, are in use at once.
+            shape: Its shape; contiguous.
+            dtype: Its type.
+        """
+        numel = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype)
+        return buffer[:numel].view(*shape)

@@ -1,0 +1,184 @@
+"""The matrices of one step: gathered to their owners, updated there and handed back, a batch ahead of the computation.
+
+What is done with them is a :class:`MatrixRule`'s to say; how they get there and in which order is not. The pieces of
+batch *k+1* travel while batch *k* is computed, and the results of *k* while *k+1* is. A profiler shows the phases of
+batch *k* as ``rankwise: gather k``, ``compute k``, ``return k`` and ``deliver k``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from rankwise.sharding import Batch, BatchPlan, Gather, MatrixExchange, MatrixTask, Reply, Return
+
+__all__ = ["MatrixRule", "step_matrices"]
+
+
+class MatrixRule(ABC):
+    """What becomes of a unit's matrices in one step; made for that step, and asked by :func:`step_matrices` alone.
+
+    Fragments are known by their index among the unit's entries. A rule finds weights and states by it; it knows no
+    message, no order and no form of the kernels.
+    """
+
+    separately: ClassVar[bool] = False
+    """For rules that round a matrix otherwise in a stack: where matrices are computed one by one, those that have
+    travelled together are, too."""
+
+    @abstractmethod
+    def gather(self, in_place: Collection[int]) -> Sequence[Tensor | None]:
+        """What the owners need of every fragment; asked first, so that weights can be prepared.
+
+        Args:
+            in_place: The fragments of matrices that :meth:`take` will be asked about.
+
+        Returns:
+            Per local fragment its 1-D values, which must stay as they are; None for fragments of no matrix, and for
+            those without a gradient. A matrix without any values is left out of the step.
+        """
+
+    def reply(self, batch: Batch) -> Reply:
+        """What the holders of a batch's matrices get of the results, alike on all ranks: their own elements."""
+        return Reply()
+
+    @abstractmethod
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        """Advance matrices that this rank owns.
+
+        Args:
+            batch: To which they belong.
+            tasks: Those of its tasks that this rank owns and that have values, at least one.
+            stack: (tasks, elements), what was gathered; read only.
+
+        Returns:
+            (tasks, result length), of which :meth:`reply` says what it is.
+        """
+
+    @abstractmethod
+    def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
+        """Step fragments of this rank: all of a batch that were gathered, now that their results have arrived.
+
+        Args:
+            batch: To which they belong.
+            indices: Of the fragments, at least one.
+            results: What :meth:`reply` says, for each; valid during the call only.
+        """
+
+    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
+        """Step a matrix that this rank alone has where it lies, now or in :meth:`finish`.
+
+        Args:
+            task: The matrix.
+            indices: Of its fragments, part by part; each has the whole part.
+            values: What was gathered of them; zeros for a part without values.
+
+        Returns:
+            False: it is to be updated and stepped like all others.
+        """
+        return False
+
+    def finish(self) -> None:
+        """Called when everything else has been done."""
+        return
+
+
+def step_matrices(exchange: MatrixExchange, rule: MatrixRule) -> None:
+    """Step all matrices of a unit.
+
+    Args:
+        exchange: The unit's.
+        rule: What is to become of them.
+
+    Raises:
+        RuntimeError: The rule gathers nothing of a fragment that another rank waits for.
+    """
+    _MatrixStep(exchange, rule).run()
+
+
+class _MatrixStep:
+    """One run of a rule over the batches of an exchange, which come in one order on all ranks."""
+
+    def __init__(self, exchange: MatrixExchange, rule: MatrixRule) -> None:
+        self._exchange, self._rule = exchange, rule
+        self._sources = rule.gather(exchange.in_place_fragments)
+
+    def run(self) -> None:
+        batches = self._exchange.batches
+        arriving = self._gather(batches[0]) if batches else None
+        returning: Return | None = None
+        for plan, following in zip_longest(batches, batches[1:]):
+            assert arriving is not None
+            current = arriving
+            arriving = None if following is None else self._gather(following)
+            leaving = self._update(plan, current)
+            if returning is not None:
+                self._deliver(returning)
+            returning = leaving
+        for plan in self._exchange.in_place:
+            if not self._take(plan):
+                self._deliver(self._update(plan, self._gather(plan)))
+        if returning is not None:
+            self._deliver(returning)
+        self._rule.finish()
+
+    def _gather(self, plan: BatchPlan) -> Gather:
+        with _phase(plan, "gather"):
+            return self._exchange.start_gather(plan, self._sources)
+
+    def _update(self, plan: BatchPlan, arriving: Gather) -> Return:
+        stack, reply = self._exchange.finish_gather(plan, arriving), self._rule.reply(plan.batch)
+        with _phase(plan, "compute"):
+            result = self._updated(plan, stack, reply) if plan.owned else stack
+        with _phase(plan, "return"):
+            return self._exchange.start_return(plan, result, reply)
+
+    def _updated(self, plan: BatchPlan, stack: Tensor, reply: Reply) -> Tensor:
+        live = self._exchange.live_rows(plan, self._sources)
+        if len(live) == len(plan.owned):
+            return self._of_rule(plan.batch, plan.owned, stack)
+        if not live:
+            # Nobody reads it, but the message has the size that was planned.
+            return stack.new_zeros(len(plan.owned), reply.whole or reply.values * plan.length)
+        index = self._exchange.indices.of(live)
+        found = self._of_rule(plan.batch, [plan.owned[row] for row in live], stack.index_select(0, index))
+        return found.new_zeros(len(plan.owned), found.shape[1]).index_copy_(0, index, found)
+
+    def _of_rule(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        if self._rule.separately and self._exchange.one_by_one and not batch.partners:
+            found = [self._rule.update(batch, [task], row) for task, row in zip(tasks, stack.split(1), strict=True)]
+            return torch.cat(found).to(stack.dtype)
+        return self._rule.update(batch, tasks, stack).to(stack.dtype)
+
+    def _deliver(self, returning: Return) -> None:
+        with _phase(returning.plan, "deliver"):
+            found = self._exchange.finish_return(returning, self._sources)
+            if found:
+                indices, results = zip(*found, strict=True)
+                self._rule.step(returning.plan.batch, indices, results)
+
+    def _take(self, plan: BatchPlan) -> bool:
+        """Whether nothing remains to be done for a matrix that lies whole here."""
+        exchange, indices = self._exchange, [piece.fragment for piece in plan.local]
+        sources = [self._sources[index] for index in indices]
+        if all(source is None for source in sources):
+            return True
+        values = [
+            torch.zeros(piece.numel, dtype=exchange.dtype, device=exchange.device) if source is None else source
+            for piece, source in zip(plan.local, sources, strict=True)
+        ]
+        with _phase(plan, "compute"):
+            return self._rule.take(plan.owned[0], indices, values)
+
+
+def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
+    """A profiler's range; nothing, at no cost, where none runs."""
+    return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else nullcontext()
