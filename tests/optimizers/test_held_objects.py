@@ -46,7 +46,7 @@ class Parts:
         self.values = GroupValues(self.declared, defaults)
         self.matrix_states = MatrixStates()
         self.undo = Undo(self.declared, self.matrix_states, health_of(self.declared))
-        self.planner = Planner(self.declared, self.table, self.values, self.matrix_states, self.undo, False)
+        self.planner = Planner(self.declared, self.table, self.values, self.matrix_states, self.undo)
         self.live = LiveGroups(self.declared, self.values, self.table, self.planner, self.matrix_states)
         for index in range(len(self.groups)):
             self.table.add_group(self.groups, index)
