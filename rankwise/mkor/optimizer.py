@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from rankwise.mkor.declared import MKORDeclared
 from rankwise.mkor.factor_steps import FactorSteps
-from rankwise.mkor.layers import matrix_tasks
 from rankwise.mkor.options import MKOROptions
-from rankwise.mkor.rule import MKORRule
+from rankwise.mkor.rule import MKORRule, matrix_tasks
 from rankwise.mkor.switch import Switch
 from rankwise.options.constructor import options_as_keywords
 from rankwise.sharding import Traffic
