@@ -22,7 +22,7 @@ from deepspeed_plugin.blocks import (
     unknown_type,
     validate_config,
 )
-from deepspeed_plugin.checkpoint import load_checkpoint, save_checkpoint
+from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
 from deepspeed_plugin.collectives import guard_build, unguard_build
 from deepspeed_plugin.engine import attach, backward, detach, prepare
 from deepspeed_plugin.pipeline import is_pipeline

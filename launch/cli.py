@@ -246,8 +246,7 @@ def universal(
 
     Load it with "checkpoint": {"load_universal": true} in the JSON, at any ZeRO stage on any number of ranks.
     """
-    from deepspeed_plugin.saved import CheckpointError
-    from deepspeed_plugin.universal import convert
+    from deepspeed_plugin.checkpoints import CheckpointError, convert
 
     try:
         convert(source, target, workers)

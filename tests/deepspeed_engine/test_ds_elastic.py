@@ -14,7 +14,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from deepspeed_plugin.checkpoint import CheckpointError, SavedCheckpoint
+from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 
 HALF = ds.STEPS // 2
 

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import deepspeed_plugin
-from deepspeed_plugin.checkpoint import CheckpointError
+from deepspeed_plugin.checkpoints import CheckpointError
 from rankwise.options.validation import OptionError
 from rankwise.sharding import LayoutError
 

@@ -18,9 +18,9 @@ from deepspeed.moe.layer import MoE
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from deepspeed_plugin.checkpoint import CheckpointError
+from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.checkpoints.files import newest_model_file
 from deepspeed_plugin.registry import build
-from deepspeed_plugin.saved import newest_model_file
 from rankwise.options.validation import OptionError
 from rankwise.routing.roles import Role, annotate, assign_role
 from rankwise.step.optimizer import ShardedOptimizer

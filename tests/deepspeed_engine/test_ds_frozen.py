@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from deepspeed_plugin.saved import CheckpointError
+from deepspeed_plugin.checkpoints import CheckpointError
 
 FROZEN = ("embedding.weight", "up.bias")
 

@@ -18,9 +18,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from ranks import run_ranks
 
-from deepspeed_plugin import resharding
-from deepspeed_plugin.restoring import Wanted, restore_engine
-from deepspeed_plugin.saved import CheckpointError
+from deepspeed_plugin.checkpoints import CheckpointError, moving
+from deepspeed_plugin.checkpoints.decide import Wanted
+from deepspeed_plugin.checkpoints.restoring import client_state_of, restore_engine
 
 
 def _job(name: str, stage: int, **config: Any) -> ds.Job:
@@ -228,11 +228,11 @@ def test_the_client_state_is_the_users() -> None:
         "rankwise": {"added_info": True},
         "universal_checkpoint_info": {},
     }
-    assert Wanted().client_state(content) == {"note": 1}
-    kept = Wanted(load_lr_scheduler_states=False, load_optimizer_states=False).client_state(content)
+    assert client_state_of(content, Wanted()) == {"note": 1}
+    kept = client_state_of(content, Wanted(load_lr_scheduler_states=False, load_optimizer_states=False))
     assert kept == {"note": 1, "lr_scheduler": None, "optimizer": None}
     own = {**content, "rankwise": {"added_info": False}}
-    assert Wanted().client_state(own) == {"note": 1, "universal_checkpoint_info": {}}
+    assert client_state_of(own, Wanted()) == {"note": 1, "universal_checkpoint_info": {}}
 
 
 # --- arguments of load_checkpoint -----------------------------------------------------------------------------------
@@ -387,13 +387,13 @@ def _scratch(rank: int, world: int, folder: str, writable: bool, hosts: int) -> 
                 raise PermissionError(13, "Permission denied")
             return real_mkdtemp(prefix=prefix)
 
-        resharding.tempfile.mkdtemp = refuse
+        moving.tempfile.mkdtemp = refuse
     if hosts > 1:
         node = type("Node", (), {"nodename": f"host{rank}"})
-        resharding.os.uname = lambda: node
+        moving.os.uname = lambda: node
     seen = []
     try:
-        with resharding._scratch_folder(Path(folder), dist.group.WORLD) as scratch:
+        with moving._scratch_folder(Path(folder), dist.group.WORLD) as scratch:
             seen.append(str(scratch))
             assert scratch.is_dir()
             dist.barrier()
@@ -402,7 +402,7 @@ def _scratch(rank: int, world: int, folder: str, writable: bool, hosts: int) -> 
         seen.append(str(error))
     dist.barrier()
     seen += [str(path) for path in [*Path(folder).glob(".resh*"), *map(Path, seen[:-1])] if path.exists()]
-    resharding.tempfile.mkdtemp, resharding.os.uname = real_mkdtemp, real_uname
+    moving.tempfile.mkdtemp, moving.os.uname = real_mkdtemp, real_uname
     return seen
 
 

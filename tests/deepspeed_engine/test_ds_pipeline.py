@@ -21,7 +21,7 @@ from ds_pipeline import PipelineJob
 from ranks import run_ranks
 from torch import nn
 
-from deepspeed_plugin.checkpoint import CheckpointError
+from deepspeed_plugin.checkpoints import CheckpointError
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer
 

@@ -12,8 +12,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from deepspeed_plugin import reading
-from deepspeed_plugin.saved import CheckpointError, read
+from deepspeed_plugin.checkpoints import CheckpointError, reading
+from deepspeed_plugin.checkpoints.reading import read
 
 PLAIN: dict[str, Any] = {
     "zero_stage": ZeroStageEnum.gradients,

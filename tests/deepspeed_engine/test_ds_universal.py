@@ -18,8 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from ranks import run_ranks
 
 from deepspeed_plugin import universal
-from deepspeed_plugin.saved import CheckpointError
-from deepspeed_plugin.universal import convert
+from deepspeed_plugin.checkpoints import CheckpointError, convert
 
 HALF = ds.STEPS // 2
 

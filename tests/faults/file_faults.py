@@ -18,7 +18,8 @@ from killed_ranks import Kill, job_of, resumption_of
 from seeing import Sentences, told
 from torch import nn
 
-from deepspeed_plugin.saved import RECORD, CheckpointError
+from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.checkpoints.files import RECORD
 
 FULL = Path("/dev/full")
 """What is written to it fails as on a full disk."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_plugin.saved import CheckpointError, read
+from deepspeed_plugin.checkpoints.errors import CheckpointError
+from deepspeed_plugin.checkpoints.reading import read
 
 __all__ = ["require_intact"]
 

@@ -15,12 +15,30 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-__all__ = ["load_file"]
+from deepspeed_plugin.checkpoints.errors import CheckpointError
+
+__all__ = ["load_file", "read"]
 
 logger = logging.getLogger(__name__)
 
 # What DeepSpeed's own files hold besides tensors and plain data.
 _OF_DEEPSPEED = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Content of one of DeepSpeed's files.
+
+    Raises:
+        CheckpointError: It is missing, cut off or otherwise damaged.
+    """
+    try:
+        content: dict[str, Any] = load_file(path)
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: the checkpoint was not written to the end, or is damaged ({error}). Load an "
+            "earlier tag."
+        ) from error
+    return content
 
 
 def load_file(path: Path) -> Any:

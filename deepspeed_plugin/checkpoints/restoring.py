@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_plugin.saved import RECORD, CheckpointError
+from deepspeed_plugin.checkpoints.decide import Wanted
+from deepspeed_plugin.checkpoints.errors import CheckpointError
+from deepspeed_plugin.checkpoints.files import RECORD
 
-__all__ = ["Wanted", "refuse_module", "restore_engine", "restore_module", "restore_scaler", "without_record"]
+__all__ = [
+    "client_state_of",
+    "refuse_other_model",
+    "restore_engine",
+    "restore_module",
+    "restore_scaler",
+    "without_record",
+]
 
 # What DeepSpeed keeps of a model file when it hands out the client state.
 _NOT_CLIENT_STATE = (
@@ -25,40 +33,12 @@ _NOT_CLIENT_STATE = (
 )
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The arguments of ``load_checkpoint``, under DeepSpeed's names.
-
-    Attributes:
-        load_module_strict: Whether model and checkpoint must have the same parameters and buffers.
-        load_optimizer_states: False keeps weights only.
-        load_lr_scheduler_states: Whether the scheduler is restored.
-        load_module_only: Leaves counters and schedulers alone, too.
-        custom_load_fn: Called with ``src``, the saved state dictionary, and ``dst``, the module.
-    """
-
-    load_module_strict: bool = True
-    load_optimizer_states: bool = True
-    load_lr_scheduler_states: bool = True
-    load_module_only: bool = False
-    custom_load_fn: Callable[..., Any] | None = None
-
-    @property
-    def states(self) -> bool:
-        """Whether optimizer states are to be loaded."""
-        return self.load_optimizer_states and not self.load_module_only
-
-    @property
-    def strict(self) -> bool:
-        """Whether every parameter must be in the checkpoint."""
-        return self.load_module_strict and self.custom_load_fn is None
-
-    def client_state(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What DeepSpeed would return of a model file."""
-        dropped = {"module"} if self.load_module_only else set(_NOT_CLIENT_STATE)
-        dropped |= {"lr_scheduler"} if self.load_lr_scheduler_states else set()
-        dropped |= {"optimizer"} if self.load_optimizer_states else set()
-        return without_record({key: value for key, value in content.items() if key not in dropped})
+def client_state_of(content: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """What DeepSpeed would return of a model file."""
+    dropped = {"module"} if wanted.load_module_only else set(_NOT_CLIENT_STATE)
+    dropped |= {"lr_scheduler"} if wanted.load_lr_scheduler_states else set()
+    dropped |= {"optimizer"} if wanted.load_optimizer_states else set()
+    return without_record({key: value for key, value in content.items() if key not in dropped})
 
 
 def without_record(client_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,30 +48,17 @@ def without_record(client_state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in client_state.items() if key not in added}
 
 
-def refuse_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted, partitioned: bool) -> None:
-    """Refuse what of the model cannot be loaded from another layout.
+def refuse_other_model(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
+    """Refuse a model of other names, unless only what fits is wanted.
 
     Args:
         engine: The engine that loads.
         content: The model file's.
         wanted: The arguments of the call.
-        partitioned: Whether ZeRO-3 wrote the file.
 
     Raises:
-        CheckpointError: Other names than the model's, a ``custom_load_fn`` or frozen parameters at ZeRO-3.
+        CheckpointError: Names what either lacks.
     """
-    at_three = partitioned or engine.zero_optimization_stage() == 3
-    frozen = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
-    if frozen and at_three:
-        raise CheckpointError(
-            f"frozen parameters ({frozen[0]}, …) cannot be moved to, from or within ZeRO-3; resume on the stage and "
-            "world size that wrote the checkpoint, or convert it with zero_to_fp32 and load the weights."
-        )
-    if wanted.custom_load_fn is not None and at_three:
-        raise CheckpointError(
-            "custom_load_fn cannot be used to move a checkpoint to, from or within ZeRO-3, where no rank has whole "
-            "weights; convert it with zero_to_fp32 and load the weights yourself."
-        )
     if wanted.strict:
         names, saved = set(engine.module.state_dict()), set(content["module"])
         problems = [

@@ -8,41 +8,37 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from deepspeed_plugin.checkpoints.decide import Wanted
+from deepspeed_plugin.checkpoints.errors import CheckpointError, own_error, read_together
+from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.layouts import DeepSpeedLayout
-from deepspeed_plugin.restoring import Wanted, refuse_module, restore_engine, restore_module, restore_scaler
-from deepspeed_plugin.saved import CheckpointError, SavedCheckpoint
-from rankwise.sharding import together as all_together
-from rankwise.sharding.state import StorageError, save_vectors
+from rankwise.sharding.state import save_vectors
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.portable import Vectors, check_stored, merge_vectors, restore, saved_vectors
 
-__all__ = ["fill", "open_engine", "own_error", "reshard", "together", "vectors_of"]
-
-_T = TypeVar("_T")
+__all__ = ["NamedStates", "fill", "laid_down", "open_engine", "vectors_of"]
 
 
-def together(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> _T:
-    """Read or write files on every rank, which may fail on some of them; then it fails on all, with the first reason.
+@dataclass(frozen=True)
+class NamedStates:
+    """Weights and states by name, on disk.
 
-    Raises:
-        CheckpointError: On every rank, if ``work`` met bad files on any.
+    Attributes:
+        folder: Written by :func:`rankwise.sharding.state.save_vectors`.
+        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state.
     """
 
-    def with_own_errors() -> _T:
-        try:
-            return work()
-        except (StorageError, OSError) as error:
-            raise CheckpointError(str(error)) from error
-
-    return all_together(with_own_errors, group)
+    folder: Path
+    common: Mapping[str, Any]
 
 
 def vectors_of(saved: SavedCheckpoint, ranks: range) -> Vectors:
@@ -50,59 +46,43 @@ def vectors_of(saved: SavedCheckpoint, ranks: range) -> Vectors:
     return merge_vectors([saved_vectors(*saved.optimizer(rank)) for rank in ranks])
 
 
-def reshard(engine: DeepSpeedEngine, saved: SavedCheckpoint, wanted: Wanted) -> tuple[str, dict[str, Any]]:
-    """Collective: lay the saved state down by name, load it in this engine's layout, restore the engine's counters.
+@contextmanager
+def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> Iterator[NamedStates]:
+    """Collective: what the files of a checkpoint hold, by name, in a folder that is gone afterwards.
 
     Args:
-        engine: The engine that loads, its optimizer one of ours.
-        saved: Written by one of ours; by the same one unless states are not wanted.
-        wanted: What to load of it.
-
-    Returns:
-        As DeepSpeed: the path and the client state.
+        engine: The engine that loads.
+        saved: Written by one of ours, on any ranks and at any stage.
 
     Raises:
-        CheckpointError: Alike on every rank: files that cannot be read or written, another model, frozen parameters.
+        CheckpointError: Alike on every rank: files that cannot be read or written.
     """
     group: dist.ProcessGroup = engine.seq_data_parallel_group
-    refuse_module(engine, saved.content, wanted, saved.partitioned_weights)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    ranks = range(rank, saved.world_size or 1, world)
     with _scratch_folder(saved.folder, group) as scratch:
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        ranks = range(rank, saved.world_size or 1, world)
-        vectors = together(group, lambda: vectors_of(saved, ranks))
+        vectors = read_together(group, lambda: vectors_of(saved, ranks))
         with own_error():
             save_vectors(vectors, scratch, group)
-        state, _ = together(group, lambda: saved.optimizer(0))
-        restore_module(engine, saved.content, wanted)
-        fill(engine, scratch, state, wanted)
-    restore_engine(engine, saved.content, wanted)
-    if wanted.states:
-        restore_scaler(engine, saved.wrapper_state() if saved.fp16 else {})
-    return str(saved.model_file), wanted.client_state(saved.content)
+        yield NamedStates(scratch, read_together(group, lambda: saved.common))
 
 
-def fill(engine: DeepSpeedEngine, folder: Path, common: Mapping[str, Any], wanted: Wanted) -> None:
-    """Collective: load named vectors into the engine's optimizer and the weights into its model.
+def fill(engine: DeepSpeedEngine, named: NamedStates, wanted: Wanted) -> None:
+    """Collective: load named states into the engine's optimizer and the weights into its model.
 
     Args:
         engine: The engine.
-        folder: Written by :func:`rankwise.sharding.state.save_vectors`.
-        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state.
+        named: What to load.
         wanted: Whether states are wanted beside the weights.
     """
     optimizer: ShardedOptimizer = engine.basic_optimizer
-    if wanted.states and len(common["param_groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(common['param_groups'])} param groups, the engine {len(optimizer.param_groups)}; "
-            "build them as they were when it was saved, or load with load_optimizer_states=False."
-        )
     group: dist.ProcessGroup = engine.seq_data_parallel_group
-    with open_engine(engine, common["param_groups"] if wanted.states else None), own_error():
+    with open_engine(engine, named.common["param_groups"] if wanted.states else None), own_error():
         # Before anything changes; and no rank gives up, and removes the folder, while others still look.
-        together(group, lambda: check_stored(optimizer, folder, wanted.strict))
-        restore(optimizer, folder, group, states=wanted.states, strict=wanted.strict)
+        read_together(group, lambda: check_stored(optimizer, named.folder, wanted.strict))
+        restore(optimizer, named.folder, group, states=wanted.states, strict=wanted.strict)
         if wanted.states:
-            optimizer.load_extra_state(common)
+            optimizer.load_extra_state(named.common)
 
 
 @contextmanager
@@ -123,15 +103,6 @@ def open_engine(engine: DeepSpeedEngine, param_groups: Any = None) -> Iterator[D
     layout.publish_weights()
     if engine._optimizer_has_ckpt_event_epilogue():
         engine.optimizer.checkpoint_event_epilogue()
-
-
-@contextmanager
-def own_error() -> Iterator[None]:
-    """Storage errors as ours."""
-    try:
-        yield
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["from_stock", "stock_form", "to_stock"]
+__all__ = ["from_stock", "stock_form", "to_stock", "zero_form"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATES, _GROUPS = "element_states", "hyperparameters"
@@ -67,3 +68,14 @@ def stock_form(optimizer: ShardedOptimizer) -> Iterator[None]:
         yield
     finally:
         del optimizer.state_dict, optimizer.load_state_dict
+
+
+@contextmanager
+def zero_form(engine: DeepSpeedEngine) -> Iterator[None]:
+    """The form of states in ZeRO's files; stage 0, which DeepSpeed cannot convert, has none."""
+    optimizer = engine.basic_optimizer
+    if isinstance(optimizer, ShardedOptimizer) and engine.zero_optimization():
+        with stock_form(optimizer):
+            yield
+    else:
+        yield

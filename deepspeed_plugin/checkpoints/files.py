@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,35 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_plugin.reading import load_file
-from deepspeed_plugin.stock_form import from_stock
+from deepspeed_plugin.checkpoints.decide import Saved
+from deepspeed_plugin.checkpoints.errors import CheckpointError
+from deepspeed_plugin.checkpoints.reading import read
+from deepspeed_plugin.checkpoints.stock_form import from_stock
 
-__all__ = ["RECORD", "CheckpointError", "SavedCheckpoint", "newest_model_file", "read", "tag_in"]
+__all__ = ["RECORD", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
 
 RECORD = "rankwise"
 """Key of the model file under which we note who wrote the checkpoint, which save it was, and where."""
 
 _ZERO_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be continued as asked."""
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Content of one of DeepSpeed's files.
-
-    Raises:
-        CheckpointError: It is missing, cut off or otherwise damaged.
-    """
-    try:
-        content: dict[str, Any] = load_file(path)
-    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: the checkpoint was not written to the end, or is damaged ({error}). Load an "
-            "earlier tag."
-        ) from error
-    return content
 
 
 def tag_in(load_dir: str | Path, pointer: str = "latest") -> str | None:
@@ -115,6 +96,37 @@ class SavedCheckpoint:
         files = tuple(matches[rank] for rank in ranks if rank in matches)
         return cls(folder, files, model_file, tuple(missing))
 
+    def known(self, states: bool) -> Saved:
+        """What :func:`deepspeed_plugin.checkpoints.decide.decide` has to know.
+
+        Args:
+            states: Whether optimizer states are wanted: else none of their files need be there.
+
+        Raises:
+            CheckpointError: A file that would tell cannot be read.
+        """
+        return Saved(
+            name=self.folder.name,
+            latest=tag_in(self.folder.parent),
+            author=self.author,
+            stage=self.stage if states else _stage(self.config),
+            ranks=self.world_size,
+            stages=int(self.content.get("mp_world_size", 1)),
+            partitioned=self.partitioned_weights,
+            cut=cut_of(self.config),
+            groups=len(self.common["param_groups"]) if states and self.author is not None else 0,
+        )
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The base optimizer's dictionary saved by the first rank, for what does not depend on the layout."""
+        if self.zero_files:
+            return self.optimizer(0)[0]
+        # Not the weights: pipeline engines keep them in files of their own, by layer.
+        saved: dict[str, Any] = self.content["optimizer"]
+        found: dict[str, Any] = saved.get("optimizer_state_dict", saved)
+        return found
+
     @cached_property
     def content(self) -> dict[str, Any]:
         """The model file's."""
@@ -173,10 +185,11 @@ class SavedCheckpoint:
         module = self.content["module"]
         return saved, [module[name] if name is not None else torch.empty(0) for name in names]
 
-    def wrapper_state(self) -> Mapping[str, Any]:
-        """What ZeRO's wrapper saved beside the base optimizer: loss scaler, overflow flag; empty at stage 0."""
-        if not self.zero_files:
-            return {}
+    def scaler_state(self) -> Mapping[str, Any]:
+        """What ZeRO's wrapper saved of a loss scale; empty where none was in use, and at stage 0."""
+        return self._wrapper_state() if self.zero_files and _enabled(self.config, "fp16") else {}
+
+    def _wrapper_state(self) -> Mapping[str, Any]:
         state: Mapping[str, Any] = read(self.zero_files[0])["optimizer_state_dict"]
         return state
 
@@ -190,19 +203,21 @@ class SavedCheckpoint:
         if self.record:
             return str(self.record["identity"])
         try:
-            # Not the weights: pipeline engines keep them in files of their own, by layer.
-            saved = None if self.zero_files else self.content["optimizer"]
-            state = self.optimizer(0)[0] if saved is None else saved.get("optimizer_state_dict", saved)
+            state = self.common
         except (AttributeError, ImportError, IndexError, KeyError, TypeError):
             return None
         return state.get("rankwise") if isinstance(state, dict) else None
 
     @cached_property
     def stage(self) -> int:
-        """ZeRO stage that wrote it."""
+        """ZeRO stage that wrote it; of files in a format of others', what their configuration says."""
         if not self.zero_files:
             return 0
-        stage = self.wrapper_state().get("zero_stage", 1)
+        if self.partitioned_weights:
+            return 3
+        if self.author is None:
+            return _stage(self.config)
+        stage = self._wrapper_state().get("zero_stage", 1)
         return int(getattr(stage, "value", stage))
 
     @property
@@ -215,10 +230,13 @@ class SavedCheckpoint:
         """The configuration of the engine that wrote it."""
         return _config(self.content)
 
-    @property
-    def fp16(self) -> bool:
-        """Whether a loss scale was in use."""
-        return _enabled(self.config, "fp16")
+
+def cut_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Settings on which it depends, besides stage and ranks, what lies where in ZeRO's files, and their names."""
+    block = config.get("zero_optimization") or {}
+    sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
+    types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
+    return (*(block.get(key) for key in sizes), *types, config.get("data_types"))
 
 
 def _file_name(prefix: str, rank: int, stage: int) -> str:

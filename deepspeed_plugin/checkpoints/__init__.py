@@ -1,0 +1,10 @@
+"""Checkpoints of DeepSpeed engines whose optimizer is one of ours: saved, found, judged, and loaded anywhere."""
+
+from __future__ import annotations
+
+from deepspeed_plugin.checkpoints.converting import convert
+from deepspeed_plugin.checkpoints.errors import CheckpointError
+from deepspeed_plugin.checkpoints.loading import load_checkpoint
+from deepspeed_plugin.checkpoints.saving import save_checkpoint
+
+__all__ = ["CheckpointError", "convert", "load_checkpoint", "save_checkpoint"]

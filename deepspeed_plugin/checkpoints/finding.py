@@ -1,0 +1,86 @@
+"""Which checkpoint is meant, and whether its files are all there and hold what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from deepspeed_plugin.checkpoints.decide import Present
+from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
+from deepspeed_plugin.checkpoints.files import SavedCheckpoint, tag_in
+from deepspeed_plugin.checkpoints.intact import require_intact
+from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
+
+__all__ = ["find"]
+
+
+def find(
+    engine: DeepSpeedEngine, load_dir: str, tag: str | None, states: bool, present: Present
+) -> SavedCheckpoint | UniversalCheckpoint | None:
+    """The checkpoint, if one of our optimizers wrote or loads it; complete, if its states are wanted.
+
+    Args:
+        engine: The engine that loads.
+        load_dir: As for DeepSpeed.
+        tag: As for DeepSpeed.
+        states: Whether optimizer states are wanted.
+        present: What is known of the engine.
+
+    Raises:
+        CheckpointError: Alike on every rank where the optimizer is ours: there is none, or it is damaged.
+    """
+    if engine.load_universal_checkpoint():
+        if present.identity is None:
+            return UniversalCheckpoint.of_anybody(load_dir, tag)
+        group: dist.ProcessGroup = engine.seq_data_parallel_group
+        return read_together(group, lambda: UniversalCheckpoint.find(load_dir, tag, states, present.identity))
+    if present.identity is not None:
+        return read_together(dist.group.WORLD, lambda: _for_ours(Path(load_dir), tag, states, present))
+    try:
+        saved = SavedCheckpoint.find(load_dir, tag)
+    except CheckpointError:
+        return None  # DeepSpeed will say it
+    if saved is None or not saved.record:
+        return None
+    _require_complete(saved, states, present)
+    return saved
+
+
+def _for_ours(load_dir: Path, tag: str | None, states: bool, present: Present) -> SavedCheckpoint | None:
+    saved = SavedCheckpoint.find(load_dir, tag)
+    if saved is None:
+        _refuse_absent(load_dir, tag)
+        return None
+    _require_complete(saved, states, present)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if states and saved.author is not None and saved.zero_files:
+        saved.optimizer(rank % len(saved.zero_files))  # cut off or damaged files end here
+    # All of them before anything changes, each by one rank.
+    for path in saved.files(states)[rank::world]:
+        require_intact(path)
+    saved.known(states)  # what cannot be told ends here, too
+    return saved
+
+
+def _require_complete(saved: SavedCheckpoint, states: bool, present: Present) -> None:
+    if states or saved.partitioned_weights or present.partitioned:
+        saved.require_complete()
+
+
+def _refuse_absent(load_dir: Path, tag: str | None) -> None:
+    """Refuse a name without a checkpoint; a folder in which nothing was ever saved is DeepSpeed's to report."""
+    name = tag_in(load_dir) if tag is None else str(tag)
+    if name is None:
+        return
+    found = sorted(path.parent.name for path in load_dir.glob("*/mp_rank_00_model_states.pt"))
+    found += [path.parent.name for path in load_dir.glob("*/zero_pp_rank_0_mp_rank_00_model_states.pt")]
+    where = f"tag={name!r}" if tag is not None else f"{load_dir / 'latest'} names {name!r}, which"
+    if not name:
+        where = f"{load_dir / 'latest'} is empty, which"
+    held = f"it holds {', '.join(found[-5:])}" if found else "it holds no checkpoint"
+    raise CheckpointError(
+        f"{where} is invalid: it must be a checkpoint's folder in {load_dir} ({held}); pass the tag of one, or write "
+        "it into 'latest'."
+    )

@@ -1,0 +1,117 @@
+"""``load_checkpoint``: find the checkpoint, decide, and do what was decided, one step after the other.
+
+DeepSpeed itself loads a checkpoint of the same layout, ours included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist
+
+from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
+from deepspeed_plugin.checkpoints.errors import read_together
+from deepspeed_plugin.checkpoints.files import SavedCheckpoint
+from deepspeed_plugin.checkpoints.finding import find
+from deepspeed_plugin.checkpoints.moving import NamedStates, fill, laid_down
+from deepspeed_plugin.checkpoints.present import present_of
+from deepspeed_plugin.checkpoints.restoring import (
+    client_state_of,
+    refuse_other_model,
+    restore_engine,
+    restore_module,
+    restore_scaler,
+    without_record,
+)
+from deepspeed_plugin.checkpoints.stock_form import zero_form
+from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, fill_weights
+
+__all__ = ["load_checkpoint"]
+
+_Original = Callable[..., tuple[str | None, Any]]
+
+
+def load_checkpoint(
+    original: _Original, engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, **options: Any
+) -> tuple[str | None, Any]:
+    """DeepSpeed's ``load_checkpoint``, which also continues on another world size, stage or optimizer.
+
+    Args:
+        original: DeepSpeed's method.
+        engine: The engine that loads.
+        load_dir: As for DeepSpeed, like the following.
+        tag: Which checkpoint; the latest by default.
+        options: See :class:`deepspeed_plugin.checkpoints.decide.Wanted`.
+
+    Raises:
+        CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.
+    """
+    wanted, present = Wanted(**options), present_of(engine)
+    found = find(engine, load_dir, tag, wanted.states, present)
+    plan = decide(None if found is None else found.known(wanted.states), present, wanted)
+    if plan.note is not None:
+        log_dist(plan.note, ranks=[0])
+    if plan.way is Way.DEEPSPEED or found is None:
+        return _by_deepspeed(original, engine, load_dir, tag, found, plan)
+    return _by_name(engine, found, plan)
+
+
+def _by_deepspeed(
+    original: _Original,
+    engine: DeepSpeedEngine,
+    load_dir: str,
+    tag: str | None,
+    found: SavedCheckpoint | UniversalCheckpoint | None,
+    plan: Plan,
+) -> tuple[str | None, Any]:
+    if plan.judge and isinstance(found, SavedCheckpoint):
+        _refuse_foreign_states(engine, found)
+    with zero_form(engine):
+        path, client_state = original(engine, load_dir, tag=tag, **vars(plan.wanted))
+    if plan.refresh:
+        # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
+        engine.optimizer.refresh_fp32_params()
+    return path, client_state if path is None else without_record(client_state)
+
+
+def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
+    """Refuse on all ranks what the optimizer of any would refuse of its file, when the others have taken theirs."""
+    group: dist.ProcessGroup = engine.seq_data_parallel_group
+    rank = dist.get_rank(group)
+    read_together(group, lambda: engine.basic_optimizer.saved.refuse_foreign(saved.optimizer(rank)[0]))
+
+
+def _by_name(
+    engine: DeepSpeedEngine, found: SavedCheckpoint | UniversalCheckpoint, plan: Plan
+) -> tuple[str, dict[str, Any]]:
+    """Collective: weights and states from where they lie by name, then what else the model file holds."""
+    wanted = plan.wanted
+    refuse_other_model(engine, found.content, wanted)
+    with _named_states(engine, found, plan.way) as named:
+        restore_module(engine, found.content, wanted)
+        if named is not None:
+            fill(engine, named, wanted)
+        elif isinstance(found, UniversalCheckpoint):
+            fill_weights(engine, found, wanted.strict)
+    restore_engine(engine, found.content, wanted)
+    if wanted.states:
+        restore_scaler(engine, found.scaler_state())
+    return str(found.model_file), client_state_of(found.content, wanted)
+
+
+@contextmanager
+def _named_states(
+    engine: DeepSpeedEngine, found: SavedCheckpoint | UniversalCheckpoint, way: Way
+) -> Iterator[NamedStates | None]:
+    """Weights and states by name; None where a universal checkpoint's weights alone are to be loaded."""
+    if isinstance(found, UniversalCheckpoint) and way is not Way.MOVE:
+        yield found.states
+        return
+    saved = found.source if isinstance(found, UniversalCheckpoint) else found
+    assert saved is not None
+    with laid_down(engine, saved) as named:
+        yield named

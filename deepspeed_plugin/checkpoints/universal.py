@@ -1,0 +1,183 @@
+"""DeepSpeed's universal checkpoints: a folder per parameter, for any number of ranks and any stage.
+
+Ours lie beside DeepSpeed's files, by name, in a folder ``rankwise`` that
+:func:`deepspeed_plugin.checkpoints.converting.convert` adds; where DeepSpeed's converter ran alone, they are read from
+the checkpoint it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import PARAM
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from deepspeed_plugin.checkpoints.decide import Universal
+from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
+from deepspeed_plugin.checkpoints.files import RECORD, SavedCheckpoint, newest_model_file, tag_in
+from deepspeed_plugin.checkpoints.moving import NamedStates, open_engine
+from deepspeed_plugin.checkpoints.reading import read
+from rankwise.step.optimizer import ShardedOptimizer
+
+__all__ = ["COMMON", "FOLDER", "UniversalCheckpoint", "fill_weights"]
+
+FOLDER, COMMON = "rankwise", "common.pt"
+"""Where our states lie in a universal checkpoint, and the file there with what does not depend on the layout."""
+
+
+@dataclass(frozen=True)
+class UniversalCheckpoint:
+    """A universal checkpoint, whoever wrote it.
+
+    Attributes:
+        folder: Its folder.
+        model_file: The file with the module's state and the engine's counters.
+        states: Our states in it, if they are wanted and of this optimizer.
+        source: The checkpoint it was made of, if they are, and are not here but there.
+    """
+
+    folder: Path
+    model_file: Path
+    states: NamedStates | None = None
+    source: SavedCheckpoint | None = None
+
+    @classmethod
+    def of_anybody(cls, load_dir: str | Path, tag: str | None) -> UniversalCheckpoint | None:
+        """The checkpoint of a tag, or of the latest one, for DeepSpeed to load; None if there is none."""
+        tag = tag_in(load_dir, "latest_universal") if tag is None else str(tag)
+        model_file = None if tag is None else newest_model_file(Path(load_dir) / tag)
+        return None if model_file is None else cls(model_file.parent, model_file)
+
+    @classmethod
+    def find(cls, load_dir: str | Path, tag: str | None, states: bool, identity: str | None) -> UniversalCheckpoint:
+        """The checkpoint of a tag, or of the latest one, and where the states of our optimizer are.
+
+        Raises:
+            CheckpointError: There is none, or it is damaged.
+        """
+        found = cls.of_anybody(load_dir, tag)
+        if tag is None and tag_in(load_dir, "latest_universal") is None:
+            raise CheckpointError(
+                f"checkpoint.load_universal is set, but {load_dir} has no 'latest_universal'; convert a checkpoint "
+                "with 'rankwise universal', name a tag, or remove the setting: checkpoints of rankwise optimizers "
+                "move to other ranks and stages without it."
+            )
+        if found is None or not (found.folder / "zero" / "optimizer_state.pt").is_file():
+            folder = Path(load_dir) / str(tag_in(load_dir, "latest_universal") if tag is None else tag)
+            raise CheckpointError(
+                f"{folder} is not a universal checkpoint, which checkpoint.load_universal asks for; convert it with "
+                "'rankwise universal', or remove the setting."
+            )
+        if not states or found.record.get("identity") != identity:
+            return found
+        own = _own_states(found.folder, found.record)
+        source = _source(found.folder, found.record) if own is None else None
+        return cls(found.folder, found.model_file, own, source)
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The model file's."""
+        return read(self.model_file)
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Our note in the model file; empty for anybody else's checkpoint."""
+        return self.content.get(RECORD) or {}
+
+    def known(self, states: bool) -> Universal:
+        """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.known`."""
+        common = self.states.common if self.states is not None else self.source.common if self.source else {}
+        return Universal(
+            name=self.folder.name,
+            author=self.record.get("identity"),
+            holds_states=self.states is not None,
+            has_source=self.source is not None,
+            source=str(self.record.get("folder", "") if self.source is None else self.source.folder),
+            partitioned=self.model_file.name.startswith("zero_pp_rank"),
+            groups=len(common.get("param_groups", ())),
+        )
+
+    def scaler_state(self) -> Mapping[str, Any]:
+        """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.scaler_state`."""
+        return read(self.folder / "zero" / "optimizer_state.pt")
+
+
+def _own_states(folder: Path, record: Mapping[str, Any]) -> NamedStates | None:
+    """What ``convert`` added, unless it is of an earlier conversion into the same folder."""
+    path = folder / FOLDER / COMMON
+    common = read(path) if path.is_file() else None
+    return NamedStates(path.parent, common) if common is not None and common["save"] == record["save"] else None
+
+
+def _source(folder: Path, record: Mapping[str, Any]) -> SavedCheckpoint | None:
+    """The checkpoint that was converted, where it was saved or beside the universal one, if it is still the same."""
+    written = Path(record["folder"])
+    for candidate in (folder.parent / written.name, written):
+        if candidate.is_dir():
+            saved = SavedCheckpoint.at(candidate)
+            if saved is not None and saved.record.get("save") == record["save"] and not saved.missing:
+                return saved
+    return None
+
+
+def fill_weights(engine: DeepSpeedEngine, found: UniversalCheckpoint, strict: bool) -> None:
+    """Collective: fill the optimizer's weights from the checkpoint's file of each parameter, and the model from them.
+
+    Args:
+        engine: The engine.
+        found: The checkpoint.
+        strict: Whether every parameter must be in it.
+
+    Raises:
+        CheckpointError: Alike on every rank: a file is missing, damaged or of another model.
+    """
+    optimizer: ShardedOptimizer = engine.basic_optimizer
+    with open_engine(engine) as layout:
+
+        def copy() -> None:
+            for members in layout.units():
+                for tensor, _ in members:
+                    for piece in layout.contents(tensor).slices:
+                        numel = _numel(optimizer, piece.name)
+                        weight = _full_weight(found.folder, piece.name, numel, found.content["module"], strict)
+                        if weight is not None:
+                            place = tensor.detach().view(-1)[piece.offset : piece.offset + piece.end - piece.start]
+                            place.copy_(weight[piece.start : piece.end])
+
+        read_together(engine.seq_data_parallel_group, copy)
+
+
+def _numel(optimizer: ShardedOptimizer, name: str) -> int:
+    """Elements of a parameter before ZeRO-3 replaced it by a placeholder."""
+    parameter = optimizer.parameters_by_name[name]
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _full_weight(folder: Path, name: str, numel: int, module: Mapping[str, Tensor], strict: bool) -> Tensor | None:
+    path = folder / "zero" / name / "fp32.pt"
+    if not path.is_file():
+        if strict:
+            raise CheckpointError(f"{path} is missing: the checkpoint is of another model, or damaged.")
+        return None
+    content: Any = read(path)
+    weight: Tensor = (content[PARAM] if isinstance(content, Mapping) else content).reshape(-1)
+    if weight.numel() != numel:
+        raise CheckpointError(
+            f"'{name}' has {weight.numel()} elements in {folder.name} and {numel} in the model; it is of another model."
+        )
+    rounded = module.get(name)
+    if rounded is None or rounded.numel() != numel:
+        return weight  # ZeRO-3's placeholder
+    if not torch.equal(weight.to(rounded.dtype), rounded.reshape(-1)):
+        # DeepSpeed 0.19's converter mixes up parameters that round_robin_gradients had reordered.
+        raise CheckpointError(
+            f"{path} is not the weight that {folder.name} has in its model file: DeepSpeed's converter misplaces "
+            "weights of runs with zero_optimization.round_robin_gradients; load the original checkpoint instead."
+        )
+    return weight
