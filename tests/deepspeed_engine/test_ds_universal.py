@@ -17,8 +17,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from ranks import run_ranks
 
-from deepspeed_plugin import universal
-from deepspeed_plugin.checkpoints import CheckpointError, convert
+from deepspeed_plugin.checkpoints import CheckpointError, convert, loading
 
 HALF = ds.STEPS // 2
 
@@ -79,7 +78,7 @@ def _resume(rank: int, world: int, jobs: list[ds.Job], folder: str, last: int) -
     for job in jobs:
         engine = ds.engine_of(job, world)
         said: list[str] = []
-        universal.log_dist = lambda text, ranks, said=said: said.append(text)
+        loading.log_dist = lambda text, ranks, said=said: said.append(text)
         path, client = engine.load_checkpoint(f"{folder}/{job.name}")
         assert path is not None and client["note"] == job.name and "rankwise" not in client
         assert engine.global_steps == HALF
@@ -194,13 +193,10 @@ def test_from_and_to_adamw(tmp_path: Path, writer: str, reader: str, stage: int)
 
 
 def _resume_from_another(rank: int, world: int, job: ds.Job, folder: str) -> dict[str, Any]:
-    from deepspeed_plugin import checkpoint
-
     deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     said: list[str] = []
-    for module in (universal, checkpoint):
-        module.log_dist = lambda text, ranks: said.append(text)  # type: ignore[attr-defined]
+    loading.log_dist = lambda text, ranks: said.append(text)
     path, _ = engine.load_checkpoint(f"{folder}/{job.name}")
     assert path is not None and engine.global_steps == HALF
     loaded = ds.model_weights(engine)

@@ -1,0 +1,120 @@
+"""What load_checkpoint does with a checkpoint, decided from plain facts: one row each for every way and refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.checkpoints.decide import Present, Saved, Universal, Wanted, Way, decide
+
+SAVED = Saved(name="tag", latest="tag", author="SONew", stage=2, ranks=2, groups=1)
+HERE = Present(identity="SONew", optimizer="SONew", stage=2, ranks=2, groups=1)
+THREE: dict[str, Any] = {"stage": 3, "partitioned": True}
+OTHERS: dict[str, Any] = {"identity": None, "optimizer": "AdamW"}
+ALL = Wanted()
+WEIGHTS = Wanted(load_optimizer_states=False)
+UNIVERSAL = Universal(name="universal", author="SONew", source="/runs/tag", groups=1)
+
+
+def _case(
+    way: Way, saved: Any = None, here: Any = None, wanted: Wanted = ALL, **plan: Any
+) -> tuple[Saved, Present, Wanted, Way, dict[str, Any]]:
+    return replace(SAVED, **(saved or {})), replace(HERE, **(here or {})), wanted, way, plan
+
+
+CASES = {
+    "the same layout": _case(Way.DEEPSPEED, judge=True),
+    "a pipeline's stage judges its own files itself": _case(Way.DEEPSPEED, here={"alone": False}),
+    "whole, in a file that any ranks can read": _case(
+        Way.DEEPSPEED, {"stage": 0, "ranks": None}, {"stage": 0, "ranks": None}
+    ),
+    "more ranks": _case(Way.MOVE, here={"ranks": 3}),
+    "another stage": _case(Way.MOVE, here={"stage": 1}),
+    "another cut": _case(Way.MOVE, here={"cut": (True,)}),
+    "to ZeRO-3": _case(Way.MOVE, here=THREE),
+    "weights of the same layout": _case(Way.DEEPSPEED, wanted=WEIGHTS),
+    "weights for more ranks": _case(Way.DEEPSPEED, here={"ranks": 3}, wanted=WEIGHTS),
+    "weights at ZeRO-3": _case(Way.MOVE, THREE, THREE, WEIGHTS),
+    "weights alone, with frozen ones, at ZeRO-3": _case(Way.DEEPSPEED, THREE, {**THREE, "frozen": "a"}, WEIGHTS),
+    "frozen ones where nothing is cut": _case(Way.MOVE, here={"frozen": "a", "ranks": 3}),
+    "another of our optimizers": _case(Way.MOVE, {"author": "MKOR"}, fresh=True),
+    "another of ours, in a pipeline": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"pipeline": True}, fresh=True),
+    "another of ours, with experts": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"experts": True}, fresh=True),
+    "AdamW's": _case(Way.DEEPSPEED, {"author": None}, fresh=True),
+    "AdamW's, into fp32 copies": _case(Way.DEEPSPEED, {"author": None}, {"copies": True}, fresh=True, refresh=True),
+    "ours, for AdamW": _case(Way.DEEPSPEED, here=OTHERS, fresh=True),
+    "other groups, weights alone": _case(Way.MOVE, {**THREE, "groups": 2}, THREE, WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_way(case: str) -> None:
+    saved, here, wanted, way, plan = CASES[case]
+    found = decide(saved, here, wanted)
+    assert found.way is way
+    assert (found.judge, found.refresh) == (plan.get("judge", False), plan.get("refresh", False))
+    assert found.wanted.states == (wanted.states and not plan.get("fresh", False)), "states of others are not wanted"
+    assert (found.note is not None) == plan.get("fresh", False)
+    if found.note is not None:
+        assert f"by {saved.author or 'another optimizer'};" in found.note
+        assert f"the state of {here.optimizer} starts fresh" in found.note
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "wanted", "text"),
+    [
+        ({"stages": 2}, {}, ALL, "written by 2 pipeline stages"),
+        ({"stages": 2}, {"stages": 2, "pipeline": True, "ranks": 3}, ALL, "continue a pipeline on the same stages"),
+        ({}, {"experts": True, "ranks": 3}, ALL, "states of expert layers continue on the same stage"),
+        ({}, {**THREE, "frozen": "a.weight"}, ALL, r"frozen parameters \(a.weight, …\)"),
+        ({}, THREE, Wanted(custom_load_fn=print), "custom_load_fn cannot be used"),
+        ({"groups": 2}, {"ranks": 3}, ALL, "has 2 param groups, the engine 1"),
+        ({"author": None, **THREE}, {}, ALL, "moving to or from ZeRO-3 at once"),
+        ({"author": None, **THREE, "latest": "b"}, THREE, ALL, r"in 'latest' \(b\), not of tag"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    saved: dict[str, Any], here: dict[str, Any], wanted: Wanted, text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        decide(replace(SAVED, **saved), replace(HERE, **here), wanted)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "wanted", "way", "note"),
+    [
+        ({"holds_states": True}, {}, ALL, Way.UNIVERSAL_STATES, None),
+        ({"has_source": True}, {}, ALL, Way.MOVE, "states are read from /runs/tag"),
+        ({}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "/runs/tag, of which it was made, is no longer there"),
+        ({"author": "MKOR"}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "written by MKOR; its weights are kept"),
+        ({"author": None}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "written by another optimizer"),
+        ({"groups": 0}, {}, WEIGHTS, Way.UNIVERSAL_WEIGHTS, None),
+        ({}, OTHERS, ALL, Way.DEEPSPEED, "the universal checkpoint in universal was written by SONew"),
+        ({"author": None}, OTHERS, ALL, Way.DEEPSPEED, None),
+    ],
+)
+def test_universal(saved: dict[str, Any], here: dict[str, Any], wanted: Wanted, way: Way, note: str | None) -> None:
+    found = decide(replace(UNIVERSAL, **saved), replace(HERE, **here), wanted)
+    assert (found.way, found.wanted) == (way, wanted)
+    assert found.note is None if note is None else note in str(found.note)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "text"),
+    [
+        ({}, {"pipeline": True}, "universal checkpoints of pipelines"),
+        ({}, {"experts": True}, "universal checkpoints of pipelines"),
+        ({}, {**THREE, "frozen": "a"}, "frozen parameters"),
+        ({"holds_states": True, "groups": 2}, {}, "has 2 param groups"),
+    ],
+)
+def test_universal_refusals(saved: dict[str, Any], here: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        decide(replace(UNIVERSAL, **saved), replace(HERE, **here), ALL)
+
+
+def test_nothing_is_left_to_deepspeed() -> None:
+    assert decide(None, HERE, ALL).way is Way.DEEPSPEED
