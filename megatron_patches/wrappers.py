@@ -74,7 +74,7 @@ class Adoption:
         expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
         inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, self.scale, expert, layer_wise))
         inner.reports.announce = self._announce_once
-        wrapper.holds_experts = expert  # type: ignore[attr-defined]
+        wrapper.holds_experts = expert
         self._adopted[inner] = wrapper
 
     def finish(self, built: MegatronOptimizer) -> None:
@@ -164,8 +164,11 @@ class Chained(_Healthy, ChainedOptimizer):
         return super().sharded_state_dict(*args, **{**kwargs, "metadata": plain_names(kwargs.get("metadata"))})
 
 
-class _Adopted:
-    """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout."""
+class _Adopted(MegatronOptimizer):
+    """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout.
+
+    Each of the three stands before Megatron's own class, so that what is called as Megatron's here is that class's.
+    """
 
     adoption: Adoption
     members: Sequence[frozenset[str]] = ()
@@ -179,8 +182,8 @@ class _Adopted:
     """The loss scale during the last backward pass."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, *args, **kwargs)  # type: ignore[call-arg]
-        self.adoption.adopt(self)  # type: ignore[arg-type]
+        super().__init__(optimizer, *args, **kwargs)
+        self.adoption.adopt(self)
 
     def read_health(self) -> dict[str, float]:
         """What happened since the last reading; every rank must call it. See :func:`health_of`."""
@@ -188,10 +191,10 @@ class _Adopted:
 
     def offload_to_cpu(self) -> None:
         """As Megatron's, and matrix states; weights that are the model's own (fp32) stay with the model."""
-        if self.optimizer is None:  # type: ignore[attr-defined]
+        if self.optimizer is None:
             return
         if self._offloading is None:
-            self._offloading = Offloading(self.optimizer)  # type: ignore[attr-defined]
+            self._offloading = Offloading(self.optimizer)
         self._offloading.offload({p.untyped_storage().data_ptr() for p in self.adoption.parameters})
         torch.cuda.empty_cache()
 
@@ -204,14 +207,14 @@ class _Adopted:
         """As Megatron's: a new window begins."""
         self.window += 1
         self.adoption.scale.begin_window()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     def prepare_grads(self) -> bool:
         """As Megatron's, which changes the loss scale for the next backward pass."""
         self.window += 1
-        if not self.is_stub_optimizer:  # type: ignore[attr-defined]
-            self.backward_scale = self.get_loss_scale().clone()  # type: ignore[attr-defined]
-        return bool(super().prepare_grads())  # type: ignore[misc]
+        if not self.is_stub_optimizer:
+            self.backward_scale = self.get_loss_scale().clone()
+        return bool(super().prepare_grads())
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """This rank's states, to be loaded into the same layout.
@@ -219,32 +222,32 @@ class _Adopted:
         They suffice for all data-parallel ranks only if each has all of them: not if parameters are dealt out, nor
         if matrices have states, which their owners keep. Loading another rank's is refused then.
         """
-        if self.optimizer is None:  # type: ignore[attr-defined]
+        if self.optimizer is None:
             return {}
-        inner: ShardedOptimizer = self.optimizer  # type: ignore[attr-defined]
+        inner: ShardedOptimizer = self.optimizer
         state: dict[str, Any] = {"optimizer": inner.state_dict(), "options": options_record(inner)}
-        state["holder"] = holder(self)  # type: ignore[arg-type]
-        state["main_weights"] = [w.detach().clone() for g in self.param_groups for w in g["params"]]  # type: ignore[attr-defined]
+        state["holder"] = holder(self)
+        state["main_weights"] = [w.detach().clone() for g in self.param_groups for w in g["params"]]
         if getattr(self, "grad_scaler", None):
-            state["grad_scaler"] = self.grad_scaler.state_dict()  # type: ignore[attr-defined]
+            state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` or a distributed checkpoint gave."""
-        inner = self.optimizer  # type: ignore[attr-defined]
+        inner = self.optimizer
         if inner is None or not state_dict:
             return
         if "main_weights" in state_dict:
-            refuse_holder(self, state_dict.get("holder"))  # type: ignore[arg-type]
+            refuse_holder(self, state_dict.get("holder"))
         if getattr(self, "grad_scaler", None) and "grad_scaler" in state_dict:
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])  # type: ignore[attr-defined]
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "main_weights" not in state_dict:
-            load_sharded(self, state_dict)  # type: ignore[arg-type]
+            load_sharded(self, state_dict)
             return
         before = [dict(group) for group in inner.param_groups]
         inner.load_state_dict(state_dict["optimizer"])
-        settle_options(inner, before, state_dict.get("options", {}), overrides(self), keep_structure=False)  # type: ignore[arg-type]
+        settle_options(inner, before, state_dict.get("options", {}), overrides(self), keep_structure=False)
         tensors = [weight for group in inner.param_groups for weight in group["params"]]
         for tensor, saved in zip(tensors, state_dict["main_weights"], strict=True):
             tensor.copy_(saved)
@@ -257,7 +260,7 @@ class _Adopted:
         One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
         data-, tensor- and pipeline-parallel size.
         """
-        return sharded_state(self, is_loading)  # type: ignore[arg-type]
+        return sharded_state(self, is_loading)
 
 
 class _Distributed(_Adopted, DistributedOptimizer):
