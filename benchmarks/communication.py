@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.contenders import OURS, Contender, selected
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import environment, timed
-from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 
 __all__ = ["FlatPiece", "Waits", "measure_communication"]
 
@@ -95,7 +95,7 @@ class Waits:
         return result
 
 
-class FlatPiece:
+class FlatPiece(LayoutSource):
     """A rank's share of all parameters laid end to end, as ZeRO cuts them: the optimizer's ``LayoutSource``.
 
     Args:

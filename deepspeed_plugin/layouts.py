@@ -6,7 +6,7 @@ is read off the wrapper once, at the first step on each flat tensor, and compare
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from rankwise.sharding import LayoutError
-from rankwise.sharding.sources import Slice, TensorContents, TensorParallel
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
@@ -60,16 +60,13 @@ def _exchange_group(engine: DeepSpeedEngine, group: dist.ProcessGroup) -> dist.P
     return group
 
 
-class DeepSpeedLayout(ABC):
+class DeepSpeedLayout(LayoutSource):
     """Names the contents of the tensors in the param groups of an engine's basic optimizer.
 
     Args:
         engine: The engine.
         optimizer: Its basic optimizer, whose constructor saw the model's own parameters.
     """
-
-    replicated = False
-    tensor_parallel: TensorParallel | None = None
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine

@@ -15,12 +15,12 @@ from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
 from rankwise.sharding import LayoutError
-from rankwise.sharding.sources import TensorContents, TensorParallel
+from rankwise.sharding.sources import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
 
 
-class MegatronLayout:
+class MegatronLayout(LayoutSource):
     """Names the contents of the tensors in the param groups of a wrapper's inner optimizer.
 
     Args:
@@ -31,8 +31,6 @@ class MegatronLayout:
         expert: Whether the wrapper holds experts.
         layer_wise: Whether every data-parallel rank was given whole parameters of its own.
     """
-
-    replicated = False
 
     def __init__(
         self,

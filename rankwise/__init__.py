@@ -1,5 +1,6 @@
 """MKOR, MARS, SONew and LDAdam with matrix states partitioned over ranks, as torch.optim optimizers."""
 
+from rankwise import frameworks as frameworks  # so that the core can say what to call
 from rankwise.ldadam.optimizer import LDAdam
 from rankwise.mars.optimizer import MARS
 from rankwise.mkor.optimizer import MKOR

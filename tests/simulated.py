@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding.sources import Slice, TensorContents, TensorParallel
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.step.optimizer import ShardedOptimizer
 
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor", "tensor_copies")
@@ -190,7 +190,7 @@ def whole_key(key: str) -> str:
     return re.sub(r"\[(:,)?\d+:\d+\]$", "", key)
 
 
-class Framework:
+class Framework(LayoutSource):
     """One rank's side of a simulated training framework; also the optimizer's ``LayoutSource``.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise.statistics": ROOMS,
     # A paper's room knows no other paper's.
     **{paper: (paper, *ROOMS) for paper in PAPERS},
-    "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate"),
+    "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate", "rankwise.frameworks"),
     # The one table of names.
     "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.step"),
     "deepspeed_plugin": ("deepspeed_plugin", "rankwise"),
@@ -159,6 +160,34 @@ def test_the_core_imports_without_any_framework() -> None:
         f"assert not [n for n in sys.modules if n.split('.')[0] in {OURS[1:]!r} or n.startswith('rankwise.launch')]\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def named_frameworks(tree: ast.AST) -> list[str]:
+    """Frameworks that have an adapter, in names and in texts the program uses; docstrings may speak of them."""
+    homes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = [statement for node in ast.walk(tree) if isinstance(node, homes) for statement in node.body]
+    said = {id(text.value) for text in texts if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)}
+    found = []
+    for node in ast.walk(tree):
+        words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+        if isinstance(node, ast.Constant) and id(node) not in said:
+            words.append(node.value)
+        found += [word for word in words if isinstance(word, str) and re.search("deepspeed|megatron", word, re.I)]
+    return found
+
+
+@pytest.mark.parametrize("path", sources("rankwise"), ids=module_name)
+def test_the_core_names_no_framework_but_in_one_table(path: Path) -> None:
+    named = named_frameworks(ast.parse(path.read_text()))
+    assert bool(named) == (path == ROOT / "rankwise/frameworks.py"), named
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [("'a DeepSpeed engine'", 0), ("x = 'deepspeed'", 1), ("def f():\n    'Megatron'\n    return megatron.core", 1)],
+)
+def test_names_of_frameworks_are_seen(source: str, count: int) -> None:
+    assert len(named_frameworks(ast.parse(source))) == count
 
 
 # --- host reads in the kernels ---------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,25 @@ __all__ = [
     "TensorContents",
     "TensorParallel",
     "WholeParameters",
+    "advise",
     "framework_advice",
     "real_view",
     "refuse_unreadable",
 ]
 
 
-# By the module that a program using the framework has imported.
-_ADVICE = {
-    "deepspeed": "import deepspeed_plugin before deepspeed.initialize",
-    "megatron.core": "let Megatron build the optimizer after megatron_patches.apply()",
-}
+_ADVICE: dict[str, str] = {}
+"""By the module that a program using a framework has imported: what to call."""
+
+
+def advise(module: str, advice: str) -> None:
+    """Say what to call so that a framework tells an optimizer what it must know.
+
+    Args:
+        module: What a program that uses the framework has imported.
+        advice: A clause that goes on after a semicolon.
+    """
+    _ADVICE[module] = advice
 
 
 def framework_advice() -> str:
@@ -120,11 +128,11 @@ class TensorParallel:
     group: dist.ProcessGroup
 
 
-class LayoutSource(Protocol):
+class LayoutSource(ABC):
     """What a framework tells the optimizer about the tensors it put into the param groups.
 
-    A source may have a method ``ranks_apart(tensor)``: the ranks that hold the rest of a tensor's parameters where they
-    are not those of the whole layout, as of experts, else None; all tensors of one ``step()`` call have the same.
+    An adapter derives from it and gives the three attributes and :meth:`contents`; checkpoints that are read by name
+    need :meth:`units` and :meth:`publish_weights`, too. The rest has a meaning that suits most.
 
     Attributes:
         group: Of the ranks that hold pieces or copies of the parameters; None for a single process.
@@ -134,18 +142,46 @@ class LayoutSource(Protocol):
     """
 
     group: dist.ProcessGroup | None
-    replicated: bool
-    tensor_parallel: TensorParallel | None
+    replicated: bool = False
+    tensor_parallel: TensorParallel | None = None
 
+    @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
         """Name the parameters stored in ``tensor``."""
-        ...
+
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        """The tensors each ``step()`` call will find in the param groups, and the position of their group there.
+
+        Raises:
+            NotImplementedError: The framework does not say so before the first step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which tensors a step will find")
+
+    def publish_weights(self) -> None:
+        """Copy the optimizer's weights, changed from outside, to the model; nothing to do where they are the same."""
+        return
+
+    def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """The ranks that hold the rest of a tensor's parameters where they are not ``group``, as of experts.
+
+        All tensors of one ``step()`` call have the same; None: those of ``group``.
+        """
+        return None
+
+    def loss_scale(self) -> float | Tensor | None:
+        """What the present gradients were multiplied by during the backward pass; None if the framework cannot say."""
+        return None
+
+    def gradient_divisor(self) -> float | Tensor | None:
+        """What output gradients, summed over ranks and micro-batches, must be divided by to be the loss's mean ones.
+
+        None: by the number of ranks, and by :meth:`loss_scale`.
+        """
+        return None
 
 
-class WholeParameters:
+class WholeParameters(LayoutSource):
     """The layout of plain PyTorch: every tensor of the param groups is a whole parameter of this process."""
-
-    tensor_parallel: TensorParallel | None = None
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None

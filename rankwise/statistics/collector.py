@@ -236,12 +236,12 @@ class Collector:
     def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:
         """What the framework divides summed gradients by: ranks, and the loss scale."""
         source = self._planner.source
-        told: Callable[[], float | Tensor] | None = getattr(source, "gradient_divisor", None)
+        told = source.gradient_divisor()
         if told is not None:
-            return told()
-        loss_scale = self._loss_scale or getattr(source, "loss_scale", None)
-        if callable(loss_scale):
-            return unit.layout.world_size * float(loss_scale())
+            return told
+        scale = source.loss_scale() if self._loss_scale is None else self._loss_scale()
+        if scale is not None:
+            return unit.layout.world_size * float(scale)
         if self._unscaled_by is not None:
             return unit.layout.world_size * self._unscaled_by.to(unit.device)
         return unit.layout.world_size

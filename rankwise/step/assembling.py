@@ -62,8 +62,7 @@ class UnitBuilder:
             entries.extend(self.entries(contents))
             return [entry.fragment for entry in entries]
 
-        ranks_apart: Callable[[Tensor], Any] = getattr(source, "ranks_apart", lambda tensor: None)
-        apart = next((ranks for ranks in map(ranks_apart, tensors) if ranks is not None), None)
+        apart = next((ranks for ranks in map(source.ranks_apart, tensors) if ranks is not None), None)
         ranks = apart or source.group
         try:
             layout = Layout.share(look, ranks, source.replicated)

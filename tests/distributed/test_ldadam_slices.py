@@ -12,13 +12,13 @@ from ranks import run_ranks
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.sharding.sources import Slice, TensorContents, TensorParallel
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
 
 SHAPES = {"long": (16, 10), "short": (10, 16)}  # cut by rows along their long and their short side
 RANK, STEPS = 3, 5
 
 
-class _Halves:
+class _Halves(LayoutSource):
     """Two ranks with the upper and the lower halves of some matrices; the optimizer's ``LayoutSource``."""
 
     replicated = False

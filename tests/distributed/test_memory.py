@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import estimate
 from rankwise.kernels import blocked
-from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 WIDTH, BLOCKS, VOCABULARY = 32, 80, 256
@@ -61,7 +61,7 @@ class Net(nn.Module):
         return found
 
 
-class FlatShard:
+class FlatShard(LayoutSource):
     """One rank's equal cut of all parameters laid end to end; the optimizer's ``LayoutSource``."""
 
     replicated = False

@@ -13,7 +13,7 @@ from simulated import CASES, Case, Framework, Model, reference, world_group
 from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 
 REPEATED = ("mars-adamw", "mars-shampoo", "sonew-4-tensor-rmsprop", "ldadam-ef", "mkor-official-lamb")
 WORLD = 3
@@ -192,7 +192,7 @@ def test_frozen_bias_does_not_stop_its_weight() -> None:
     assert bool((model.a.weight != before).all())
 
 
-class _HalfEach:
+class _HalfEach(LayoutSource):
     """One (4, 6) matrix, two whole rows on each of two ranks."""
 
     replicated = False
