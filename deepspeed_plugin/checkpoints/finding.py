@@ -7,19 +7,24 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_plugin.checkpoints.decide import Present
+from deepspeed_plugin.checkpoints.decide import Present, Saved, Universal
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint, tag_in
 from deepspeed_plugin.checkpoints.intact import require_intact
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
 
-__all__ = ["find"]
+__all__ = ["Checkpoint", "find"]
+
+
+Checkpoint = SavedCheckpoint | UniversalCheckpoint
 
 
 def find(
     engine: DeepSpeedEngine, load_dir: str, tag: str | None, states: bool, present: Present
-) -> SavedCheckpoint | UniversalCheckpoint | None:
-    """The checkpoint, if one of our optimizers wrote or loads it; complete, if its states are wanted.
+) -> tuple[Checkpoint, Saved | Universal] | tuple[None, None]:
+    """The checkpoint, if one of our optimizers wrote or loads it, and what is known of it.
+
+    It is complete, if its states are wanted.
 
     Args:
         engine: The engine that loads.
@@ -33,19 +38,25 @@ def find(
     """
     if engine.load_universal_checkpoint():
         if present.identity is None:
-            return UniversalCheckpoint.of_anybody(load_dir, tag)
-        group: dist.ProcessGroup = engine.seq_data_parallel_group
-        return read_together(group, lambda: UniversalCheckpoint.find(load_dir, tag, states, present.identity))
+            return _known(UniversalCheckpoint.of_anybody(load_dir, tag), states)
+        return read_together(
+            engine.seq_data_parallel_group,
+            lambda: _known(UniversalCheckpoint.find(load_dir, tag, states, present.identity), states),
+        )
     if present.identity is not None:
-        return read_together(dist.group.WORLD, lambda: _for_ours(Path(load_dir), tag, states, present))
+        return read_together(dist.group.WORLD, lambda: _known(_for_ours(Path(load_dir), tag, states, present), states))
     try:
         saved = SavedCheckpoint.find(load_dir, tag)
     except CheckpointError:
-        return None  # DeepSpeed will say it
+        return None, None  # DeepSpeed will say it
     if saved is None or not saved.record:
-        return None
+        return None, None
     _require_complete(saved, states, present)
-    return saved
+    return _known(saved, states)
+
+
+def _known(found: Checkpoint | None, states: bool) -> tuple[Checkpoint, Saved | Universal] | tuple[None, None]:
+    return (None, None) if found is None else (found, found.known(states))
 
 
 def _for_ours(load_dir: Path, tag: str | None, states: bool, present: Present) -> SavedCheckpoint | None:
@@ -60,7 +71,6 @@ def _for_ours(load_dir: Path, tag: str | None, states: bool, present: Present) -
     # All of them before anything changes, each by one rank.
     for path in saved.files(states)[rank::world]:
         require_intact(path)
-    saved.known(states)  # what cannot be told ends here, too
     return saved
 
 

@@ -16,7 +16,7 @@ from deepspeed.utils import log_dist
 from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
 from deepspeed_plugin.checkpoints.errors import read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
-from deepspeed_plugin.checkpoints.finding import find
+from deepspeed_plugin.checkpoints.finding import Checkpoint, find
 from deepspeed_plugin.checkpoints.moving import NamedStates, fill, laid_down
 from deepspeed_plugin.checkpoints.present import present_of
 from deepspeed_plugin.checkpoints.restoring import (
@@ -51,8 +51,8 @@ def load_checkpoint(
         CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.
     """
     wanted, present = Wanted(**options), present_of(engine)
-    found = find(engine, load_dir, tag, wanted.states, present)
-    plan = decide(None if found is None else found.known(wanted.states), present, wanted)
+    found, known = find(engine, load_dir, tag, wanted.states, present)
+    plan = decide(known, present, wanted)
     if plan.note is not None:
         log_dist(plan.note, ranks=[0])
     if plan.way is Way.DEEPSPEED or found is None:
@@ -65,7 +65,7 @@ def _by_deepspeed(
     engine: DeepSpeedEngine,
     load_dir: str,
     tag: str | None,
-    found: SavedCheckpoint | UniversalCheckpoint | None,
+    found: Checkpoint | None,
     plan: Plan,
 ) -> tuple[str | None, Any]:
     if plan.judge and isinstance(found, SavedCheckpoint):
@@ -85,13 +85,11 @@ def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> N
     read_together(group, lambda: engine.basic_optimizer.saved.refuse_foreign(saved.optimizer(rank)[0]))
 
 
-def _by_name(
-    engine: DeepSpeedEngine, found: SavedCheckpoint | UniversalCheckpoint, plan: Plan
-) -> tuple[str, dict[str, Any]]:
+def _by_name(engine: DeepSpeedEngine, found: Checkpoint, plan: Plan) -> tuple[str, dict[str, Any]]:
     """Collective: weights and states from where they lie by name, then what else the model file holds."""
     wanted = plan.wanted
     refuse_other_model(engine, found.content, wanted)
-    with _named_states(engine, found, plan.way) as named:
+    with _named_states(engine, found, plan.way, wanted.states) as named:
         restore_module(engine, found.content, wanted)
         if named is not None:
             fill(engine, named, wanted)
@@ -104,14 +102,12 @@ def _by_name(
 
 
 @contextmanager
-def _named_states(
-    engine: DeepSpeedEngine, found: SavedCheckpoint | UniversalCheckpoint, way: Way
-) -> Iterator[NamedStates | None]:
+def _named_states(engine: DeepSpeedEngine, found: Checkpoint, way: Way, states: bool) -> Iterator[NamedStates | None]:
     """Weights and states by name; None where a universal checkpoint's weights alone are to be loaded."""
     if isinstance(found, UniversalCheckpoint) and way is not Way.MOVE:
         yield found.states
         return
     saved = found.source if isinstance(found, UniversalCheckpoint) else found
     assert saved is not None
-    with laid_down(engine, saved) as named:
+    with laid_down(engine, saved, states) as named:
         yield named

@@ -34,7 +34,8 @@ class NamedStates:
 
     Attributes:
         folder: Written by :func:`rankwise.sharding.state.save_vectors`.
-        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state.
+        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; empty where
+            states are not wanted.
     """
 
     folder: Path
@@ -47,12 +48,13 @@ def vectors_of(saved: SavedCheckpoint, ranks: range) -> Vectors:
 
 
 @contextmanager
-def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> Iterator[NamedStates]:
+def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> Iterator[NamedStates]:
     """Collective: what the files of a checkpoint hold, by name, in a folder that is gone afterwards.
 
     Args:
         engine: The engine that loads.
         saved: Written by one of ours, on any ranks and at any stage.
+        states: Whether states are wanted beside the weights.
 
     Raises:
         CheckpointError: Alike on every rank: files that cannot be read or written.
@@ -64,7 +66,7 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> Iterator[Named
         vectors = read_together(group, lambda: vectors_of(saved, ranks))
         with own_error():
             save_vectors(vectors, scratch, group)
-        yield NamedStates(scratch, read_together(group, lambda: saved.common))
+        yield NamedStates(scratch, saved.common if states else {})
 
 
 def fill(engine: DeepSpeedEngine, named: NamedStates, wanted: Wanted) -> None:

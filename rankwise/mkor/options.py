@@ -106,7 +106,7 @@ class MKOROptions(Options):
     tp_mode: str = option(
         "exact",
         Choice("exact", "block"),
-        'Under Megatron\'s tensor parallelism, "exact" (factors of whole matrices) or "block" (every shard is a matrix '
+        'Under tensor parallelism, "exact" (factors of whole matrices) or "block" (every shard is a matrix '
         "of its own); no effect elsewhere.",
     )
     hybrid: bool = option(
