@@ -24,7 +24,8 @@ from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
 from rankwise.sharding import Fragment
-from rankwise.step.named_states import (
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.portable import (
     SlicePlace,
     common_step,
     owned_states,
@@ -32,7 +33,6 @@ from rankwise.step.named_states import (
     slice_places,
     stored_fragments,
 )
-from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
 

@@ -1,20 +1,143 @@
-"""An optimizer's state as named vectors, independent of how many ranks hold it and where they cut it."""
+"""An optimizer's states by parameter name and position, whichever ranks hold them and wherever they cut them.
+
+A framework whose checkpoints take states piece by piece writes :func:`stored_fragments` and :func:`owned_states` under
+names of its own, fills them in place and calls :func:`resume`. One whose files hold what each rank had is read as named
+vectors: :func:`saved_vectors` of every rank's file, laid down together, from which :func:`restore` fills any layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.sharding import Fragment
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
+from rankwise.step.matrix_states import MatrixState
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["Vectors", "check_stored", "merge_vectors", "restore", "saved_vectors"]
+__all__ = [
+    "SlicePlace",
+    "StoredFragment",
+    "Vectors",
+    "check_stored",
+    "common_step",
+    "merge_vectors",
+    "owned_states",
+    "restore",
+    "resume",
+    "saved_vectors",
+    "slice_places",
+    "stored_fragments",
+]
+
+
+class StoredFragment(NamedTuple):
+    """A run of a parameter on this rank.
+
+    Attributes:
+        fragment: Where it lies in the parameter.
+        copy: Which of the copies that ranks hold alike it is a part of; 0 is the one to be written.
+        weight: 1-D view of the optimizer's weight.
+        states: 1-D views of its element states, by name.
+    """
+
+    fragment: Fragment
+    copy: int
+    weight: Tensor
+    states: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """One of the equal slices of a matrix.
+
+    Attributes:
+        whole: The matrix.
+        index: Of the slice.
+        count: Number of slices.
+        axes: The dimension along which a state is cut, by its name; all slices have the other states alike.
+    """
+
+    whole: str
+    index: int
+    count: int
+    axes: Mapping[str, int]
+
+
+def stored_fragments(optimizer: ShardedOptimizer) -> Iterator[StoredFragment]:
+    """This rank's planned fragments, with their states allocated if they were not.
+
+    Args:
+        optimizer: Planned, see :meth:`rankwise.step.optimizer.ShardedOptimizer.plan_ahead`.
+    """
+    for unit in optimizer.planned_units:
+        for index, tensor in enumerate(unit.tensors):
+            flat = tensor.detach().view(-1)
+            for entry, states in unit.states.of_entries(optimizer.state, index):
+                part = entry.fragment
+                copy = list(unit.layout.copies[part.key]).index(part.copy)
+                weight = flat[part.offset : part.offset + part.numel]
+                yield StoredFragment(part, copy, weight, states)
+
+
+def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
+    """The states of all matrices this rank owns; those of a matrix that was not stepped yet are the initial ones."""
+    found: dict[str, MatrixState] = {}
+    present = optimizer.matrix_states.everything()
+    for unit in optimizer.planned_units:
+        if unit.exchange is not None:
+            initial = optimizer.work(unit).matrix_state
+            for task in unit.exchange.owned():
+                fresh = dict(initial(task, unit.device))
+                if fresh:
+                    found[task.key] = {**fresh, **present.get(task.key, {})}
+    return found
+
+
+def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
+    """Of every slice this rank owns, by its key in :func:`owned_states`: where its states lie in the matrix's."""
+    found: dict[str, SlicePlace] = {}
+    for unit in optimizer.planned_units:
+        if unit.exchange is None:
+            continue
+        cut_states = optimizer.work(unit).cut_states
+        for task in unit.exchange.owned():
+            if task.whole is not None:
+                matrix = unit.slices[task.whole]
+                found[task.key] = SlicePlace(task.whole, matrix.parts.index(task.key), matrix.count, cut_states(task))
+    return found
+
+
+def common_step(optimizer: ShardedOptimizer) -> int:
+    """The number of steps taken; a collective, as a rank without any tensor has no count of its own."""
+    optimizer.settle()
+    return max((unit.common_step(optimizer.state) for unit in optimizer.planned_units), default=0)
+
+
+def resume(
+    optimizer: ShardedOptimizer, matrix_states: Mapping[str, MatrixState], step: int, extra: Mapping[str, Any]
+) -> None:
+    """Take over matrix states and counts; weights and element states are written through their views.
+
+    Args:
+        optimizer: Planned.
+        matrix_states: As :func:`owned_states` gave them.
+        step: As :func:`common_step` gave it; 0 leaves the optimizer as if it had not been stepped.
+        extra: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave it.
+    """
+    steps = {index: torch.tensor(float(step)) for index in range(len(optimizer.param_groups))} if step else {}
+    optimizer.adopt(matrix_states if step else {}, steps)
+    optimizer.load_extra_state(extra)
+
+
+# --- named vectors ---------------------------------------------------------------------------------------------------
 
 Vectors = dict[str, Any]
 """Tensors, and :class:`ChunkedVector` of which other ranks hold the rest, by name."""
@@ -104,15 +227,13 @@ def restore(
 def _destinations(optimizer: ShardedOptimizer, stored: Collection[str], states: bool) -> Vectors:
     """The optimizer's own weights and element states, those that were saved, to be filled in place."""
     wanted: Vectors = {}
-    for tensor, runs in optimizer.storage():
-        flat = tensor.detach().view(-1)
-        for key, shape, start, end, offset, values_by_name in runs:
-            values = {f"weight/{key}": flat[offset : offset + end - start]}
-            if states:
-                values.update({f"element/{name}/{key}": part for name, part in values_by_name.items()})
-            for name, part in values.items():
-                if name in stored:
-                    _add(wanted, name, prod(shape), start, part)
+    for part, _, weight, element_states in stored_fragments(optimizer):
+        values = {f"weight/{part.key}": weight}
+        if states:
+            values.update({f"element/{name}/{part.key}": value for name, value in element_states.items()})
+        for name, value in values.items():
+            if name in stored:
+                _add(wanted, name, prod(part.shape), part.start, value)
     return wanted
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import using
-from rankwise.step.named_states import common_step
+from rankwise.step.portable import common_step
 
 BROKEN = (torch.nan, torch.inf, -torch.inf)
 
