@@ -1,6 +1,7 @@
 # make setup    virtual environment with torch, DeepSpeed, megatron-core and this package
 # make train    small GPT on real text, AdamW against OPTIMIZER under FRAMEWORK (see below), two ranks
 # make test     the test suite          make lint    ruff and mypy
+# make quick    what one process of torch can show in a few minutes: formulas, options, routing, plans, steps
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
@@ -34,7 +35,7 @@ STAMP := $(VENV)/.setup-done
 # DeepSpeed looks for ninja on PATH; it is installed in the environment.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test quick lint clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -51,6 +52,12 @@ train: setup
 
 test: setup
 	$(LIMITS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(PYTEST_ARGS)
+
+# Not the frameworks, and nothing that starts ranks.
+QUICK := tests/test_architecture.py $(addprefix tests/,mars sonew ldadam mkor options routing sharding statistics updates step)
+
+quick: setup
+	$(LIMITS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive and not slow" $(PARALLEL) $(QUICK) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -18,6 +18,10 @@ _TESTS_DIR = str(Path(__file__).resolve().parent)
 if _TESTS_DIR not in sys.path:
     sys.path.insert(0, _TESTS_DIR)
 
+from triton_interpreter import interpreter, launches  # noqa: E402
+
+__all__ = ["interpreter", "launches"]
+
 
 def _keep_to_one_core() -> None:
     """Workers of pytest-xdist have a core each, for themselves and their ranks: waking up another core costs more than

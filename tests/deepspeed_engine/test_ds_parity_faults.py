@@ -11,8 +11,8 @@ import pytest
 from ds_harness import Record, replay_tolerance
 from ds_parity_grid import LABELS, Group, rows_of, runs, train
 
-from rankwise.sharding.exchange import MatrixExchange
 from rankwise.sharding.halo import HaloExchange
+from rankwise.step.matrices import _MatrixStep
 
 
 def lose_halo(rank: int) -> None:
@@ -31,13 +31,13 @@ def lose_halo(rank: int) -> None:
 
 def mistake_owner(rank: int) -> None:
     """What the last owner computes is out of place by one element."""
-    sound = MatrixExchange._compute
+    sound = _MatrixStep._updated
 
-    def roll(self: MatrixExchange, *arguments: Any) -> Any:
+    def roll(self: _MatrixStep, *arguments: Any) -> Any:
         result = sound(self, *arguments)
         return result.roll(1, -1) if rank == 1 else result
 
-    MatrixExchange._compute = roll  # type: ignore[method-assign]
+    _MatrixStep._updated = roll  # type: ignore[method-assign]
 
 
 def clip_twice(rank: int) -> None:

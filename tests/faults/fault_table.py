@@ -151,7 +151,7 @@ TABLE = [
         "another model's checkpoint",
         "plain PyTorch, one process",
         "an error with the name and both shapes; nothing has changed",
-        "tests/optimizers/test_checkpoint_fit.py::test_other_shapes_are_refused",
+        "tests/step/test_checkpoint_fit.py::test_other_shapes_are_refused",
     ),
     Row("an older version's checkpoint", ZERO, "it continues bit for bit", FILES, "older version"),
     Row(
