@@ -1,19 +1,19 @@
 """Element-wise updates for CPUs: block after block, so that every temporary stays in the cache.
 
-A pass over a list of fragments reads and writes main memory once, whatever the number of operations. It is the plain
-form (:mod:`rankwise.kernels.lists`) on a block at a time, but for AdamW, which torch has in one kernel.
+A pass over a list of fragments reads and writes main memory once, whatever the number of operations. Blocks are many
+and short: single operations of torch and one workspace serve them, as lists of one and fresh temporaries would cost as
+much as the arithmetic. AdamW is torch's kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels import lists
-from rankwise.kernels.passes import Pass, Tensors
+from rankwise.kernels.passes import FIELDS, Pass, Scalars, Tensors
 from rankwise.kernels.sizes import check_lengths
 
 __all__ = ["block_size", "run", "squared_norm", "squared_norms"]
@@ -29,17 +29,33 @@ def block_size() -> int:
 
 def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.lists.run`, but "step" leaves directions alone."""
-    if isinstance(update.scalars.step, Tensor):
+    scalars, fields = update.scalars, update.fields
+    if isinstance(scalars.step, Tensor):
         lists.run(update)
         return
     if update.rule == "adamw" and update.factors is None and update.references is None:
-        _adamw_(update, update.grads)
+        _adamw_(scalars, _count(scalars), fields)
         return
-    scalars = replace(update.scalars, lr=float(update.scalars.lr))
-    factors = None if update.factors is None else update.factors.split(1)
-    form = {"adamw": _clipped_adamw_, "step": _step_}.get(update.rule, lists.run)
-    for index, block in _blocks(*update.fields.values()):
-        form(update.on([[tensor] for tensor in block], None if factors is None else factors[index], scalars))
+    rate, count, space, names = float(scalars.lr), _count(scalars), _workspace(update.grads), tuple(fields)
+    by_rate = update.rule == "step"
+    factors = None if update.factors is None else update.factors.tolist() if by_rate else update.factors.unbind()
+    for index, tensors in _blocks(*fields.values()):
+        block = dict(zip(names, tensors, strict=True))
+        grad = _gradient(block, scalars.k, space)
+        if scalars.advance and "reference" in block:
+            block["reference"].copy_(block["grad"])
+        if by_rate:
+            _descend_(block["param"], grad, rate, rate if factors is None else rate * float(factors[index]), scalars)
+            continue
+        own = space[: grad.numel()] if grad is block["grad"] else grad
+        if factors is not None:
+            grad = torch.mul(grad, factors[index], out=own)
+        if update.rule == "adamw":
+            _adamw_(scalars, count, {name: [tensor] for name, tensor in block.items()} | {"grad": [grad]})
+            continue
+        momentum = block["exp_avg"].lerp_(grad, 1.0 - scalars.betas[0])
+        if update.rule == "lion":
+            _descend_(block["param"], torch.sign(momentum, out=own), rate, rate, scalars)
 
 
 def squared_norm(block: Tensor) -> Tensor:
@@ -51,8 +67,10 @@ def squared_norm(block: Tensor) -> Tensor:
 def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms`, without keeping what is measured."""
     sums = torch.zeros(len(tensors), dtype=torch.float64)
-    for index, (block, *other) in _blocks(tensors, *(() if references is None else (references,))):
-        sums[index] += squared_norm(lists.corrected([block], other, k)[0] if other else block)
+    fields, space = {"grad": tensors, **({} if references is None else {"reference": references})}, _workspace(tensors)
+    for index, block in _blocks(*fields.values()):
+        named = dict(zip(fields, block, strict=True))
+        sums[index] += squared_norm(_gradient(named, k, space))
     return sums
 
 
@@ -70,26 +88,38 @@ def _blocks(*fields: Tensors) -> Iterator[tuple[int, list[Tensor]]]:
             yield index, [tensor[start : start + size] for tensor in tensors]
 
 
-def _step_(block: Pass) -> None:
-    """The factor joins the rate: the scaled directions need not be kept."""
-    (param,), (direction,), scalars = block.fields["param"], block.grads, block.scalars
-    rate = float(scalars.lr)
-    lists.decay_([param], rate, scalars.weight_decay)
-    param.add_(direction, alpha=-rate * (1.0 if block.factors is None else float(block.factors)))
+def _workspace(tensors: Tensors) -> Tensor:
+    """One block of the type of the tensors."""
+    longest = max((tensor.numel() for tensor in tensors), default=0)
+    return tensors[0].new_empty(min(longest, block_size())) if tensors else torch.empty(0)
 
 
-def _clipped_adamw_(block: Pass) -> None:
-    _adamw_(block, lists.gradients(block))
+def _gradient(block: Mapping[str, Tensor], k: float, space: Tensor) -> Tensor:
+    """The gradient, or ``g + k (g - h)`` in the workspace."""
+    grad = block["grad"]
+    if "reference" not in block:
+        return grad
+    return torch.lerp(block["reference"], grad, 1.0 + k, out=space[: grad.numel()])
 
 
-def _adamw_(update: Pass, grads: Tensors) -> None:
-    """Torch's kernel."""
-    fields, scalars = update.fields, update.scalars
-    check_lengths(*fields.values())
+def _descend_(param: Tensor, direction: Tensor, lr: float, rate: float, scalars: Scalars) -> None:
+    """Decay, and a step of a rate that has the fragment's factor in it: scaled directions need not be kept."""
+    if scalars.weight_decay != 0.0:
+        param.mul_(1.0 - lr * scalars.weight_decay)
+    param.add_(direction, alpha=-rate)
+
+
+def _count(scalars: Scalars) -> Tensor:
+    # Of a type that no default changes: bfloat16 has no 257.
+    return torch.tensor(float(scalars.step), dtype=torch.float32)
+
+
+def _adamw_(scalars: Scalars, count: Tensor, fields: Mapping[str, Tensors]) -> None:
+    """Torch's kernel; ``count`` is the step's number."""
+    grads = fields["grad"]
+    check_lengths(*(fields[name] for name in FIELDS["adamw"]))
     if not grads:
         return
-    # Of a type that no default changes: bfloat16 has no 257.
-    count = torch.tensor(float(scalars.step), dtype=torch.float32)
     torch._fused_adamw_(
         fields["param"],
         grads,

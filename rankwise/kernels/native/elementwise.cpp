@@ -37,16 +37,10 @@ double squared_norm(const T* grad, const T* reference, int64_t count, T k) {
   return sum;
 }
 
+// One tile; compilers take a promise that arrays are apart from parameters only.
 template <typename T, int kRule, bool kCompared>
-void update(const Pass<T>& pass, const Tile& tile) {
-  const auto at = [&](T* const* field) { return field ? field[tile.run] + tile.start : nullptr; };
-  const T* __restrict__ grad = at(pass.grads);
-  T* __restrict__ first = at(pass.firsts);
-  T* __restrict__ param = at(pass.params);
-  T* __restrict__ second = at(pass.seconds);
-  T* __restrict__ reference = at(pass.references);
-  const int64_t count = tile.end - tile.start;
-  const double own = pass.factors ? pass.factors[tile.run] : 1.0;
+void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restrict__ param, T* __restrict__ second,
+                 T* __restrict__ reference, int64_t count, double own, const Pass<T>& pass) {
   const T factor = own, k = pass.k, keep = 1.0 - pass.lr * pass.weight_decay, lr = pass.lr, rest1 = 1.0 - pass.beta1;
   const T beta2 = pass.beta2, rest2 = 1.0 - pass.beta2, root = pass.root, eps = pass.eps;
   const T scaled = pass.lr * own, step = pass.lr * pass.scale;
@@ -71,6 +65,14 @@ void update(const Pass<T>& pass, const Tile& tile) {
   }
   // A copy, never the buffer itself: frameworks use it again for the next gradient.
   if (kCompared && pass.advance) std::copy(grad, grad + count, reference);
+}
+
+template <typename T, int kRule, bool kCompared>
+void update(const Pass<T>& pass, const Tile& tile) {
+  const auto at = [&](T* const* field) { return field ? field[tile.run] + tile.start : nullptr; };
+  update_tile<T, kRule, kCompared>(at(pass.grads), at(pass.firsts), at(pass.params), at(pass.seconds),
+                                   at(pass.references), tile.end - tile.start,
+                                   pass.factors ? pass.factors[tile.run] : 1.0, pass);
 }
 
 template <typename T, bool kCompared>
