@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from seeing import told
 
-from rankwise.sharding.exchange import MatrixExchange
+from rankwise.step.matrices import _MatrixStep
 
 EVENTS = ("backward", "exchange", "step", "save")
 # The others must notice within this time; gloo does as soon as the connection drops.
@@ -63,7 +63,7 @@ def _die_at(engine: Any, event: str, saved: int) -> None:
         return
     # Matrices lie with their owner by then, and the others wait for what becomes of them.
     owner, name = {
-        "exchange": (MatrixExchange, "_compute"),
+        "exchange": (_MatrixStep, "_updated"),
         "step": (engine.basic_optimizer, "_update"),
         "save": (engine.checkpoint_engine, "save"),
     }[event]

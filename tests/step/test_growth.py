@@ -142,7 +142,7 @@ def test_memory_does_not_grow_where_other_parameters_have_gradients_each_time(ca
         optimizer.step()
     (unit,) = optimizer.planned_units
     assert len(unit.indices) <= 16
-    assert unit.exchange is None or len(unit.exchange._indices) <= 16
+    assert unit.exchange is None or len(unit.exchange.indices) <= 16
 
 
 @pytest.mark.parametrize("graft", ["adam", "rmsprop", "none"])
