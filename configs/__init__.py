@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rankwise.configs.making import OPTIMIZERS, STAGES
+from .making import OPTIMIZERS, STAGES
 
 __all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path", "megatron_config_path"]
 
