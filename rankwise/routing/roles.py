@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from rankwise.routing.fused import Fused
 from rankwise.routing.names import Role, is_head, is_router, role_by_name, unwrapped
 
 __all__ = [
@@ -40,6 +41,7 @@ class ParameterInfo:
         role: Its role; UNKNOWN is judged by shape.
         transposed: Stored as (inputs, outputs), as in GPT-2's Conv1D, instead of (outputs, inputs).
         bias: Name of the bias added to this linear weight's output, if any.
+        fused: Its logical matrices, if it holds several.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ParameterInfo:
     role: Role = Role.UNKNOWN
     transposed: bool = False
     bias: str | None = None
+    fused: Fused | None = None
 
     @property
     def own_name(self) -> str:
