@@ -22,3 +22,16 @@ def test_runs_of_blocks(fused: Fused, length: int, runs: dict[str, list[tuple[in
     for name, expected in runs.items():
         assert list(fused.runs(name)) == expected
         assert fused.size(name) == sum(end - start for start, end in expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "words"),
+    [
+        ((("q", 6), ("k", 2)), (3,), "1 numbers of heads for 2 parts"),
+        ((("q", 6), ("k", 2)), (3, 3), "the 2 rows of 'k' are not 3 heads"),
+    ],
+)
+def test_heads_fill_their_part(parts: tuple[tuple[str, int], ...], heads: tuple[int, ...], words: str) -> None:
+    Fused((("q", 6), ("gate", 5)), heads=(3, 0))
+    with pytest.raises(ValueError, match=words):
+        Fused(parts, heads=heads)
