@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,10 +40,8 @@ def find(
     if engine.load_universal_checkpoint():
         if present.identity is None:
             return _known(UniversalCheckpoint.of_anybody(load_dir, tag), states)
-        return read_together(
-            engine.seq_data_parallel_group,
-            lambda: _known(UniversalCheckpoint.find(load_dir, tag, states, present.identity), states),
-        )
+        group: dist.ProcessGroup = engine.seq_data_parallel_group
+        return read_together(group, lambda: _known(_universal_for_ours(group, load_dir, tag, states, present), states))
     if present.identity is not None:
         return read_together(dist.group.WORLD, lambda: _known(_for_ours(Path(load_dir), tag, states, present), states))
     try:
@@ -65,13 +64,24 @@ def _for_ours(load_dir: Path, tag: str | None, states: bool, present: Present) -
         _refuse_absent(load_dir, tag)
         return None
     _require_complete(saved, states, present)
-    rank, world = dist.get_rank(), dist.get_world_size()
     if states and saved.author is not None and saved.zero_files:
-        saved.optimizer(rank % len(saved.zero_files))  # cut off or damaged files end here
-    # All of them before anything changes, each by one rank.
-    for path in saved.files(states)[rank::world]:
-        require_intact(path)
+        saved.optimizer(dist.get_rank() % len(saved.zero_files))  # cut off or damaged files end here
+    _require_intact(saved.files(states), dist.group.WORLD)
     return saved
+
+
+def _universal_for_ours(
+    group: dist.ProcessGroup, load_dir: str, tag: str | None, states: bool, present: Present
+) -> UniversalCheckpoint:
+    found = UniversalCheckpoint.find(load_dir, tag, states, present.identity)
+    _require_intact(found.files, group)
+    return found
+
+
+def _require_intact(files: Sequence[Path], group: dist.ProcessGroup | None) -> None:
+    """All of them before anything changes, each by one rank."""
+    for path in files[dist.get_rank(group) :: dist.get_world_size(group)]:
+        require_intact(path)
 
 
 def _require_complete(saved: SavedCheckpoint, states: bool, present: Present) -> None:

@@ -90,6 +90,11 @@ class UniversalCheckpoint:
         """Our note in the model file; empty for anybody else's checkpoint."""
         return self.content.get(RECORD) or {}
 
+    @property
+    def files(self) -> list[Path]:
+        """Those that a load reads; other optimizers' states are left alone."""
+        return [*sorted((self.folder / "zero").rglob("fp32.pt")), self._scaler_file, self.model_file]
+
     def known(self, states: bool) -> Universal:
         """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.known`."""
         common = self.states.common if self.states is not None else self.source.common if self.source else {}
@@ -105,7 +110,11 @@ class UniversalCheckpoint:
 
     def scaler_state(self) -> Mapping[str, Any]:
         """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.scaler_state`."""
-        return read(self.folder / "zero" / "optimizer_state.pt")
+        return read(self._scaler_file)
+
+    @property
+    def _scaler_file(self) -> Path:
+        return self.folder / "zero" / "optimizer_state.pt"
 
 
 def _own_states(folder: Path, record: Mapping[str, Any]) -> NamedStates | None:

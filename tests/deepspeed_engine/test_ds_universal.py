@@ -234,6 +234,15 @@ def _attempts(rank: int, world: int, job: ds.Job, folders: list[str]) -> list[st
     return messages
 
 
+def _damage(path: Path) -> None:
+    """Zeros over a tensor's first bytes, which torch reads without a word."""
+    values = next(iter(tensor for tensor in torch.load(path).values() if isinstance(tensor, torch.Tensor)))
+    start = values.detach().contiguous().numpy().tobytes()[:16]
+    content = path.read_bytes()
+    assert start in content and any(start)
+    path.write_bytes(content.replace(start, bytes(len(start)), 1))
+
+
 @pytest.mark.slow
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     """On every rank alike: no universal checkpoint, an ordinary one, a parameter's file gone or another's."""
@@ -242,19 +251,21 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "SONew"
     shutil.move(root / f"global_step{HALF}", tmp_path / "ordinary" / "tag")
     (tmp_path / "ordinary" / "latest_universal").write_text("tag")
-    for name in ("lacking", "mixed"):
+    for name in ("lacking", "mixed", "damaged"):
         shutil.copytree(root, tmp_path / name)
     (tmp_path / "lacking" / "universal" / "zero" / "down.weight" / "fp32.pt").unlink()
     weights = tmp_path / "mixed" / "universal" / "zero"
     shutil.copy(weights / "up.bias" / "fp32.pt", weights / "norm.bias" / "fp32.pt")
-    folders = [str(tmp_path / name) for name in ("nothing", "ordinary", "lacking", "mixed")]
+    _damage(tmp_path / "damaged" / "universal" / "zero" / "up.weight" / "fp32.pt")
+    folders = [str(tmp_path / name) for name in ("nothing", "ordinary", "lacking", "mixed", "damaged")]
     results = run_ranks(2, _attempts, _at(job, 2, True), folders)
     assert results[0] == results[1]
-    nothing, ordinary, lacking, mixed = results[0]
+    nothing, ordinary, lacking, mixed, damaged = results[0]
     assert "has no 'latest_universal'" in nothing
     assert "is not a universal checkpoint" in ordinary
     assert "down.weight/fp32.pt is missing" in lacking
     assert "not the weight that universal has in its model file" in mixed
+    assert "up.weight/fp32.pt is damaged" in damaged and "must have the checksum" in damaged
 
 
 @pytest.mark.slow
