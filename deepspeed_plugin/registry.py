@@ -30,9 +30,9 @@ from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise.names import CLASSES
 from rankwise.options.validation import OptionError
+from rankwise.planning.table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer, deferred_steps
-from rankwise.step.table import idle_allowed
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
 

@@ -26,9 +26,9 @@ from megatron_patches.support import SupportError, refuse_beyond_engines, refuse
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named
 from rankwise.options.validation import OptionError, check_given
+from rankwise.planning.table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.table import idle_allowed
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
 

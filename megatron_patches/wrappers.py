@@ -37,9 +37,9 @@ from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
 from rankwise.options.validation import OptionError
+from rankwise.planning.table import idle_allowed
 from rankwise.routing.patterns import refuse_unmatched_everywhere
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.table import idle_allowed
 
 __all__ = ["Adoption", "LayerWise", "wrapper_classes"]
 

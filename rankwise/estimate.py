@@ -14,10 +14,10 @@ from math import prod
 
 import torch
 
+from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Traffic, halo_volume, matrix_volume, sums_volume
 from rankwise.sharding.sources import Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.unit import StepUnit
 
 __all__ = ["RankEstimate", "estimate"]
 

@@ -82,7 +82,7 @@ def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> N
     """Refuse on all ranks what the optimizer of any would refuse of its file, when the others have taken theirs."""
     group: dist.ProcessGroup = engine.seq_data_parallel_group
     rank = dist.get_rank(group)
-    read_together(group, lambda: engine.basic_optimizer.saved.refuse_foreign(saved.optimizer(rank)[0]))
+    read_together(group, lambda: engine.basic_optimizer.saved.fit.refuse_foreign(saved.optimizer(rank)[0]))
 
 
 def _by_name(engine: DeepSpeedEngine, found: Checkpoint, plan: Plan) -> tuple[str, dict[str, Any]]:

@@ -9,9 +9,9 @@ import torch
 
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.options import LDAdamOptions
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import StateTypes
 
 __all__ = ["LDAdamDeclared"]
 

@@ -11,9 +11,9 @@ from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import LowRankStep, fragments_step_for, subtract_for, takes
 from rankwise.ldadam.signature import Signature, split_factors
+from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Fragment
-from rankwise.step.matrix_states import MatrixState
-from rankwise.step.unit import Bucket, StepUnit
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["Fragments"]

@@ -14,8 +14,8 @@ from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import moments_for
 from rankwise.ldadam.signature import Signature
 from rankwise.ldadam.slices import Holders, next_basis_of_slices, project_slices
+from rankwise.planning.matrix_states import MatrixState
 from rankwise.sharding import Traffic
-from rankwise.step.matrix_states import MatrixState
 
 __all__ = ["holders_of", "step_slices"]
 

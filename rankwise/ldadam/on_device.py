@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import moments_for
-from rankwise.step.matrix_states import MatrixState
+from rankwise.planning.matrix_states import MatrixState
 
 __all__ = ["SubspaceStep", "Triple", "step_on_device"]
 

@@ -19,13 +19,13 @@ from rankwise.ldadam.slices import Cut, Holders, exchanged
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
+from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.planning.work import StepWork
 from rankwise.sharding import Batch, MatrixTask, find_slices
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import step_matrices
-from rankwise.step.matrix_states import MatrixState
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.unit import Bucket, StepUnit
-from rankwise.step.work import StepWork
 
 __all__ = ["LDAdam"]
 

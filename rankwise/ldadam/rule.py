@@ -14,10 +14,10 @@ from rankwise.ldadam.joint import step_slices
 from rankwise.ldadam.signature import Signature, in_reply, reply_of
 from rankwise.ldadam.slices import Holders
 from rankwise.ldadam.subspaces import Subspaces
+from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask, Reply
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
-from rankwise.step.unit import Bucket, StepUnit
 
 __all__ = ["LDAdamRule"]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rankwise.ldadam.slices import Cut
+from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Batch, Reply
-from rankwise.step.unit import StepUnit
 
 __all__ = ["Signature", "in_reply", "reply_of", "split_factors"]
 

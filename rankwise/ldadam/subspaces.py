@@ -14,9 +14,9 @@ from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import step_for
 from rankwise.ldadam.on_device import Triple, step_on_device
 from rankwise.ldadam.signature import Signature
+from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.sharding import MatrixTask
 from rankwise.step.health import Health
-from rankwise.step.matrix_states import MatrixState, MatrixStates
 
 __all__ = ["Subspaces", "fresh_state"]
 

@@ -9,9 +9,9 @@ import torch
 
 from rankwise.kernels.forms import product_dtype_for
 from rankwise.mars.options import MARSOptions
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import StateTypes
 
 __all__ = ["MARSDeclared"]
 

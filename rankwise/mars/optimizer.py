@@ -16,13 +16,13 @@ from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, Signature
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
+from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.work import StepWork
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.sources import LayoutSource
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.unit import Bucket, StepUnit, spans
-from rankwise.step.work import StepWork
 
 __all__ = ["MARS"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from rankwise.kernels.forms import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.mars import formulas as updates
+from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
-from rankwise.step.unit import Bucket, StepUnit
 
 __all__ = ["MARSRule", "Signature"]
 

@@ -9,9 +9,9 @@ import torch
 
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.options import MKOROptions
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import StateTypes
 from rankwise.step.first_order import FirstOrder
 
 __all__ = ["MKORDeclared"]

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
+from rankwise.planning.element_states import States
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.planner import Planned, Planner
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.unit import StepUnit
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.hooks import has_compiled
 from rankwise.statistics.vectors import GLIMPSE, LayerVectors, refuse_broken_factors
-from rankwise.step.element_states import States
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.planner import Planned, Planner
-from rankwise.step.table import Groups, ParameterTable
-from rankwise.step.unit import StepUnit
 
 __all__ = ["FactorSteps"]
 

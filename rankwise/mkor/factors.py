@@ -14,9 +14,9 @@ from rankwise.mkor import formulas as updates
 from rankwise.mkor.forms import factor_update_for, precondition_into_for, rescale_for
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.workspace import Workspace
+from rankwise.planning.matrix_states import MatrixState
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.vectors import LayerVectors
-from rankwise.step.matrix_states import MatrixState
 
 __all__ = ["KroneckerFactors", "LayerSignature"]
 

@@ -14,13 +14,13 @@ from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.rule import MKORRule, matrix_tasks
 from rankwise.mkor.switch import Switch
 from rankwise.options.constructor import options_as_keywords
+from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.planning.work import StepWork
 from rankwise.sharding import Traffic
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.hooks import Describe, describe_linear
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.unit import Bucket, StepUnit
-from rankwise.step.work import StepWork
 
 __all__ = ["MKOR"]
 

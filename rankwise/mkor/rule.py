@@ -11,15 +11,15 @@ from torch import Tensor
 from rankwise.mkor.factors import KroneckerFactors, LayerSignature
 from rankwise.mkor.workspace import Workspace
 from rankwise.options.validation import OptionError
+from rankwise.planning.matrix_states import MatrixState, MatrixStates
+from rankwise.planning.table import ParameterTable
+from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.statistics.hooks import Record
 from rankwise.statistics.vectors import LayerVectors
 from rankwise.step.first_order import FirstOrder
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
-from rankwise.step.matrix_states import MatrixState, MatrixStates
-from rankwise.step.table import ParameterTable
-from rankwise.step.unit import Bucket, StepUnit
 
 __all__ = ["MKORRule", "matrix_tasks"]
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.mkor.options import MKOROptions
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.planner import Planner
+from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Layout, Traffic
 from rankwise.statistics.collector import Collector
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.planner import Planner
-from rankwise.step.unit import StepUnit
 
 __all__ = ["KneeDetector", "LossWindow", "Switch"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sonew.options import SONewOptions
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import StateTypes
 
 __all__ = ["SONewDeclared"]
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from rankwise.kernels.forms import is_for_cpus
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
+from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.work import StepWork
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
 from rankwise.sonew.blocked import Margins, Run
@@ -20,8 +22,6 @@ from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.windows import windowed_directions
 from rankwise.step.first_order import adamw_step
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.unit import Bucket, StepUnit, spans
-from rankwise.step.work import StepWork
 
 __all__ = ["SONew"]
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rankwise.options.validation import OptionError
+from rankwise.planning.planner import Planner
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Traffic
 from rankwise.sharding.sources import framework_advice
 from rankwise.statistics.early import BackwardReduction, twin_group
 from rankwise.statistics.hooks import Capture, Describe, Record
 from rankwise.statistics.scalers import watch_gradient_scalers
 from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
-from rankwise.step.planner import Planner
-from rankwise.step.table import Groups, ParameterTable
-from rankwise.step.unit import StepUnit
 
 __all__ = ["Collector", "Reduced"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.step.unit import StepUnit
+from rankwise.planning.unit import StepUnit
 
 __all__ = ["GLIMPSE", "CapturedSums", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
 

@@ -1,1 +1,1 @@
-"""One call of ``step()``, the same for every rule: what lies where, which rule it takes, states, reports."""
+"""One call of ``step()``, the same for every rule; states that can be undone, saved and restored; reports."""

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rankwise.sharding import MatrixTask
-from rankwise.step.unit import StepUnit
+from rankwise.planning.declared import Declared
+from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.misfits import MisfitError, check_shape, refuse_strange
+from rankwise.planning.planner import Planned, Planner
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.values import GroupValues
 
-__all__ = ["InitialStates", "MisfitError", "check_shape", "in_order_of", "refuse_strange", "saved_groups_fit"]
+__all__ = ["SavedFit"]
 
-Shape = tuple[int, ...]
 Names = Sequence[Sequence[str | None]]
 """Of the parameters of each param group, in order; None where it is not known."""
 
-_FIX = "load it into the model that it was saved with, or load the weights alone and start the optimizer afresh"
 
-
-class MisfitError(ValueError):
-    """A checkpoint's states are not those of this optimizer's parameters."""
-
-
-def check_shape(owner: str, key: str, state: str, found: Sequence[int], allowed: Collection[Shape]) -> None:
-    """Refuse a state of another shape than its parameter's.
-
-    Args:
-        owner: Of the message: the optimizer.
-        key: The parameter.
-        state: Name of the state.
-        found: Its shape.
-        allowed: What it may be.
-
-    Raises:
-        MisfitError: It is none of these.
-    """
-    if tuple(found) not in allowed:
-        rule = " or ".join(str(tuple(shape)) for shape in allowed)
-        raise MisfitError(
-            f"{owner}: the state {state!r} of '{key}' has the shape {tuple(found)}, which is invalid: it must be "
-            f"{rule}, as the parameter and the options of its group say; {_FIX}"
-        )
-
-
-def saved_groups_fit(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+def _groups_fit(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are as many groups of as many parameters; torch itself refuses anything else."""
     return [len(group["params"]) for group in state_dict["param_groups"]] == [len(group["params"]) for group in groups]
 
 
-def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
+def _in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
     """A state dictionary with the parameters of each group in another order.
 
     torch matches element states by position alone, which is right only if both sides list their parameters alike.
@@ -120,27 +95,136 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
     return found
 
 
-InitialStates = Callable[[MatrixTask, torch.device], Mapping[str, Tensor]]
-"""The states of a matrix before its first step; see :class:`rankwise.step.work.StepWork`."""
-
-
-def refuse_strange(
-    owner: str, unit: StepUnit, states: Mapping[str, Mapping[str, Tensor]], initial: InitialStates
-) -> None:
-    """Compare the states of matrices that this rank owns with what a planned unit expects of them.
+class SavedFit:
+    """Whether a state dictionary is one of this optimizer's.
 
     Args:
-        owner: Of the message: the optimizer.
-        unit: The unit.
-        states: By matrix.
-        initial: Those that it would begin with.
-
-    Raises:
-        MisfitError: One has another shape.
+        declared: The states that rules keep.
+        values: The options of groups.
+        table: The parameters and their rules.
+        planner: The units, whose owners expect states of their matrices.
     """
-    for task in unit.exchange.owned() if unit.exchange is not None else ():
-        found = states.get(task.key)
-        if found:
-            for name, expected in initial(task, torch.device("meta")).items():
-                if name in found:
-                    check_shape(owner, task.key, name, found[name].shape, [tuple(expected.shape)])
+
+    def __init__(self, declared: Declared, values: GroupValues, table: ParameterTable, planner: Planner) -> None:
+        self._declared, self._values, self._table, self._planner = declared, values, table, planner
+
+    def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
+        """A dictionary as this optimizer would have written it.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            state_dict: Of any optimizer.
+            groups: This one's.
+
+        Raises:
+            ValueError: Another optimizer has written it, or for other parameters.
+        """
+        self._refuse_foreign(state_dict)
+        if _groups_fit(state_dict, groups):
+            names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
+            state_dict = _in_order_of(self._declared.identity, state_dict, names)
+            self._refuse_unknown_matrices(state_dict)
+            self._refuse_misfits(optimizer, state_dict, groups)
+            state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
+        return state_dict
+
+    def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a dictionary that is not one of this optimizer's.
+
+        Args:
+            state_dict: As ``optimizer.state_dict()`` returned it, somewhere.
+
+        Raises:
+            ValueError: Another optimizer has written it, or it has states or parameters that this one has not.
+        """
+        self._refuse_foreign(state_dict)
+        self._refuse_unknown_matrices(state_dict)
+
+    def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        ours = self._declared.identity
+        theirs = state_dict.get("rankwise")
+        # A dictionary that was put together by others holds no matrix states; some optimizers have none.
+        if theirs != ours and (theirs is not None or (self._declared.matrix_state_names and state_dict["state"])):
+            if theirs is None:
+                raise ValueError(self._refusal_of_anonymous(state_dict))
+            raise ValueError(
+                f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
+                f"which must be {ours!r}; load it into that one, or load the weights alone"
+            )
+
+    def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
+        """Of a dictionary that says nothing of who wrote it: another optimizer's, or ours, taken apart."""
+        declared, groups = self._declared, state_dict["param_groups"]
+        if groups and all(set(declared.group_options) <= set(group) for group in groups):
+            return (
+                f"{declared.identity}: the state dictionary has lost its matrix states "
+                f"({', '.join(declared.matrix_state_names)}), as happens in torch.distributed.checkpoint's "
+                "get_optimizer_state_dict, which keeps states by parameter alone; save "
+                "optimizer.state_dict() itself, for example under a key of its own, and load that"
+            )
+        return (
+            f"{declared.identity}: the state dictionary was written by another optimizer than rankwise's, "
+            "torch.optim.AdamW for example, whose states mean something else; "
+            "load it into that one, or load the weights alone and start "
+            "the states afresh"
+        )
+
+    def _refuse_unknown_matrices(self, state_dict: Mapping[str, Any]) -> None:
+        ours, names = self._declared.identity, self._declared.matrix_state_names
+        for key, state in state_dict.get("matrix_states", {}).items():
+            if self._table.base_name(key) not in self._table.catalog:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states has {key!r}, which is invalid: it must be the name of one "
+                    f"of this optimizer's parameters ({', '.join(list(self._table.catalog)[:3])}, ...); build the "
+                    "optimizer from the same named parameters"
+                )
+            unknown = sorted(set(state).difference(names))
+            if unknown:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "
+                    f"one of {', '.join(names) or 'none'}; load it with the version that wrote it"
+                )
+
+    def _refuse_misfits(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
+        """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
+        declared = self._declared
+        matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
+        groups = []
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            groups.append({**group, **{key: value for key, value in saved.items() if key != "params"}})
+            for tensor, key in zip(group["params"], saved["params"], strict=True):
+                states = state_dict["state"].get(key)
+                if states:
+                    self._refuse_misfit(present, tensor, states, groups[-1])
+        for key, states in matrices.items():
+            name = self._table.base_name(key)
+            info, position = self._table.catalog[name]
+            # Slices of a matrix are compared with what their owner expects.
+            if (key == name) == (len(info.shape) < 3) and position < len(groups):
+                for state, shapes in declared.matrix_state_shapes(info, groups[position]).items():
+                    if state in states:
+                        check_shape(declared.identity, key, state, states[state].shape, shapes)
+        if declared.structures_of(groups) == declared.structures_of(present):
+            for unit in self._planner.units.values():
+                refuse_strange(declared.identity, unit, matrices, optimizer.work(unit).matrix_state)
+
+    def _refuse_misfit(
+        self, groups: Groups, tensor: Tensor, states: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._planner.source.contents(tensor)
+        except (LookupError, RuntimeError):
+            return  # the step will say what is wrong
+        owner = self._declared.identity
+        content, kept = self._planner.kept_in(groups, tensor, group)
+        whole = self._planner.name_of(tensor)
+        key = whole or ", ".join(part.name for part in content.slices[:3])
+        for name, shape in kept.shapes(0).items():
+            if name in states:
+                check_shape(owner, key, name, states[name].shape, [shape])
+            elif whole is not None and "step" in states and name not in self._declared.optional_states:
+                raise MisfitError(
+                    f"{owner}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
+                    f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
+                    "that the checkpoint was saved with, or load the weights alone"
+                )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import graphs
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import States
+from rankwise.planning.entries import Entry
+from rankwise.planning.planner import Planner
+from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.routing.roles import Rule
 from rankwise.sharding.sources import real_view, refuse_unreadable
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import States
-from rankwise.step.entries import Entry
-from rankwise.step.planner import Planner
-from rankwise.step.unit import Bucket, StepUnit
 
 __all__ = ["Opened", "Opening"]
 

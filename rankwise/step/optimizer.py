@@ -16,21 +16,21 @@ from torch.optim import Optimizer
 
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import StateTypes, StoredRun
+from rankwise.planning.live_groups import LiveGroups
+from rankwise.planning.matrix_states import MatrixState, MatrixStates
+from rankwise.planning.planner import Planner
+from rankwise.planning.table import ParameterTable
+from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.planning.values import GroupValues
+from rankwise.planning.work import StepWork
 from rankwise.sharding import Traffic
 from rankwise.sharding.sources import LayoutSource, TensorContents
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import StateTypes, StoredRun
-from rankwise.step.live_groups import LiveGroups
-from rankwise.step.matrix_states import MatrixState, MatrixStates
 from rankwise.step.opening import Opening
-from rankwise.step.planner import Planner
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved import SavedStates
-from rankwise.step.table import ParameterTable
 from rankwise.step.undo import Undo
-from rankwise.step.unit import Bucket, StepUnit
-from rankwise.step.values import GroupValues
-from rankwise.step.work import StepWork
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
 
@@ -109,7 +109,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.health = health_of(declared)
         self.values = GroupValues(declared, self.defaults)
         self.undo = Undo(declared, self.matrix_states, self.health)
-        self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo)
+        self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo.settle)
         self.live = LiveGroups(declared, self.values, self.table, self.planner, self.matrix_states)
         self.opening = Opening(declared, self.planner)
         self.saved = SavedStates(declared, self.values, self.table, self.planner, self.matrix_states)
@@ -356,8 +356,8 @@ class ShardedOptimizer(Optimizer, ABC):
         state_dict = dict(state_dict)
         for hook in hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        state_dict = self.saved.fitted(self, state_dict, self.param_groups)
-        before = self.saved.structure(self.param_groups)
+        state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
+        before = self.declared.structures_of(self.param_groups)
         # They have been called: what is compared must be what is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         try:
@@ -365,7 +365,7 @@ class ShardedOptimizer(Optimizer, ABC):
         finally:
             self._optimizer_load_state_dict_pre_hooks = hooks
         self.saved.restore(state_dict, self.param_groups, self.state)
-        if self.saved.structure(self.param_groups) != before:
+        if self.declared.structures_of(self.param_groups) != before:
             self.planner.route_again(self.param_groups)
         self.saved.restore_matrices(state_dict)
         self.load_extra_state(state_dict)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.planning.matrix_states import MatrixState
 from rankwise.sharding import Fragment
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
-from rankwise.step.matrix_states import MatrixState
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = [

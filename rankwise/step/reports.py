@@ -12,13 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import States
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.planner import Planner
+from rankwise.planning.table import ParameterTable
 from rankwise.sharding import Traffic
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import States
 from rankwise.step.health import Health
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.planner import Planner
-from rankwise.step.table import ParameterTable
 
 __all__ = ["Explanation", "Reports", "health_of"]
 

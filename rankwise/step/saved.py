@@ -9,17 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.routing.roles import ParameterInfo
-from rankwise.sharding.sources import TensorContents
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import ElementStates, States, StateTypes, StoredRun
-from rankwise.step.entries import cut_into_entries
-from rankwise.step.fitting import MisfitError, check_shape, in_order_of, refuse_strange, saved_groups_fit
-from rankwise.step.matrix_states import MatrixState, MatrixStates
-from rankwise.step.planner import Planned, Planner
-from rankwise.step.table import Groups, ParameterTable
-from rankwise.step.unit import StepUnit
-from rankwise.step.values import GroupValues
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import States, StateTypes, StoredRun
+from rankwise.planning.matrix_states import MatrixState, MatrixStates
+from rankwise.planning.misfits import refuse_strange
+from rankwise.planning.planner import Planned, Planner
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.unit import StepUnit
+from rankwise.planning.values import GroupValues
+from rankwise.step.fitting import SavedFit
 
 __all__ = ["SavedStates"]
 
@@ -33,6 +31,9 @@ class SavedStates:
         table: The parameters and their rules.
         planner: The units, in whose layout states are stored.
         matrix_states: The optimizer's.
+
+    Attributes:
+        fit: Judges dictionaries before anything of them is taken over.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class SavedStates:
         planner: Planner,
         matrix_states: MatrixStates,
     ) -> None:
-        self._declared, self._values, self._table = declared, values, table
+        self._declared, self._table = declared, table
         self._planner, self._matrix_states = planner, matrix_states
+        self.fit = SavedFit(declared, values, table, planner)
 
     # --- dictionaries -------------------------------------------------------------------------------------------
 
@@ -71,9 +73,8 @@ class SavedStates:
         """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
         units = self._planner.units.values()
         planned = {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
-        infos = self._table.infos
         return [
-            self._layout_record(groups, tensor, group, states, planned.get(id(tensor)), infos)
+            self._layout_record(groups, tensor, group, states, planned.get(id(tensor)))
             for group in groups
             for tensor in group["params"]
         ]
@@ -85,7 +86,6 @@ class SavedStates:
         group: Mapping[str, Any],
         states: States,
         place: tuple[StepUnit, int] | None,
-        infos: Mapping[str, ParameterInfo],
     ) -> dict[str, Any]:
         names = [name for name in states.get(tensor, {}) if name != "step"]
         name = self._planner.name_of(tensor)
@@ -96,163 +96,16 @@ class SavedStates:
         if tensor not in states:
             return {"group": 0, "runs": [], "states": {}, **own}
         # States were loaded and no step has planned since.
-        content = self._planner.source.contents(tensor)
-        kept = self._kept_in(groups, tensor, content, group, infos)
+        content, kept = self._planner.kept_in(groups, tensor, group)
         return {"group": content.group, **kept.record(names, 0), **own}
 
-    def _kept_in(
-        self,
-        groups: Groups,
-        tensor: Tensor,
-        content: TensorContents,
-        group: Mapping[str, Any],
-        infos: Mapping[str, ParameterInfo],
-    ) -> ElementStates:
-        """The states that one tensor keeps in a group, whether or not a step was planned; its index is 0."""
-        routes = {part.name: self._table.choose_in(groups, part.name, group) for part in content.slices}
-        entries = cut_into_entries([content], infos, routes)
-        declared = [self._declared.element_states(entry.info, entry.route.rule, group) for entry in entries]
-        return ElementStates([tensor], entries, declared, tensor.dtype)
-
-    # --- judging a dictionary -----------------------------------------------------------------------------------
-
-    def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
-        """A dictionary as this optimizer would have written it.
-
-        Args:
-            optimizer: Knows what its matrices begin with.
-            state_dict: Of any optimizer.
-            groups: This one's.
-
-        Raises:
-            ValueError: Another optimizer has written it, or for other parameters.
-        """
-        self._refuse_foreign(state_dict)
-        if saved_groups_fit(state_dict, groups):
-            names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
-            state_dict = in_order_of(self._declared.identity, state_dict, names)
-            self._refuse_unknown_matrices(state_dict)
-            self._refuse_misfits(optimizer, state_dict, groups)
-            state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
-        return state_dict
-
-    def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a dictionary that is not one of this optimizer's.
-
-        Args:
-            state_dict: As ``optimizer.state_dict()`` returned it, somewhere.
-
-        Raises:
-            ValueError: Another optimizer has written it, or it has states or parameters that this one has not.
-        """
-        self._refuse_foreign(state_dict)
-        self._refuse_unknown_matrices(state_dict)
-
-    def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
-        ours = self._declared.identity
-        theirs = state_dict.get("rankwise")
-        # A dictionary that was put together by others holds no matrix states; some optimizers have none.
-        if theirs != ours and (theirs is not None or (self._declared.matrix_state_names and state_dict["state"])):
-            if theirs is None:
-                raise ValueError(self._refusal_of_anonymous(state_dict))
-            raise ValueError(
-                f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
-                f"which must be {ours!r}; load it into that one, or load the weights alone"
-            )
-
-    def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
-        """Of a dictionary that says nothing of who wrote it: another optimizer's, or ours, taken apart."""
-        declared, groups = self._declared, state_dict["param_groups"]
-        if groups and all(set(declared.group_options) <= set(group) for group in groups):
-            return (
-                f"{declared.identity}: the state dictionary has lost its matrix states "
-                f"({', '.join(declared.matrix_state_names)}), as happens in torch.distributed.checkpoint's "
-                "get_optimizer_state_dict, which keeps states by parameter alone; save "
-                "optimizer.state_dict() itself, for example under a key of its own, and load that"
-            )
-        return (
-            f"{declared.identity}: the state dictionary was written by another optimizer than rankwise's, "
-            "torch.optim.AdamW for example, whose states mean something else; "
-            "load it into that one, or load the weights alone and start "
-            "the states afresh"
-        )
-
-    def _refuse_unknown_matrices(self, state_dict: Mapping[str, Any]) -> None:
-        ours, names = self._declared.identity, self._declared.matrix_state_names
-        for key, state in state_dict.get("matrix_states", {}).items():
-            if self._table.base_name(key) not in self._table.catalog:
-                raise ValueError(
-                    f"{ours}: the checkpoint's matrix_states has {key!r}, which is invalid: it must be the name of one "
-                    f"of this optimizer's parameters ({', '.join(list(self._table.catalog)[:3])}, ...); build the "
-                    "optimizer from the same named parameters"
-                )
-            unknown = sorted(set(state).difference(names))
-            if unknown:
-                raise ValueError(
-                    f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "
-                    f"one of {', '.join(names) or 'none'}; load it with the version that wrote it"
-                )
-
-    def _refuse_misfits(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
-        """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
-        declared, infos = self._declared, self._table.infos
-        matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
-        groups = []
-        for group, saved in zip(present, state_dict["param_groups"], strict=True):
-            groups.append({**group, **{key: value for key, value in saved.items() if key != "params"}})
-            for tensor, key in zip(group["params"], saved["params"], strict=True):
-                states = state_dict["state"].get(key)
-                if states:
-                    self._refuse_misfit(present, tensor, states, groups[-1], infos)
-        for key, states in matrices.items():
-            name = self._table.base_name(key)
-            info, position = self._table.catalog[name]
-            # Slices of a matrix are compared with what their owner expects.
-            if (key == name) == (len(info.shape) < 3) and position < len(groups):
-                for state, shapes in declared.matrix_state_shapes(info, groups[position]).items():
-                    if state in states:
-                        check_shape(declared.identity, key, state, states[state].shape, shapes)
-        if self.structure(groups) == self.structure(present):
-            for unit in self._planner.units.values():
-                refuse_strange(declared.identity, unit, matrices, optimizer.work(unit).matrix_state)
-
-    def _refuse_misfit(
-        self,
-        groups: Groups,
-        tensor: Tensor,
-        states: Mapping[str, Any],
-        group: Mapping[str, Any],
-        infos: Mapping[str, ParameterInfo],
-    ) -> None:
-        try:
-            content = self._planner.source.contents(tensor)
-        except (LookupError, RuntimeError):
-            return  # the step will say what is wrong
-        owner = self._declared.identity
-        kept = self._kept_in(groups, tensor, content, group, infos)
-        whole = self._planner.name_of(tensor)
-        key = whole or ", ".join(part.name for part in content.slices[:3])
-        for name, shape in kept.shapes(0).items():
-            if name in states:
-                check_shape(owner, key, name, states[name].shape, [shape])
-            elif whole is not None and "step" in states and name not in self._declared.optional_states:
-                raise MisfitError(
-                    f"{owner}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
-                    f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
-                    "that the checkpoint was saved with, or load the weights alone"
-                )
-
     # --- taking over --------------------------------------------------------------------------------------------
-
-    def structure(self, groups: Groups) -> list[tuple[Any, ...]]:
-        """The values of all groups on which shapes of states depend."""
-        return [self._declared.structure_of(group) for group in groups]
 
     def restore(self, state_dict: Mapping[str, Any], groups: Groups, states: States) -> None:
         """Finish what torch has begun: the types of states, and those of matrices.
 
         Args:
-            state_dict: See :meth:`fitted`.
+            state_dict: See :meth:`SavedFit.fitted`.
             groups: Loaded.
             states: Loaded.
         """
@@ -282,10 +135,10 @@ class SavedStates:
             groups: The optimizer's, changed in place.
             saved: The checkpoint's.
         """
-        before = self.structure(groups)
+        before = self._declared.structures_of(groups)
         for group, theirs in zip(groups, saved, strict=True):
             group.update({name: value for name, value in theirs.items() if name != "params"})
-        if self.structure(groups) != before:
+        if self._declared.structures_of(groups) != before:
             self._planner.route_again(groups)
 
     def forget(self, states: dict[Tensor, Any]) -> None:
@@ -357,8 +210,7 @@ class SavedStates:
             unit, index = place
             return unit.states.of_parameter(states, index, name, state)
         # States were loaded and no step has planned since.
-        content = self._planner.source.contents(tensor)
-        kept = self._kept_in(groups, tensor, content, groups[content.group], self._table.infos)
+        _, kept = self._planner.kept_in(groups, tensor, groups[self._planner.source.contents(tensor).group])
         return kept.of_parameter(states, 0, name, state)
 
     def storage(self, states: States) -> Iterator[tuple[Tensor, list[StoredRun]]]:

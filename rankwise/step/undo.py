@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import States
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import States
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.unit import StepUnit, UnitKey
 from rankwise.step.health import Health
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.unit import StepUnit, UnitKey
 
 __all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
 

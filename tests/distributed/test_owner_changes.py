@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR
+from rankwise.planning.matrix_states import MatrixStates
 from rankwise.sharding import Fragment, Layout, MatrixTask, plan_matrices
-from rankwise.step.matrix_states import MatrixStates
 
 
 def _model() -> nn.Sequential:

@@ -18,16 +18,16 @@ from rankwise.mars.options import MARSOptions
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.switch import Switch
 from rankwise.options.validation import OptionError
+from rankwise.planning.live_groups import LiveGroups
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.planner import Planner
+from rankwise.planning.table import ParameterTable
+from rankwise.planning.unit import StepUnit
+from rankwise.planning.values import GroupValues
+from rankwise.planning.work import StepWork
 from rankwise.statistics.collector import Collector
-from rankwise.step.live_groups import LiveGroups
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.planner import Planner
 from rankwise.step.reports import health_of
-from rankwise.step.table import ParameterTable
 from rankwise.step.undo import Undo
-from rankwise.step.unit import StepUnit
-from rankwise.step.values import GroupValues
-from rankwise.step.work import StepWork
 
 
 class Parts:
@@ -46,7 +46,7 @@ class Parts:
         self.values = GroupValues(self.declared, defaults)
         self.matrix_states = MatrixStates()
         self.undo = Undo(self.declared, self.matrix_states, health_of(self.declared))
-        self.planner = Planner(self.declared, self.table, self.values, self.matrix_states, self.undo)
+        self.planner = Planner(self.declared, self.table, self.values, self.matrix_states, self.undo.settle)
         self.live = LiveGroups(self.declared, self.values, self.table, self.planner, self.matrix_states)
         for index in range(len(self.groups)):
             self.table.add_group(self.groups, index)

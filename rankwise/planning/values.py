@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankwise.options.hints import OPTION_WORDS, nearest, shown
 from rankwise.options.validation import OptionError
-from rankwise.step.declared import Declared
+from rankwise.planning.declared import Declared
 
 __all__ = ["GroupValues"]
 

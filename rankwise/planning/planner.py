@@ -11,17 +11,18 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
+from rankwise.planning.assembling import UnitBuilder, device_and_dtype
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import ElementStates
+from rankwise.planning.entries import cut_into_entries
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.misfits import refuse_strange
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.unit import StepUnit, UnitKey
+from rankwise.planning.values import GroupValues
+from rankwise.planning.work import StepWork
 from rankwise.sharding import LayoutError, MatrixTask, SlicedMatrix
 from rankwise.sharding.sources import LayoutSource, TensorContents, WholeParameters
-from rankwise.step.assembling import UnitBuilder, device_and_dtype
-from rankwise.step.declared import Declared
-from rankwise.step.fitting import refuse_strange
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.table import Groups, ParameterTable
-from rankwise.step.undo import Undo
-from rankwise.step.unit import StepUnit, UnitKey
-from rankwise.step.values import GroupValues
-from rankwise.step.work import StepWork
 from rankwise.version import __version__
 
 __all__ = ["Form", "Planned", "Planner", "form_of"]
@@ -59,7 +60,7 @@ class Planner:
         table: Its parameters and their rules.
         values: Its options in words.
         matrix_states: Its matrix states.
-        undo: Settled before plans are forgotten, by which its counts are known.
+        settle: Called before plans are forgotten: the last steps may have to be undone by them.
 
     Attributes:
         source: The framework's description of the param groups' tensors.
@@ -74,10 +75,10 @@ class Planner:
         table: ParameterTable,
         values: GroupValues,
         matrix_states: MatrixStates,
-        undo: Undo,
+        settle: Callable[[], None],
     ) -> None:
-        self._held = declared, table, values, matrix_states, undo
-        self._declared, self._table, self._values, self._matrix_states, self._undo = self._held
+        self._held = declared, table, values, matrix_states, settle
+        self._declared, self._table, self._values, self._matrix_states, self._settle = self._held
         self._builder = UnitBuilder(declared, table, values)
         self.source: LayoutSource = table.plain
         self.units: dict[UnitKey, StepUnit] = {}
@@ -116,7 +117,7 @@ class Planner:
 
     def forget(self) -> None:
         """Forget all plans, but not the owners."""
-        self._undo.settle()
+        self._settle()
         self.units.clear()
         self.loads = []
 
@@ -139,6 +140,15 @@ class Planner:
                 if candidate is tensor:
                     return unit, index
         return None
+
+    def kept_in(self, groups: Groups, tensor: Tensor, group: Mapping[str, Any]) -> tuple[TensorContents, ElementStates]:
+        """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0."""
+        content, table = self.source.contents(tensor), self._table
+        infos = {part.name: table.catalog[part.name][0] for part in content.slices}
+        routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
+        entries = cut_into_entries([content], infos, routes)
+        kept = [self._declared.element_states(entry.info, entry.route.rule, group) for entry in entries]
+        return content, ElementStates([tensor], entries, kept, tensor.dtype)
 
     def plan_present(self, optimizer: Planned, groups: Groups) -> StepUnit:
         """Plan the unit of the present tensors of the groups."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rankwise.options.fields import Options
+from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
-from rankwise.step.element_states import StateTypes
 
 __all__ = ["Declared"]
 
@@ -96,3 +96,7 @@ class Declared(ABC):
     def structure_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """A group's values of the structural options."""
         return tuple(group.get(name) for name in self.structural_options)
+
+    def structures_of(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+        """The values of all groups on which shapes of states depend."""
+        return [self.structure_of(group) for group in groups]

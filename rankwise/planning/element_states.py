@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
+from rankwise.planning.entries import Entry
 from rankwise.sharding.sources import real_view
-from rankwise.step.entries import Entry
 
 __all__ = ["ElementStates", "StateTypes", "States", "StoredRun"]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import ElementStates
+from rankwise.planning.entries import Entry, cut_into_entries
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.unit import StepUnit, refuse_difference
+from rankwise.planning.values import GroupValues
 from rankwise.sharding import Fragment, Layout, LayoutError, gather_together
 from rankwise.sharding.sources import LayoutSource, TensorContents
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import ElementStates
-from rankwise.step.entries import Entry, cut_into_entries
-from rankwise.step.table import Groups, ParameterTable
-from rankwise.step.unit import StepUnit, refuse_difference
-from rankwise.step.values import GroupValues
 
 __all__ = ["UnitBuilder", "device_and_dtype"]
 

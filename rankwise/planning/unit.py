@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
+from rankwise.planning.element_states import ElementStates, States
+from rankwise.planning.entries import Entry
 from rankwise.routing.roles import ParameterInfo, Route, Rule
 from rankwise.sharding import (
     DeviceIndices,
@@ -28,8 +30,6 @@ from rankwise.sharding import (
     in_slices,
     plan_matrices,
 )
-from rankwise.step.element_states import ElementStates, States
-from rankwise.step.entries import Entry
 from rankwise.updates.adamw import Step
 
 __all__ = ["Bucket", "StepUnit", "UnitKey", "refuse_difference", "spans"]

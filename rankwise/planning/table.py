@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise.options.validation import OptionError
+from rankwise.planning.declared import Declared
 from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.routing.roles import ParameterInfo, Role, Route, describe, info_of, route
 from rankwise.routing.stored_shapes import transposed_by_name
 from rankwise.sharding.sources import WholeParameters, real_view, refuse_unreadable
-from rankwise.step.declared import Declared
 
 __all__ = ["Groups", "ParameterTable", "idle_allowed"]
 

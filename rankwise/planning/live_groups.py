@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import States
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.planner import Planner, form_of
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.planning.unit import StepUnit
+from rankwise.planning.values import GroupValues
 from rankwise.sharding.sources import real_view, refuse_unreadable
-from rankwise.step.declared import Declared
-from rankwise.step.element_states import States
-from rankwise.step.matrix_states import MatrixStates
-from rankwise.step.planner import Planner, form_of
-from rankwise.step.table import Groups, ParameterTable
-from rankwise.step.unit import StepUnit
-from rankwise.step.values import GroupValues
 
 __all__ = ["LiveGroups"]
 
@@ -67,7 +67,7 @@ class LiveGroups:
         if unit is not None and plain and list(map(form_of, unit.tensors)) != unit.forms:
             self._follow_forms(unit)
             return True
-        structure = list(map(self._declared.structure_of, groups))
+        structure = self._declared.structures_of(groups)
         if unit is not None and structure == self._planned_structure:
             return False
         changed = self._follow_groups(groups, states)
