@@ -10,20 +10,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rankwise.launch import looking
 from rankwise.launch.models import ModelFamily
 from rankwise.launch.settings import Framework
 from rankwise.names import CLASSES
+from rankwise.version import __version__
 
 __all__ = ["app", "console"]
 
 app = typer.Typer(
+    name="rankwise",
     help=f"{', '.join(known.__name__ for known in CLASSES)} for DeepSpeed and Megatron.",
+    epilog="Begin with: rankwise doctor, then rankwise list, then rankwise train",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
 
+_PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _Ranks = Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or two on a CPU.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 _Model = Annotated[ModelFamily, typer.Option(help="Shape of the language model.")]
@@ -34,16 +38,29 @@ _SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sample.")]
 _Config = Annotated[Path | None, typer.Option(help="DeepSpeed JSON file.", exists=True, dir_okay=False)]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"rankwise {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Keeps ``rankwise train`` a subcommand whatever commands there are."""
 
 
-@app.command()
+app.command(epilog="Example: rankwise doctor --json > doctor.json")(looking.doctor)
+
+
+@app.command(epilog="Example: rankwise train --optimizer adamw,mkor --steps 500 --stage 3 --ranks 2")
 def train(
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(help="Optimizer to train with; repeat it, separate with commas, or say 'all'. [adamw, mars-m]"),
+        typer.Option(help="Types, separated by commas, or 'all'.", show_default="adamw, mars-m"),
     ] = None,
     config: _Config = None,
     framework: Annotated[Framework, typer.Option(help="What trains the model.")] = "deepspeed",
@@ -149,7 +166,9 @@ def train(
         raise typer.Exit(1)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings=_PASSING_ON, epilog="Example: rankwise deepspeed --ranks 8 train.py --deepspeed_config ds.json"
+)
 def deepspeed(
     script: Annotated[Path, typer.Argument(help="Your training script.", exists=True, dir_okay=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
@@ -174,7 +193,10 @@ def deepspeed(
     exec_ranks("shim", [str(script), *(arguments or [])], processes, cpu)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings=_PASSING_ON,
+    epilog="Example: rankwise megatron --ranks 8 pretrain_gpt.py --optimizer ldadam --ldadam-rank 256 ...",
+)
 def megatron(
     script: Annotated[
         Path, typer.Argument(help="pretrain_gpt.py of a Megatron-LM checkout.", exists=True, dir_okay=False)
@@ -210,7 +232,7 @@ def megatron(
     exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu)
 
 
-@app.command()
+@app.command(epilog="Example: rankwise explain --config ds.json --layers 12 --hidden 768 --heads 12")
 def explain(
     config: _Config = None,
     optimizer: Annotated[str, typer.Option(help="Packaged config to explain when there is no --config.")] = "mkor",
@@ -236,7 +258,7 @@ def explain(
         raise typer.BadParameter(str(error)) from error
 
 
-@app.command()
+@app.command(epilog="Example: rankwise universal checkpoints/global_step100 checkpoints/universal")
 def universal(
     source: Annotated[Path, typer.Argument(help="Folder of a tag, such as checkpoints/global_step100.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, such as checkpoints/universal.")],
@@ -248,10 +270,20 @@ def universal(
     """
     from deepspeed_plugin.checkpoints import CheckpointError, convert
 
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise typer.BadParameter(f"target is {str(target)!r}, which exists: name a new folder, or remove it first")
     try:
         convert(source, target, workers)
     except CheckpointError as error:
         raise typer.BadParameter(str(error)) from error
+    where, tag = target.resolve().parent, target.name
+    console.print(
+        f'written: {target}. Set "checkpoint": {{"load_universal": true}} in the JSON and call\n'
+        f"engine.load_checkpoint({str(where)!r}, tag={tag!r})",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.configs import OPTIMIZERS, deepspeed_config
+from rankwise.names import BY_NAME, BY_SPELLING
 
-__all__ = ["Overrides", "check_framework", "planned_configs", "read_config", "split_names"]
+__all__ = ["Overrides", "check_framework", "check_options", "planned_configs", "read_config", "split_names"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def planned_configs(
         Label of the run -> configuration, in the order asked for.
 
     Raises:
-        ValueError: if there is no ``optimizer`` block to train with, or a value is out of range.
+        ValueError: if there is no ``optimizer`` block to train with, or one of its options is unknown or out of range.
     """
     stage = 2 if overrides.stage is None else overrides.stage
     base = deepspeed_config("adamw", stage) if config is None else config
@@ -142,7 +143,32 @@ def planned_configs(
         if not isinstance(block, dict) or "type" not in block:
             raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
         blocks = {str(block["type"]).lower(): block}
-    return {label: _with_values(base, block, overrides) for label, block in blocks.items()}
+    configs = {label: _with_values(base, block, overrides) for label, block in blocks.items()}
+    for planned in configs.values():
+        check_options(planned["optimizer"])
+    return configs
+
+
+def check_options(block: Mapping[str, Any]) -> None:
+    """Checks the options of an ``optimizer`` block of one of our types, which costs no import of a framework.
+
+    Args:
+        block: With ``type`` and perhaps ``params``; those of other types are their framework's to judge.
+
+    Raises:
+        ValueError: Names the key, the value and the fix.
+    """
+    params = block.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f'optimizer.params is {params!r}: it must be an object of options, e.g. {{"lr": 1e-3}}')
+    name = str(block["type"]).lower()
+    if name not in BY_NAME:
+        return
+    named = BY_NAME[name]
+    spelling = next(spelling for spelling in BY_SPELLING if spelling.lower() == name)
+    keywords = named.complete(params, f"optimizer type {spelling!r}", instead=named.optimizer.__name__)
+    # Integrations fill these in.
+    named.optimizer.options_type(**{key: value for key, value in keywords.items() if value != "auto"})
 
 
 def _with_values(base: dict[str, Any], block: dict[str, Any], overrides: Overrides) -> dict[str, Any]:

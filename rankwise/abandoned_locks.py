@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PATIENCE", "build_lock", "settle"]
+__all__ = ["PATIENCE", "build_lock", "build_locks", "is_abandoned", "settle"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,33 @@ def build_lock(name: str) -> Path:
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(name, False)) / "lock"
+
+
+def build_locks() -> Iterator[Path]:
+    """The locks of all just-in-time builds there are now."""
+    from torch.utils import cpp_extension
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    # Below the root: a folder for each build, or for each version of Python and CUDA first.
+    yield from sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in Path(root).glob(pattern))
+
+
+def is_abandoned(lock: Path) -> bool:
+    """Whether a lock's owner is gone, so that everybody else waits for ever; changes nothing.
+
+    Takes two seconds where nobody holds the lock. False where it cannot be known.
+
+    Args:
+        lock: The file; need not exist.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        return False
+    first = _look(lock)
+    if first.file is None:
+        return False
+    # An owner closes its lock before it removes it.
+    time.sleep(_RELEASING)
+    return _look(lock).file == first.file
 
 
 def settle(lock: Path) -> bool:

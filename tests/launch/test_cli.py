@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rankwise.launch import environment, shim
 from rankwise.launch.cli import app
+from rankwise.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,14 +44,42 @@ def text(tmp_path: Path) -> Path:
         (["--config", "missing.json"], "'missing.json' does not exist"),
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--sead", "1"], "No such option: --sead"),
+        (["--config", "CONFIG"], "optimizer type 'MARS-M' has no option 'gama': did you mean 'gamma'?"),
+        (["--optimizer", "mkor", "--lr", "-1"], "lr=-1.0 is invalid"),
     ],
 )
 def test_train_refuses_bad_options_before_any_rank_starts(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankwise.launch.spawn.run_ranks", lambda *_: pytest.fail("a run was started"))
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "MARS-M", "params": {"lr": "auto", "gama": 0.1}}}')
+    arguments = [str(tmp_path / "ds.json") if argument == "CONFIG" else argument for argument in arguments]
     status, output = run("train", *arguments)
     assert status == 2 and message in output
+
+
+def test_version_and_module() -> None:
+    status, output = run("--version")
+    assert status == 0 and output.strip() == f"rankwise {__version__}"
+    said = subprocess.check_output([sys.executable, "-m", "rankwise", "--version"], text=True, cwd=ROOT)
+    assert said.strip() == f"rankwise {__version__}"
+
+
+def commands() -> list[str]:
+    return [command.name or command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and len(lines) <= 50, len(lines)
+    assert re.search(rf"Example: rankwise {command} ", " ".join(lines))
+
+
+def test_help_shows_defaults_in_brackets_as_they_are() -> None:
+    status, output = run("train", "--help")
+    assert status == 0 and "adamw, mars-m" in output
 
 
 def test_train_refuses_text_too_short_for_a_window(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +243,19 @@ def test_universal_command_says_what_is_missing(tmp_path: Path) -> None:
     code, output = run("universal", str(tmp_path), str(tmp_path / "out"))
     assert code == 2
     assert "holds no checkpoint; name the folder of a tag" in output
+
+
+def test_universal_command_does_not_overwrite_and_says_how_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr("deepspeed_plugin.checkpoints.convert", lambda source, target, workers: None)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    code, output = run("universal", str(tmp_path), str(tmp_path / "taken"))
+    assert code == 2 and "which exists: name a new folder" in output
+    code, output = run("universal", str(tmp_path), str(tmp_path / "fresh"))
+    assert code == 0 and f"engine.load_checkpoint('{tmp_path}', tag='fresh')" in output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""Everything ``rankwise doctor`` looks at, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rankwise.launch.environment import rank_environment
+from rankwise.launch.findings import Finding
+from rankwise.launch.installed import look_at_packages
+from rankwise.launch.machine import look_at_frameworks, look_at_kernels, look_at_locks, look_at_machine
+from rankwise.launch.self_test import TOLERANCE, differences
+from rankwise.launch.spawn import torchrun_command
+
+__all__ = ["as_json", "examine", "run_self_test"]
+
+_RANKS = 2
+
+
+def examine(self_test: bool = True, timeout: float = 300.0) -> Iterator[Finding]:
+    """Look at this environment; changes nothing but the cache of compiled kernels.
+
+    Args:
+        self_test: Whether to run two ranks, too.
+        timeout: Seconds after which these have failed.
+    """
+    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("packages", look_at_packages),
+        ("machine", look_at_machine),
+        ("kernels", look_at_kernels),
+        ("frameworks", look_at_frameworks),
+        ("locks", look_at_locks),
+    ]
+    for topic, look in looks:
+        try:
+            with _quiet():
+                found = list(look())
+        except Exception as error:  # one look that fails must not hide the others
+            found = [Finding(topic, "look", f"{type(error).__name__}: {error}", "fail", "report this")]
+        yield from found
+    if self_test:
+        yield run_self_test(timeout)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Frameworks speak while they are imported; the answer is what is printed."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def run_self_test(timeout: float) -> Finding:
+    """Two ranks on the CPU against recorded trajectories.
+
+    Args:
+        timeout: Seconds.
+    """
+    begin = time.monotonic()
+    name = f"{_RANKS} ranks against recorded trajectories"
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "weights.json"
+        environment = {**rank_environment(_RANKS, cpu=True), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        process = subprocess.Popen(
+            torchrun_command("self_test", [str(target)], _RANKS),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            said, _ = process.communicate()
+            return Finding(
+                *("self-test", name, f"no end after {timeout:.0f} s", "fail"),
+                "the ranks cannot reach each other: look at GLOO_SOCKET_IFNAME and at firewalls on localhost",
+            )
+        if process.returncode or not target.exists():
+            return Finding("self-test", name, f"status {process.returncode}", "fail", _end_of(said))
+        far = differences(json.loads(target.read_text(encoding="utf-8")))
+    seconds = time.monotonic() - begin
+    worst = max(far, key=lambda key: far[key])
+    value = f"{len(far)} optimizers follow, {worst} least ({far[worst]:.1e}), in {seconds:.0f} s"
+    if far[worst] <= TOLERANCE:
+        return Finding("self-test", name, value)
+    off = ", ".join(f"{key} {value:.1e}" for key, value in far.items() if not value <= TOLERANCE)
+    advice = "set RANKWISE_NATIVE=0 and run it again: if that helps, the compiler is at fault; report either"
+    return Finding("self-test", name, f"off by more than {TOLERANCE:.0e}: {off}", "fail", advice)
+
+
+def _end_of(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or [f"{sys.executable} -m torch.distributed.run said nothing"])[-1][-500:]
+
+
+def as_json(findings: list[Finding]) -> str:
+    """The findings, and whether any is a failure, for programs."""
+    failed = any(finding.status == "fail" for finding in findings)
+    return json.dumps({"healthy": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2)

@@ -1,0 +1,158 @@
+"""Device, compiler, kernels and frameworks of this machine, as rankwise will meet them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rankwise.abandoned_locks import build_locks, is_abandoned
+from rankwise.launch.environment import available_cores, missing_build_tools
+from rankwise.launch.findings import Finding
+
+__all__ = ["look_at_frameworks", "look_at_kernels", "look_at_locks", "look_at_machine"]
+
+_SWITCHES = ("RANKWISE_NATIVE", "RANKWISE_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")
+
+
+def look_at_machine() -> Iterator[Finding]:
+    """Processor, accelerators, backends of messages, compiler."""
+    yield Finding("machine", "system", f"{platform.system()} {platform.machine()}, {available_cores()} cores")
+    yield Finding("machine", "CPU instructions", _instructions())
+    yield _accelerators()
+    backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in backends else "none"
+    yield Finding("machine", "torch.distributed", f"{', '.join(backends)}; NCCL (RCCL) {nccl}")
+    missing = missing_build_tools()
+    advice = "install them: without, the CPU takes torch's operations and DeepSpeed's compiled collectives are left out"
+    yield Finding("machine", "compiler", _compiler(), "note" if missing else "ok", advice if missing else "")
+    if missing:
+        yield Finding("machine", "missing build tools", ", ".join(missing), "note")
+    switches = [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
+    yield Finding("machine", "environment", ", ".join(switches) or "nothing set that changes what runs")
+
+
+def _instructions() -> str:
+    # Instructions only: other entries are sizes of caches.
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    of_interest = [name for name in ("avx2", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "sve") if known.get(name)]
+    return (
+        f"torch uses {torch.backends.cpu.get_cpu_capability()}; the processor has {', '.join(of_interest) or 'no bf16'}"
+    )
+
+
+def _accelerators() -> Finding:
+    kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    if not torch.version.hip and not torch.version.cuda:
+        return Finding("machine", "accelerators", "none: this torch is built for CPUs")
+    if not torch.cuda.is_available():
+        return Finding(
+            "machine",
+            "accelerators",
+            f"torch is built for {kind} and sees none",
+            "note",
+            "look at nvidia-smi or rocm-smi",
+        )
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding(
+        "machine", "accelerators", f"{kind}: {', '.join(f'{names.count(n)} x {n}' for n in sorted(set(names)))}"
+    )
+
+
+def _compiler() -> str:
+    name = next(
+        (name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and shutil.which(name)), None
+    )
+    if name is None:
+        return "none"
+    said = subprocess.run([name, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+    return said.splitlines()[0] if said else name
+
+
+def look_at_kernels() -> Iterator[Finding]:
+    """Which form of the kernels runs on each device, and in which type products are; compiles what a step would."""
+    from rankwise.kernels.forms import kernels_for, product_dtype_for
+
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    meaning = {
+        "native": "compiled C++",
+        "blocked": "cache-blocked torch operations",
+        "triton": "Triton",
+        "lists": "torch._foreach operations",
+    }
+    for device in devices:
+        try:
+            form = kernels_for(device, torch.float32).__name__.rpartition(".")[2]
+            product = str(product_dtype_for(device, torch.float32)).removeprefix("torch.")
+        except (RuntimeError, ValueError) as error:
+            yield Finding("kernels", device.type, "cannot be used", "fail", str(error))
+            continue
+        slow = form in ("blocked", "lists")
+        advice = {"blocked": "install a C++ compiler with OpenMP", "lists": "pip install 'rankwise[triton]'"}
+        value = f"{meaning.get(form, form)}; products of MARS-M, MARS-Shampoo and MKOR in {product}"
+        yield Finding("kernels", device.type, value, "note" if slow else "ok", advice.get(form, ""))
+
+
+def look_at_frameworks() -> Iterator[Finding]:
+    """Whether both frameworks take our optimizers here."""
+    yield _tried("DeepSpeed", "deepspeed", "rankwise[deepspeed]", _deepspeed)
+    yield _tried("Megatron", "megatron.core", "rankwise[megatron]", _megatron)
+    yield _tried("megatron.training", "megatron.training", "", _pretraining)
+
+
+def _tried(name: str, module: str, package: str, serve: Callable[[], str]) -> Finding:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        advice = (
+            f"pip install '{package}'" if package else "comes with a checkout of Megatron-LM, not with pip's package"
+        )
+        return Finding("frameworks", name, "not installed", "note", f"{advice}, if you want it")
+    try:
+        return Finding("frameworks", name, serve())
+    except Exception as error:  # whatever a framework's import raises on a machine it was not made for
+        return Finding("frameworks", name, f"{type(error).__name__} on import", "fail", str(error).strip()[:500])
+
+
+def _deepspeed() -> str:
+    # Its command line and compiler checks speak on import; what matters is whether our types are known.
+    plugin = importlib.import_module("deepspeed_plugin")
+    if not plugin.is_registered():
+        raise RuntimeError("deepspeed_plugin was imported and its types are not registered")
+    return f"takes {', '.join(plugin.JSON_TYPES)}; ZeRO 0 to 3, BF16_Optimizer, FP16_UnfusedOptimizer, pipelines, MoE"
+
+
+def _megatron() -> str:
+    patches = importlib.import_module("megatron_patches").check(command_line=False)
+    return f"{len(patches)} functions to replace, all as expected; distributed, layer-wise, fp32 and bf16 wrappers"
+
+
+def _pretraining() -> str:
+    patches = importlib.import_module("megatron_patches").check(command_line=True)
+    return f"{len(patches)} functions to replace, all as expected: rankwise megatron pretrain_gpt.py works"
+
+
+def look_at_locks() -> Iterator[Finding]:
+    """Locks of torch's just-in-time builds that a killed job has left behind."""
+    locks = list(build_locks())
+    for lock in locks:
+        if is_abandoned(lock):
+            advice = f"jobs that compile there wait for ever: rm {lock} (rankwise's commands remove DeepSpeed's own)"
+            yield Finding("locks", _short(lock), "its owner is gone", "fail", advice)
+        else:
+            yield Finding("locks", _short(lock), "held by a process that compiles", "note")
+    if not locks:
+        yield Finding("locks", "compiled extensions", "no lock is held or left behind")
+
+
+def _short(lock: Path) -> str:
+    return str(Path(*lock.parts[-3:]))
