@@ -209,7 +209,8 @@ class ParameterTable:
         for name, (info, index) in self.catalog.items():
             learnt = found.get(id(self.parameters[name]))
             if learnt is not None and info.role is Role.UNKNOWN:
-                self.catalog[name] = (replace(info, role=learnt.role, transposed=learnt.transposed), index)
+                known = replace(info, role=learnt.role, transposed=learnt.transposed, fused=learnt.fused)
+                self.catalog[name] = (known, index)
         self.route_again(groups)
 
     # --- judgements ---------------------------------------------------------------------------------------------

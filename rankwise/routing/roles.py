@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from rankwise.routing.fused import Fused
 from rankwise.routing.names import Role, is_head, is_router, role_by_name, unwrapped
+from rankwise.routing.recognised import fused_parts
+from rankwise.routing.weight_view import Surroundings
 
 __all__ = [
     "ParameterInfo",
@@ -134,7 +136,7 @@ def route(info: ParameterInfo, policy: RoutingPolicy, fallback: bool | None = No
 def describe(
     model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]] = lambda parameter: parameter.shape
 ) -> Mapping[nn.Parameter, ParameterInfo]:
-    """Find name, logical shape and role of every parameter of a model.
+    """Find name, logical shape, role and logical matrices of every parameter of a model.
 
     Args:
         model: The model.
@@ -148,6 +150,7 @@ def describe(
     head = _output_head(model)
     # A wrapped head is a wrapper, and what it wraps has the weight.
     heads = {unwrapped(name) for name, module in model.named_modules() if module is head}
+    surroundings = Surroundings(model)
     for module_name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             if parameter not in names:
@@ -163,6 +166,7 @@ def describe(
                 role=role,
                 transposed=is_weight and type(module).__name__ == "Conv1D",
                 bias=names.get(bias) if is_weight and isinstance(bias, nn.Parameter) else None,
+                fused=fused_parts(surroundings.view(outer, local, shape)),
             )
             earlier = found.get(parameter)
             if earlier is not None and role not in (Role.EMBEDDING, Role.HEAD):

@@ -1,0 +1,119 @@
+"""A weight as its model shows it: its name, the modules around it, their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from rankwise.routing.names import unwrapped
+
+__all__ = ["Surroundings", "WeightView"]
+
+# What models call the same thing.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_partition")
+_KEY_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_head_kv", "num_multi_query_groups_per_partition")
+_HEAD_SIZE = ("head_dim", "head_size", "attention_head_size", "hidden_size_per_attention_head", "d_head")
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """What a recogniser is shown.
+
+    Attributes:
+        name: The layer's within its module (``c_attn``), or the parameter's own if the module keeps it itself.
+        kind: Class of the layer.
+        owner: The module that uses it, by whose class its layout is known.
+        sources: Where numbers are looked up, the nearest first: the owner, then configs.
+        shape: As stored.
+    """
+
+    name: str
+    kind: str
+    owner: nn.Module
+    sources: tuple[object, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a layer that stores (outputs, inputs)."""
+        return self.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        """Its inputs."""
+        return self.shape[-1]
+
+    def number(self, *names: str) -> int | None:
+        """The first of these attributes that is a positive integer, in the nearest place that has any."""
+        for source in self.sources:
+            for name in names:
+                value = getattr(source, name, None)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+        return None
+
+    def flag(self, *names: str) -> bool | None:
+        """The first of these attributes that is true or false; None if there is none."""
+        for source in self.sources:
+            for name in names:
+                value = getattr(source, name, None)
+                if isinstance(value, bool):
+                    return value
+        return None
+
+    @property
+    def heads(self) -> int | None:
+        """Of queries."""
+        return self.number(*_HEADS)
+
+    @property
+    def key_heads(self) -> int | None:
+        """Of keys and of values; those of the queries, where nothing says otherwise."""
+        return self.number(*_KEY_HEADS) or self.heads
+
+    @property
+    def head_size(self) -> int | None:
+        """Said by the model, else the inputs shared out among the heads."""
+        said = self.number(*_HEAD_SIZE)
+        heads = self.heads
+        if said or not heads or self.columns % heads:
+            return said
+        return self.columns // heads
+
+
+class Surroundings:
+    """The modules of a model by their names.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # What a wrapper wraps comes after it, and is meant.
+        self._modules = {unwrapped(name): module for name, module in model.named_modules()}
+
+    def view(self, module: str, local: str, shape: tuple[int, ...]) -> WeightView:
+        """Of one parameter.
+
+        Args:
+            module: Name of the module that holds it, without wrappers.
+            local: Its name there; ``weight`` stands for the layer.
+            shape: Its logical shape.
+        """
+        outer, _, name = module.rpartition(".")
+        holder = self._modules[module]
+        place = outer if local == "weight" and outer in self._modules else module
+        sources = (self._modules[place], *self._configs(place))
+        return WeightView(name if local == "weight" else local, type(holder).__name__, sources[0], sources, shape)
+
+    def _configs(self, place: str) -> Iterator[object]:
+        """Of a module and all around it, from the inside out."""
+        while True:
+            config = getattr(self._modules.get(place), "config", None)
+            if config is not None:
+                yield config
+            if not place:
+                return
+            place = place.rpartition(".")[0]
