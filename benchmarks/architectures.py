@@ -180,7 +180,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         hf(
             "DbrxForCausalLM",
             **{"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64},
-            attn_config={"kv_n_heads": 2, "rope_theta": 1e4},
+            attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
         ),
         {
