@@ -8,14 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from rankwise.planning.unit import StepUnit
-from rankwise.sharding import Traffic, halo_volume, matrix_volume, sums_volume
+from rankwise.sharding import EvenCuts, Traffic, halo_volume, matrix_volume, sums_volume
 from rankwise.sharding.sources import Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -88,14 +88,12 @@ def estimate(optimizer: ShardedOptimizer, world: int | None = None, stage: int =
 
 def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
     layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
-    for rank, fragments in zip(ranks, layout.ranks, strict=True):
-        for fragment in fragments:
-            group = unit.planned_groups[unit.group_position[fragment.key]]
-            states = optimizer.declared.element_states(unit.infos[fragment.key], unit.routes[fragment.key].rule, group)
-            rank.elements += fragment.numel
-            width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
-            rank.element_state_bytes += fragment.numel * width
-            rank.flops += fragment.numel * work.element_flops
+    for shares, count, width in _element_states(optimizer, unit):
+        for holder, held in shares.items():
+            rank = ranks[holder]
+            rank.elements += held * count
+            rank.element_state_bytes += held * width
+            rank.flops += held * count * work.element_flops
     if unit.exchange is not None:
         plan = unit.exchange.plan
         for batch in plan.batches:
@@ -123,6 +121,20 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
         rank.period = work.period
 
 
+def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tuple[Mapping[int, int], int, int]]:
+    """Elements by rank of keys that are held alike, how many keys those are, and bytes of state for each element."""
+    found: dict[int, tuple[Mapping[int, int], int, int]] = {}
+    for key in unit.layout.shapes:
+        group = unit.planned_groups[unit.group_position[key]]
+        states = optimizer.declared.element_states(unit.infos[key], unit.routes[key].rule, group)
+        width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
+        elements = unit.layout.elements(key)
+        # They are kept here, so that no other has the same number.
+        _, count, total = found.get(id(elements), (elements, 0, 0))
+        found[id(elements)] = (elements, count + 1, total + width)
+    return found.values()
+
+
 def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:
     for rank, traffic in zip(ranks, sent, strict=True):
         rank.bytes_sent += traffic.bytes
@@ -130,12 +142,14 @@ def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:
 
 
 def _imagined(optimizer: ShardedOptimizer, world: int, stage: int) -> list[StepUnit]:
-    cuts: dict[int, Callable[..., list[list[Slice]]]] = {0: _replicated, 1: _joined, 2: _joined, 3: _each}
-    if stage not in cuts:
+    cuts: dict[int, Callable[..., list[list[Slice]]]] = {0: _replicated, 1: _joined, 2: _joined}
+    if stage not in (*cuts, 3):
         raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
     groups: dict[int, dict[str, int]] = {}
     for name, (info, group) in optimizer.table.catalog.items():
         groups.setdefault(group, {})[name] = prod(info.shape)
+    if stage == 3:
+        return optimizer.imagine([EvenCuts(group, sizes, world) for group, sizes in groups.items()])
     units = [
         [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world)]
         for group, sizes in groups.items()
@@ -164,18 +178,4 @@ def _joined(sizes: dict[str, int], world: int) -> list[list[Slice]]:
             first, last = max(position, rank * share), min(position + size, (rank + 1) * share)
             ranks[rank].append(Slice(name, first - position, last - position, first - rank * share))
         position += size
-    return ranks
-
-
-def _each(sizes: dict[str, int], world: int) -> list[list[Slice]]:
-    """Every parameter in equal parts."""
-    ranks: list[list[Slice]] = [[] for _ in range(world)]
-    position = 0
-    for name, size in sizes.items():
-        share = -(-size // world)
-        for rank in range(world):
-            first, last = min(rank * share, size), min((rank + 1) * share, size)
-            if first < last:
-                ranks[rank].append(Slice(name, first, last, position))
-        position += share
     return ranks

@@ -80,12 +80,12 @@ def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) 
     if signature not in replies:
         assert unit.exchange is not None
         products = 2 if groups[signature.group]["error_feedback"] else 1
-        plan, holders = unit.exchange.plan, unit.exchange.layout.holders
+        plan, layout = unit.exchange.plan, unit.exchange.layout
         receivers = elements = 0
         for key in (task.key for other in plan.batches if other.signature == signature for task in other.tasks):
-            others = [fragments for holder, fragments in holders[key].items() if holder != plan.owners[key]]
+            others = [held for holder, held in layout.elements(key).items() if holder != plan.owners[key]]
             receivers += len(others)
-            elements += sum(fragment.numel for fragments in others for fragment in fragments)
+            elements += sum(others)
         length = signature.factors_length(products)
         fewer = receivers * length <= products * elements
         replies[signature] = Reply(whole=length) if fewer else Reply(values=products)

@@ -168,7 +168,7 @@ class MKOR(ShardedOptimizer):
             matrix_state=lambda task, device: self._factors.fresh(task.signature, device),
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.update_interval,
-            scalars=(8,) * (bool(tasks) and not all(unit.layout.ranks)) + (16,) * self.switch.watches(unit),
+            scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
 
     def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:

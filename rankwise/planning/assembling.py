@@ -14,7 +14,7 @@ from rankwise.planning.entries import Entry, cut_into_entries
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, refuse_difference
 from rankwise.planning.values import GroupValues
-from rankwise.sharding import Fragment, Layout, LayoutError, gather_together
+from rankwise.sharding import EvenCuts, EvenLayout, Fragment, Layout, LayoutError, gather_together
 from rankwise.sharding.sources import LayoutSource, TensorContents
 
 __all__ = ["UnitBuilder", "device_and_dtype"]
@@ -78,19 +78,28 @@ class UnitBuilder:
         unit.apart = apart is not None
         return unit
 
-    def imagine(self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]], replicated: bool) -> StepUnit:
+    def imagine(
+        self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]] | EvenCuts, replicated: bool
+    ) -> StepUnit:
         """The unit of ranks that need not exist, as the first of them would build it.
 
         Args:
             param_groups: All of the optimizer's.
-            ranks: What the tensors of each rank store.
+            ranks: What the tensors of each rank store; or that every parameter is cut evenly.
             replicated: See :class:`rankwise.sharding.Layout`.
         """
+        groups = dict(enumerate(param_groups))
+        if isinstance(ranks, EvenCuts):
+            whole = [entry.fragment for entry in self.entries([ranks.whole()])]
+            if all(part.columns is None for part in whole):
+                layout: Layout = EvenLayout(ranks, whole, self._table.base_name)
+                first = ranks.contents(0)
+                return self.assemble(param_groups, [], [first], [first.group], groups, self.entries([first]), layout)
+            ranks = [[ranks.contents(rank)] for rank in range(ranks.world)]
         cut = [self.entries(contents) for contents in ranks]
         parts = tuple(tuple(entry.fragment for entry in entries) for entries in cut)
         positions = [content.group for content in ranks[0]]
-        layout = Layout(parts, replicated=replicated)
-        groups = dict(enumerate(param_groups))
+        layout = Layout(parts, replicated=replicated, imagined=True)
         return self.assemble(param_groups, [], ranks[0], positions, groups, cut[0], layout)
 
     def entries(self, contents: Sequence[TensorContents]) -> list[Entry]:

@@ -21,7 +21,7 @@ from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, UnitKey
 from rankwise.planning.values import GroupValues
 from rankwise.planning.work import StepWork
-from rankwise.sharding import LayoutError, MatrixTask, SlicedMatrix
+from rankwise.sharding import EvenCuts, LayoutError, MatrixTask, SlicedMatrix
 from rankwise.sharding.sources import LayoutSource, TensorContents, WholeParameters
 from rankwise.version import __version__
 
@@ -218,7 +218,7 @@ class Planner:
     def imagine(
         self,
         groups: Groups,
-        units: Sequence[Sequence[Sequence[TensorContents]]],
+        units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
         replicated: bool,
         plan: Callable[[StepUnit], None],
     ) -> list[StepUnit]:
@@ -226,7 +226,7 @@ class Planner:
 
         Args:
             groups: The optimizer's param groups.
-            units: For each ``step()`` call, for each rank, what its tensors store.
+            units: For each ``step()`` call, for each rank, what its tensors store; or how parameters are cut evenly.
             replicated: See :class:`rankwise.sharding.Layout`.
             plan: Plans the collectives of a unit.
 

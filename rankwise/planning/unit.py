@@ -157,7 +157,7 @@ class StepUnit:
         # Where a checkpoint was asked for before the first step, there are states without a count.
         counts = [int(states[tensor].get("step", 0)) for tensor in self.tensors if tensor in states]
         step = max(counts, default=0)
-        if all(self.layout.ranks):
+        if self.layout.all_hold:
             return step
         agreed = torch.tensor(step, device=self.device)
         self.traffic.count(agreed)

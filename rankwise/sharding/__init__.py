@@ -1,6 +1,7 @@
 """Partitioning of optimizer work and state over data-parallel ranks; knows no optimizer and no framework."""
 
 from .agreement import gather_together, together
+from .even import EvenCuts, EvenLayout
 from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
@@ -16,6 +17,8 @@ __all__ = [
     "Batch",
     "BatchPlan",
     "DeviceIndices",
+    "EvenCuts",
+    "EvenLayout",
     "Fragment",
     "FragmentSums",
     "Gather",

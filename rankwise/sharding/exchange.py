@@ -126,7 +126,7 @@ class MatrixExchange:
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._plans = [
             plan_batch(layout, plan.owners, number, batch, index_of, device)
-            for number, batch in enumerate(self._computed_batches())
+            for number, batch in enumerate(() if layout.imagined else self._computed_batches())
         ]
         # Alike on all ranks: with other batches in between, the collectives of the rest would come in another order.
         here = [self.one_by_one and self._lies_in_place(plan.batch) for plan in self._plans]

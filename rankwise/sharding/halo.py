@@ -110,7 +110,7 @@ class HaloExchange:
         self.by_row = by_row
         self._device, self._dtype = device, dtype
         me, world = layout.rank, layout.world_size
-        transfers = self._plan(sorted(keys)) if width else []
+        transfers = self._plan(sorted(keys)) if width and not layout.imagined else []
         self.active = any(transfer.holder != transfer.wanted_by for transfer in transfers)
         self._local = [part for part in transfers if part.holder == part.wanted_by == me]
         self._send = [[p for p in transfers if p.holder == me and p.wanted_by == rank != me] for rank in range(world)]

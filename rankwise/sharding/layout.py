@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -107,12 +107,14 @@ class Layout:
         group: The data-parallel process group, or None for a single process.
         replicated: Every rank holds every parameter whole (stage 0, DDP). Sums and halos then need no
             communication; only matrices, whose states live on one owner, travel.
+        imagined: No rank of it exists: what would be sent is counted, and no message is prepared.
     """
 
     ranks: tuple[tuple[Fragment, ...], ...]
     rank: int = 0
     group: dist.ProcessGroup | None = None
     replicated: bool = False
+    imagined: bool = False
 
     def __post_init__(self) -> None:
         if self.replicated:
@@ -183,6 +185,26 @@ class Layout:
         return {
             key: {copy: tuple(members) for copy, members in sorted(copies.items())} for key, copies in found.items()
         }
+
+    def elements(self, key: str) -> Mapping[int, int]:
+        """How many elements of a key each of its holders has, all copies counted."""
+        return {rank: sum(part.numel for part in parts) for rank, parts in self.holders[key].items()}
+
+    def gathered(self, key: str, owner: int) -> Mapping[int, int]:
+        """How many elements of a key each rank has of the copy that is gathered by ``owner``."""
+        found: dict[int, int] = {}
+        for holder, fragment in self.nearest_copy(key, owner):
+            found[holder] = found.get(holder, 0) + fragment.numel
+        return found
+
+    def first_copy(self, key: str) -> int:
+        """The first of a key's copies."""
+        return next(iter(self.copies[key]))
+
+    @property
+    def all_hold(self) -> bool:
+        """Whether every rank holds something."""
+        return all(self.ranks)
 
     def nearest_copy(self, key: str, rank: int) -> tuple[tuple[int, Fragment], ...]:
         """The copy of a parameter of which ``rank`` holds a part, else the first."""

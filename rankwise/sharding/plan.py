@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Any
 
@@ -113,16 +114,28 @@ def assign_owners(
     for task in tasks:
         if task.key in owners:
             loads[owners[task.key]] += task.cost
+    lightest = [(load, rank) for rank, load in enumerate(loads)]
+    heapify(lightest)
     for task in sorted(tasks, key=lambda task: (-task.cost, task.key)):
         if task.key in owners:
             continue
         shares = held[task.key]
-        lightest = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
-        candidates = sorted(shares, key=lambda rank: (-shares[rank], loads[rank], rank))
-        owner = next((rank for rank in candidates if loads[rank] + task.cost <= limit), lightest)
+        fitting = [rank for rank in shares if loads[rank] + task.cost <= limit]
+        if fitting:
+            owner = min(fitting, key=lambda rank: (-shares[rank], loads[rank], rank))
+        else:
+            owner = _lightest(lightest, loads)
         owners[task.key] = owner
         loads[owner] += task.cost
+        heappush(lightest, (loads[owner], owner))
     return owners, loads
+
+
+def _lightest(heap: list[tuple[float, int]], loads: Sequence[float]) -> int:
+    """The rank that carries least, the first of several; entries of what ranks carried before are dropped."""
+    while heap[0][0] != loads[heap[0][1]]:
+        heappop(heap)
+    return heap[0][1]
 
 
 def plan_matrices(
@@ -157,16 +170,21 @@ def plan_matrices(
     return MatrixPlan({**partners, **owners}, tuple(batches)), loads
 
 
-def _held(layout: Layout, tasks: Sequence[MatrixTask]) -> dict[str, dict[int, int]]:
+def _held(layout: Layout, tasks: Sequence[MatrixTask]) -> dict[str, Mapping[int, int]]:
     """For each task, how many of its elements each rank holds."""
-    held: dict[str, dict[int, int]] = {}
+    held: dict[str, Mapping[int, int]] = {}
     for task in tasks:
-        shares: dict[int, int] = {}
-        for part in task.parts:
-            for rank, fragments in layout.holders[part].items():
-                shares[rank] = shares.get(rank, 0) + sum(fragment.numel for fragment in fragments)
-        held[task.key] = shares
+        first, *others = (layout.elements(part) for part in task.parts)
+        held[task.key] = _added(first, others) if others else first
     return held
+
+
+def _added(first: Mapping[int, int], others: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    shares = dict(first)
+    for other in others:
+        for rank, elements in other.items():
+            shares[rank] = shares.get(rank, 0) + elements
+    return shares
 
 
 def _assign_partners(

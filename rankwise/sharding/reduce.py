@@ -36,7 +36,7 @@ class FragmentSums:
             slots.setdefault(fragment.key, len(slots))
         self._size = len(slots)
         # Of a parameter that several ranks hold alike, one copy is counted.
-        first = {key: next(iter(layout.copies[key])) for key in layout.shapes}
+        first = {fragment.key: layout.first_copy(fragment.key) for fragment in layout.mine}
         counted = [
             slots[fragment.key] >= self.straddlers or fragment.copy == first[fragment.key] for fragment in layout.mine
         ]

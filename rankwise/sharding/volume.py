@@ -36,14 +36,13 @@ def matrix_volume(
             owner = plan.owners[task.key]
             recipients: dict[int, int] = {}
             for part in task.parts:
-                for holder, fragment in layout.nearest_copy(part, owner):
+                for holder, elements in layout.gathered(part, owner).items():
                     if holder != owner:
                         gathers = True
-                        sent[holder] += fragment.numel * itemsize
-                for holder, fragments in layout.holders[part].items():
+                        sent[holder] += elements * itemsize
+                for holder, elements in layout.elements(part).items():
                     if holder != owner:
-                        held = sum(fragment.numel for fragment in fragments)
-                        recipients[holder] = recipients.get(holder, 0) + held
+                        recipients[holder] = recipients.get(holder, 0) + elements
             returns = returns or bool(recipients)
             sent[owner] += itemsize * sum(answer.whole or answer.values * held for held in recipients.values())
         collectives += gathers + returns

@@ -25,7 +25,7 @@ from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.values import GroupValues
 from rankwise.planning.work import StepWork
-from rankwise.sharding import Traffic
+from rankwise.sharding import EvenCuts, Traffic
 from rankwise.sharding.sources import LayoutSource, TensorContents
 from rankwise.step.opening import Opening
 from rankwise.step.reports import Explanation, Reports, health_of
@@ -251,7 +251,9 @@ class ShardedOptimizer(Optimizer, ABC):
         """The units planned so far, one for each ``step()`` call of a round."""
         return list(self.planner.units.values())
 
-    def imagine(self, units: Sequence[Sequence[Sequence[TensorContents]]], replicated: bool = False) -> list[StepUnit]:
+    def imagine(
+        self, units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts], replicated: bool = False
+    ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
         return self.planner.imagine(self.param_groups, units, replicated, self.plan)
 
