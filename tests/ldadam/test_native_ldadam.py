@@ -23,7 +23,7 @@ NAMES = ("basis", "exp_avg", "exp_avg_sq")
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    # Threads of ours that wait for each other keep the cores from the processes beside them: a minute instead of a second.
+    # Two threads wait for each other busily: beside other processes a minute instead of a second.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
