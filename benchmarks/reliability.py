@@ -45,7 +45,7 @@ _GRACE = """
 ## Stopping with grace
 
 A scheduler's SIGTERM may reach one rank only, in the midst of a step. Let the handler take a note and the ranks agree
-at the end of every step, where a checkpoint is whole; this is the loop of the table's row:
+at the end of every step, where a checkpoint is whole; the row “SIGTERM with grace” runs this loop:
 
 ```python
 asked = []

@@ -17,7 +17,7 @@ from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.reading import read
 from deepspeed_plugin.checkpoints.stock_form import from_stock
 
-__all__ = ["RECORD", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
+__all__ = ["RECORD", "CheckpointFolder", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
 
 RECORD = "rankwise"
 """Key of the model file under which we note who wrote the checkpoint, which save it was, and where."""
@@ -43,19 +43,43 @@ def newest_model_file(folder: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint as DeepSpeed writes it.
+class CheckpointFolder:
+    """A checkpoint in any of DeepSpeed's formats.
 
     Attributes:
-        folder: The tag's folder.
-        zero_files: ZeRO's files in rank order, of the first pipeline stage; empty at stage 0.
+        folder: Its folder.
         model_file: The file with the module's state and the engine's counters.
-        missing: Names of the ZeRO files that must have been there.
     """
 
     folder: Path
-    zero_files: tuple[Path, ...]
     model_file: Path
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The model file's."""
+        return read(self.model_file)
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Our note in the model file; empty for anybody else's checkpoint."""
+        return self.content.get(RECORD) or {}
+
+    @property
+    def partitioned_weights(self) -> bool:
+        """Whether the model file holds placeholders, as ZeRO-3 writes them."""
+        return self.model_file.name.startswith("zero_pp_rank")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint(CheckpointFolder):
+    """A checkpoint as DeepSpeed writes it.
+
+    Attributes:
+        zero_files: ZeRO's files in rank order, of the first pipeline stage; empty at stage 0.
+        missing: Names of the ZeRO files that must have been there.
+    """
+
+    zero_files: tuple[Path, ...] = ()
     missing: tuple[str, ...] = ()
 
     @classmethod
@@ -94,7 +118,7 @@ class SavedCheckpoint:
             if not any((name := _file_name(prefix, rank, stage)) in names for prefix in prefixes)
         ]
         files = tuple(matches[rank] for rank in ranks if rank in matches)
-        return cls(folder, files, model_file, tuple(missing))
+        return cls(folder, model_file, files, tuple(missing))
 
     def known(self, states: bool) -> Saved:
         """What :func:`deepspeed_plugin.checkpoints.decide.decide` has to know.
@@ -126,16 +150,6 @@ class SavedCheckpoint:
         saved: dict[str, Any] = self.content["optimizer"]
         found: dict[str, Any] = saved.get("optimizer_state_dict", saved)
         return found
-
-    @cached_property
-    def content(self) -> dict[str, Any]:
-        """The model file's."""
-        return read(self.model_file)
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """Our note in the model file; empty for anybody else's checkpoint."""
-        return self.content.get(RECORD) or {}
 
     @property
     def world_size(self) -> int | None:
@@ -219,11 +233,6 @@ class SavedCheckpoint:
             return _stage(self.config)
         stage = self._wrapper_state().get("zero_stage", 1)
         return int(getattr(stage, "value", stage))
-
-    @property
-    def partitioned_weights(self) -> bool:
-        """Whether the model file holds placeholders, as ZeRO-3 writes them."""
-        return self.model_file.name.startswith("zero_pp_rank")
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from deepspeed_plugin.checkpoints.decide import Universal
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
-from deepspeed_plugin.checkpoints.files import RECORD, SavedCheckpoint, newest_model_file, tag_in
+from deepspeed_plugin.checkpoints.files import CheckpointFolder, SavedCheckpoint, newest_model_file, tag_in
 from deepspeed_plugin.checkpoints.moving import NamedStates, open_engine
 from deepspeed_plugin.checkpoints.reading import read
 from rankwise.step.optimizer import ShardedOptimizer
@@ -32,18 +31,14 @@ FOLDER, COMMON = "rankwise", "common.pt"
 
 
 @dataclass(frozen=True)
-class UniversalCheckpoint:
+class UniversalCheckpoint(CheckpointFolder):
     """A universal checkpoint, whoever wrote it.
 
     Attributes:
-        folder: Its folder.
-        model_file: The file with the module's state and the engine's counters.
         states: Our states in it, if they are wanted and of this optimizer.
         source: The checkpoint it was made of, if they are, and are not here but there.
     """
 
-    folder: Path
-    model_file: Path
     states: NamedStates | None = None
     source: SavedCheckpoint | None = None
 
@@ -80,16 +75,6 @@ class UniversalCheckpoint:
         source = _source(found.folder, found.record) if own is None else None
         return cls(found.folder, found.model_file, own, source)
 
-    @cached_property
-    def content(self) -> dict[str, Any]:
-        """The model file's."""
-        return read(self.model_file)
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """Our note in the model file; empty for anybody else's checkpoint."""
-        return self.content.get(RECORD) or {}
-
     @property
     def files(self) -> list[Path]:
         """Those that a load reads; other optimizers' states are left alone."""
@@ -104,7 +89,7 @@ class UniversalCheckpoint:
             holds_states=self.states is not None,
             has_source=self.source is not None,
             source=str(self.record.get("folder", "") if self.source is None else self.source.folder),
-            partitioned=self.model_file.name.startswith("zero_pp_rank"),
+            partitioned=self.partitioned_weights,
             groups=len(common.get("param_groups", ())),
         )
 

@@ -115,7 +115,7 @@ def corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
 
 
 def _decoupled_step_(params: Tensors, directions: Tensors, lr: Scalar, weight_decay: float) -> None:
-    """:func:`rankwise.updates.adamw.decoupled_step`; overwrites ``directions`` if ``lr`` is a tensor."""
+    """``(1 - lr * weight_decay) x - lr * d``; overwrites ``directions`` if ``lr`` is a tensor."""
     decay_(params, lr, weight_decay)
     if isinstance(lr, Tensor):
         subtract_scaled_(params, directions, lr)

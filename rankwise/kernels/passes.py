@@ -18,7 +18,7 @@ with a factor ``f`` for every fragment. A paper's own rule is one of these with 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,7 +122,3 @@ class Pass:
         """``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``: numbers, or one for each fragment."""
         first, second = bias_corrections(self.scalars.betas, self.scalars.step)
         return 1.0 / first, second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)
-
-    def on(self, lists: Sequence[Tensors], factors: Tensor | None, scalars: Scalars) -> Pass:
-        """The same rule on other tensors, in the order of the fields."""
-        return Pass(self.rule, dict(zip(self.fields, lists, strict=True)), scalars, factors)

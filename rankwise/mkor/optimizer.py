@@ -18,7 +18,8 @@ from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.work import StepWork
 from rankwise.sharding import Traffic
 from rankwise.statistics.collector import Collector
-from rankwise.statistics.hooks import Describe, describe_linear
+from rankwise.statistics.hooks import Describe
+from rankwise.statistics.views import describe_linear
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 

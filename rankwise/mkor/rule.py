@@ -15,7 +15,7 @@ from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
-from rankwise.statistics.hooks import Record
+from rankwise.statistics.records import Record
 from rankwise.statistics.vectors import LayerVectors
 from rankwise.step.first_order import FirstOrder
 from rankwise.step.health import Health

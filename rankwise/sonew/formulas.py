@@ -22,7 +22,6 @@ __all__ = [
     "direction",
     "graft_direction",
     "graft_ratio",
-    "one_sided_l1_damping",
     "statistics",
 ]
 
@@ -108,8 +107,7 @@ def direction(
         momentum_hat: ``m``, (..., n).
         diagonal_hat: ``d``, (..., n).
         covariances_hat: ``b`` edge tensors ``e^k``, (..., n), as in :func:`statistics`.
-        eps: absolute damping, at least 0, or a tensor that broadcasts against ``diagonal_hat`` (see
-            :func:`one_sided_l1_damping`).
+        eps: absolute damping, at least 0, or a tensor that broadcasts against ``diagonal_hat``.
         tolerance: relative edge tolerance of :func:`rankwise.sonew.banded.banded_factors`; 0 in the published code.
         relative_damping: :math:`\delta`, at least 0; no conditional variance is below :math:`\delta d_j` then.
 
@@ -131,39 +129,6 @@ def direction(
     damped = diagonal_hat * (1.0 + relative_damping) + eps if relative_damping else diagonal_hat + eps
     coefficients, schur = banded_factors(damped, covariances_hat, tolerance)
     return apply_factors(coefficients, schur, momentum_hat)
-
-
-def one_sided_l1_damping(
-    eps: float, diagonal_hat: Tensor, covariances_hat: Sequence[Tensor] | Tensor, floor: float = 1e-16
-) -> Tensor:
-    r"""Damping relative to the size of the tridiagonal ``H``, as the authors' JAX code measures it.
-
-    .. math::
-        \max(\epsilon r, \text{floor}), \quad
-        r = \max\bigl(H_{00} + |H_{01}|, \max_{i \ge 1} H_{ii} + |H_{i,i-1}|\bigr)
-
-    The row sums are one-sided: the code means the norm but counts one neighbour only, kept here for parity with its
-    trajectories. The maximum runs over the whole chain, so shards have to combine theirs before the floor is applied.
-
-    Args:
-        eps: relative damping.
-        diagonal_hat: undamped bias-corrected diagonal, (..., n), n at least 1.
-        covariances_hat: edge tensors; only the first, (..., n), is used.
-        floor: smallest damping.
-
-    Returns:
-        (..., 1), to be passed as ``eps`` to :func:`direction`.
-
-    Raises:
-        ValueError: if ``diagonal_hat`` has no dimension or an edge tensor has another shape.
-    """
-    check_chain("diagonal_hat", diagonal_hat)
-    edges = check_edges(diagonal_hat, covariances_hat)
-    sums = diagonal_hat
-    if edges:
-        size = edges[0].abs()
-        sums = diagonal_hat + torch.cat((size[..., :1], size[..., :-1]), dim=-1)
-    return (eps * sums.amax(dim=-1, keepdim=True)).clamp_min(floor)
 
 
 def graft_direction(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels.forms import is_for_cpus
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
 from rankwise.planning.unit import Bucket, StepUnit, spans
@@ -39,8 +38,10 @@ def _margins(halos: Sequence[Halo]) -> Margins:
     return Margins(torch.stack([halo.left for halo in halos]), torch.stack([halo.right for halo in halos]))
 
 
-def _kept_buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
-    """Memory for a bucket's directions, the same at every step: on a CPU fresh pages cost more than the directions."""
+def _buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
+    """Memory for a bucket's directions; in a CPU's the same at every step: fresh pages cost more than directions."""
+    if unit.device.type != "cpu":
+        return list(map(torch.empty_like, bucket.grads))
     buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
     for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
         if entry.index not in buffers:
@@ -161,7 +162,7 @@ class SONew(ShardedOptimizer):
             runs.append(Run(fragment.start, fragment.shape[-1] if by_row else None))
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
-        out = _kept_buffers(unit, bucket) if is_for_cpus(unit.kernels) else [torch.empty_like(g) for g in bucket.grads]
+        out = _buffers(unit, bucket)
         return _Directions(out, *fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:

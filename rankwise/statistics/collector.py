@@ -17,7 +17,8 @@ from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Traffic
 from rankwise.sharding.sources import framework_advice
 from rankwise.statistics.early import BackwardReduction, twin_group
-from rankwise.statistics.hooks import Capture, Describe, Record
+from rankwise.statistics.hooks import Capture, Describe
+from rankwise.statistics.records import Record
 from rankwise.statistics.scalers import watch_gradient_scalers
 from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
 

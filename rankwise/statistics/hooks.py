@@ -18,127 +18,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.statistics.views import LinearShape, LinearView, Side, describe_linear, views_of
+from rankwise.statistics.records import CommitListener, ModuleCall, Record
+from rankwise.statistics.views import LinearShape, LinearView, describe_linear, views_of
 
-__all__ = ["Capture", "Describe", "LinearShape", "Record", "describe_linear", "exclude_embeddings", "has_compiled"]
+__all__ = ["Capture", "Describe", "has_compiled"]
 
 Describe = Callable[[nn.Module], LinearShape | list[LinearView] | None]
 """Recognises a linear module: the shape of its one weight, or a view of each of its weights, or None."""
-
-
-@dataclass(eq=False)
-class Record:
-    """Sums of one weight over the current accumulation window.
-
-    Attributes:
-        name: of the first module that uses the weight, in the model given to `Capture`.
-        parameter: the weight.
-        bias: the bias all modules of the weight add, or None if they add none or different ones.
-        shape: features and orientation, taken from the module: a weight may be sharded to nothing.
-        inputs: the part of the input that this rank sums up; all of it unless ranks share the layer.
-        outputs: the same of the output gradient.
-        sum_input: sum of that part of the input over tokens.
-        sum_output_grad: sum of that part of the output gradient over tokens, with the loss scale in it.
-        count: number of tokens in the sums; 0 if no backward pass came by.
-        touched: whether there is anything in the sums.
-    """
-
-    name: str
-    parameter: Parameter
-    bias: Parameter | None
-    shape: LinearShape
-    inputs: Side
-    outputs: Side
-    sum_input: Tensor = field(repr=False)
-    sum_output_grad: Tensor = field(repr=False)
-    count: int = 0
-    epoch: int = field(default=0, repr=False)
-    touched: bool = field(default=False, repr=False)
-
-    @property
-    def module_has_bias(self) -> bool:
-        """Whether the bias gradient can ride along as one more column of the weight gradient."""
-        return self.bias is not None
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the weight is ``(in_features, out_features)``."""
-        return self.shape.transposed
-
-    def whole_sums(self) -> tuple[Tensor, Tensor]:
-        """Copies of the sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``.
-
-        Zero where other ranks sum up.
-        """
-        inputs = self.inputs.widened(self.sum_input, self.shape.in_features)
-        return inputs, self.outputs.widened(self.sum_output_grad, self.shape.out_features)
-
-    def clear(self) -> None:
-        """Forget the sums."""
-        self.hand_over()
-        self.epoch += 1
-
-    def hand_over(self) -> None:
-        """Start the sums afresh within the window: somebody has copied them."""
-        if self.touched:
-            self.sum_input.zero_()
-            self.sum_output_grad.zero_()
-        self.count = 0
-        self.touched = False
-
-    def move_to(self, device: torch.device) -> None:
-        """Follow a model that was moved, or materialized, after the record was made."""
-        if self.sum_input.device != device:
-            if self.touched:
-                self.sum_input, self.sum_output_grad = self.sum_input.to(device), self.sum_output_grad.to(device)
-            else:
-                self.sum_input = torch.zeros_like(self.sum_input, device=device)
-                self.sum_output_grad = torch.zeros_like(self.sum_output_grad, device=device)
-
-
-@dataclass(eq=False)
-class _Call:
-    """One forward call that waits for its output gradient."""
-
-    record: Record
-    sum_input: Tensor
-    count: int
-    epoch: int = -1
-
-
-class CommitListener(Protocol):
-    """Follows the sums as the backward pass adds to them."""
-
-    open: bool
-    """Whether a window has begun that all ranks must end together."""
-
-    def committed(self, record: Record) -> None:
-        """A weight has got the sums of a module call."""
-
-    def abandon(self) -> None:
-        """The window is dropped."""
-
-
-def exclude_embeddings(model: nn.Module) -> Callable[[nn.Module, Parameter], bool]:
-    """Predicate for `Capture` that turns down weights which an embedding of the model shares.
-
-    Args:
-        model: the model whose ``torch.nn.Embedding`` weights are meant.
-
-    Returns:
-        A function of a module and its weight.
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return lambda module, parameter: id(parameter) not in embeddings
 
 
 class Capture:
@@ -321,7 +215,7 @@ class Capture:
             call = _input_call(view, record, _as_rows(inputs, rows))
             hooked.register_hook(partial(self._on_output_grad, call, rows))
 
-    def _on_output_grad(self, call: _Call, rows: slice | None, grad: Tensor | None) -> None:
+    def _on_output_grad(self, call: ModuleCall, rows: slice | None, grad: Tensor | None) -> None:
         if grad is None or not self.enabled or not self._handles or not self._wants(call.record):
             return
         if self._window is not None:
@@ -413,7 +307,7 @@ def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
     return flat if rows is None else flat[rows]
 
 
-def _input_call(view: LinearView, record: Record, rows: Tensor) -> _Call:
+def _input_call(view: LinearView, record: Record, rows: Tensor) -> ModuleCall:
     features, side = record.shape.in_features, record.inputs
     if rows.shape[1] not in (features, side.width(features)):
         raise ValueError(
@@ -424,7 +318,7 @@ def _input_call(view: LinearView, record: Record, rows: Tensor) -> _Call:
     part = side.part(rows, features)
     if view.prepare is not None:
         part = view.prepare(part)
-    return _Call(record, _sum_over_tokens(part, record.sum_input.dtype), count)
+    return ModuleCall(record, _sum_over_tokens(part, record.sum_input.dtype), count)
 
 
 def _sum_over_tokens(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "Step", "adamw_update", "bias_corrections", "decoupled_step"]
+__all__ = ["Scalar", "Step", "adamw_update", "bias_corrections"]
 
 Scalar = float | Tensor
 """A Python float, or a 0-d tensor of the dtype and device of the data (no recompilation when its value changes)."""
@@ -58,14 +58,13 @@ def adamw_update(
     betas: tuple[float, float],
     eps: float,
     corrections: tuple[Scalar, Scalar],
-    correct_eps: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""One step of Adam's moments, and the direction they give.
 
     .. math:: m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2, \qquad
               d_t = \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    All tensors have the same shape (...). Learning rate and weight decay belong to :func:`decoupled_step`.
+    All tensors have the same shape (...). Learning rate and decay are the step's.
 
     Args:
         grad: Gradient ``g``.
@@ -74,9 +73,6 @@ def adamw_update(
         betas: Decay rates of the two moments.
         eps: Added to the root. With ``eps = 0`` an element whose gradients were all zero gives 0 / 0.
         corrections: ``(1 - beta1^t, 1 - beta2^t)`` of this step, from :func:`bias_corrections`.
-        correct_eps: ``True`` adds ``eps`` to the corrected root, as ``torch.optim.AdamW`` does. ``False`` adds it to
-            the root of ``v`` itself, as the AdamW group of MARS-M (arXiv 2510.21800) does: a larger effective
-            ``eps`` in early steps.
 
     Returns:
         New ``m``, new ``v`` and the direction ``d``.
@@ -84,20 +80,5 @@ def adamw_update(
     exp_avg = torch.lerp(exp_avg, grad, 1.0 - betas[0])
     exp_avg_sq = (exp_avg_sq * betas[1]).addcmul(grad, grad, value=1.0 - betas[1])
     root_correction = corrections[1] ** 0.5
-    if correct_eps:
-        direction = exp_avg / (exp_avg_sq.sqrt() / root_correction + eps) / corrections[0]
-    else:
-        direction = exp_avg / (exp_avg_sq.sqrt() + eps) * (root_correction / corrections[0])
+    direction = exp_avg / (exp_avg_sq.sqrt() / root_correction + eps) / corrections[0]
     return exp_avg, exp_avg_sq, direction
-
-
-def decoupled_step(param: Tensor, direction: Tensor, lr: Scalar, weight_decay: float) -> Tensor:
-    r"""The weights after a step along ``direction`` with decoupled decay: ``(1 - lr * weight_decay) x - lr * d``.
-
-    Args:
-        param: Weights ``x`` (...).
-        direction: Direction ``d`` (...).
-        lr: Learning rate.
-        weight_decay: Decay rate, multiplied by ``lr``.
-    """
-    return param * (1.0 - lr * weight_decay) - direction * lr

@@ -1,4 +1,4 @@
-r"""Newton-Schulz orthogonalisation and small matrix helpers, batched and without host synchronisation.
+r"""Newton-Schulz orthogonalisation, batched and without host synchronisation.
 
 The iteration costs ``steps * (4 m^2 n + 2 m^3)`` floating-point operations for m <= n, all of them matrix products.
 """
@@ -8,26 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["NEWTON_SCHULZ_COEFFICIENTS", "newton_schulz", "squared_norm"]
+__all__ = ["NEWTON_SCHULZ_COEFFICIENTS", "newton_schulz"]
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients ``(a, b, c)`` of the quintic: chosen for the slope at zero, not for convergence to exactly one."""
-
-
-def squared_norm(matrix: Tensor) -> Tensor:
-    """Squared Frobenius norm of every matrix of a stack.
-
-    Args:
-        matrix: (..., m, n).
-
-    Returns:
-        (..., 1, 1), so that what is computed from it broadcasts against ``matrix``.
-
-    Raises:
-        ValueError: If ``matrix`` has fewer than two dimensions.
-    """
-    _require_matrix(matrix)
-    return matrix.square().sum(dim=(-2, -1), keepdim=True)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:

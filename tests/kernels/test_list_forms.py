@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
+import oracles
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,7 +99,7 @@ def test_adamw(form, sizes, dtype, tensor_lr, decay, seed):
                 eps=eps,
                 corrections=adamw.bias_corrections(betas, step),
             )
-            pure[0][i] = adamw.decoupled_step(pure[0][i], direction, lr, decay)
+            pure[0][i] = oracles.decoupled_step(pure[0][i], direction, lr, decay)
     for got, expected in zip((x, m, v), pure, strict=True):
         assert_lists_close(got, expected, dtype)
 
@@ -118,7 +119,7 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
         for buffer, grad in zip(buffers, fragments(sizes, dtype, seed + step), strict=True):
             buffer.copy_(grad)  # a framework refills its gradient buffers
         grads = clones(buffers)
-        corrected = [mars.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
+        corrected = [oracles.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
         coefficients = [mars.clip_coefficient(c.square().sum(), 1.0) for c in corrected]
         known = torch.stack(coefficients) if clip and coefficients else None
         if sizes:
@@ -140,14 +141,14 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
                 c = c * coefficients[i]
             if rule == "adamw":
                 corrections = adamw.bias_corrections(betas, step)
-                pure_m[i], pure_v[i], direction = mars.adamw_update(
+                pure_m[i], pure_v[i], direction = adamw.adamw_update(
                     c, pure_m[i], pure_v[i], betas=betas, eps=eps, corrections=corrections
                 )
             else:
-                pure_m[i], direction = mars.lion_update(c, pure_m[i], betas[0])
+                pure_m[i], direction = oracles.lion_update(c, pure_m[i], betas[0])
             if rule == "momentum":
                 continue
-            pure_x[i] = adamw.decoupled_step(pure_x[i], direction, lr, decay)
+            pure_x[i] = oracles.decoupled_step(pure_x[i], direction, lr, decay)
         pure_last = grads
     for got, expected in zip((x, m, v, last), (pure_x, pure_m, pure_v, pure_last), strict=True):
         assert_lists_close(got, expected, dtype)
@@ -173,9 +174,9 @@ def test_rules_without_a_reference(form, rule, scaled, sizes, dtype, tensor_lr, 
                 grad, first, second, betas=betas, eps=eps, corrections=corrections
             )
         else:
-            first, direction = mars.lion_update(grad, first, betas[0])
+            first, direction = oracles.lion_update(grad, first, betas[0])
         expected.append(
-            (param if rule == "momentum" else adamw.decoupled_step(param, direction, lr, decay), first, second)
+            (param if rule == "momentum" else oracles.decoupled_step(param, direction, lr, decay), first, second)
         )
     held = {"param": x, "grad": g, "exp_avg": m, "exp_avg_sq": v}
     scalars = Scalars(lr=lr, betas=betas, eps=eps, weight_decay=decay, step=3)
@@ -291,7 +292,7 @@ def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) ->
     x, d = fragments(sizes, dtype, seed), fragments(sizes, dtype, seed + 1)
     ratios = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed))
     factors = ratios if with_ratios else torch.ones_like(ratios)
-    expected = [adamw.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
+    expected = [oracles.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
     fields, scalars = {"param": x, "grad": d}, Scalars(lr=lr, weight_decay=decay)
     form.run(Pass("step", fields, scalars, ratios if with_ratios else None))
     assert_lists_close(x, expected, dtype)

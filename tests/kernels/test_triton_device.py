@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import oracles  # noqa: E402
 from given_gradients import Training  # noqa: E402
 from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 
@@ -24,7 +25,6 @@ from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
 from rankwise.ldadam import cuda as ldadam_cuda  # noqa: E402
 from rankwise.ldadam import formulas as ldadam  # noqa: E402
 from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_  # noqa: E402
-from rankwise.mars import formulas as mars  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
 from rankwise.mkor.cuda import update_factors_  # noqa: E402
 from rankwise.sonew import banded  # noqa: E402
@@ -93,7 +93,7 @@ def test_norms() -> None:
     grads, references = fields(2)
     found = twice(lambda: [triton.squared_norms(grads, references, 0.4), triton.squared_norms(grads)])
     corrected = [
-        mars.corrected_gradient(g.double(), h.double(), 0.4, 0.5) for g, h in zip(grads, references, strict=True)
+        oracles.corrected_gradient(g.double(), h.double(), 0.4, 0.5) for g, h in zip(grads, references, strict=True)
     ]
     torch.testing.assert_close(
         found[0].cpu(), torch.stack([c.square().sum() for c in corrected]).cpu(), rtol=1e-6, atol=0

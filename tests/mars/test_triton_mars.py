@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import oracles  # noqa: E402
 from triton_runs import LENGTHS, TILE, assert_runs_close, copies, runs  # noqa: E402
 
 from rankwise.kernels import triton  # noqa: E402
@@ -49,7 +50,7 @@ class Fields:
 
     def clipped(self, scaled: bool) -> list[Tensor]:
         factors = self.coefficients.double() if scaled else torch.ones(len(self.g)).double()
-        corrected = [updates.corrected_gradient(g, h, GAMMA, BETAS[0]) for g, h in zip(self.g, self.h, strict=True)]
+        corrected = [oracles.corrected_gradient(g, h, GAMMA, BETAS[0]) for g, h in zip(self.g, self.h, strict=True)]
         return [c * factor for c, factor in zip(corrected, factors, strict=True)]
 
     def check_grads_and_references(self, advance: bool) -> None:
@@ -69,7 +70,7 @@ def adamw_oracle(fields: Fields, grads: list[Tensor], lr: float) -> tuple[list[T
             eps=EPS,
             corrections=adamw_updates.bias_corrections(BETAS, STEP),
         )
-        new_p.append(adamw_updates.decoupled_step(p, direction, lr, DECAY))
+        new_p.append(oracles.decoupled_step(p, direction, lr, DECAY))
         new_m.append(m)
         new_v.append(v)
     return new_p, new_m, new_v
@@ -119,8 +120,8 @@ def test_mars_lion(advance: bool) -> None:
     fields = Fields(2)
     scalars = Scalars(lr=0.05, betas=BETAS, weight_decay=DECAY, k=K, advance=advance)
     fields.run("lion", fields.coefficients, scalars)
-    moved = [updates.lion_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
-    wanted = [adamw_updates.decoupled_step(p, d, 0.05, DECAY) for p, (_, d) in zip(fields.p, moved, strict=True)]
+    moved = [oracles.lion_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
+    wanted = [oracles.decoupled_step(p, d, 0.05, DECAY) for p, (_, d) in zip(fields.p, moved, strict=True)]
     assert_runs_close(fields.exp_avgs, [m for m, _ in moved])
     assert_runs_close(fields.params, wanted)
     fields.check_grads_and_references(advance)
@@ -136,7 +137,7 @@ def test_lion_stands_still_at_zero() -> None:
 def test_mars_momentum() -> None:
     fields = Fields(3)
     fields.run("momentum", fields.coefficients, Scalars(betas=BETAS, k=K, advance=True))
-    wanted = [updates.momentum_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
+    wanted = [oracles.momentum_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
     assert_runs_close(fields.exp_avgs, wanted)
     fields.check_grads_and_references(True)
 
@@ -166,7 +167,7 @@ def test_scaled_step(scaled: bool, lr: float | Tensor) -> None:
     fields.run("step", fields.coefficients if scaled else None, Scalars(lr=lr, weight_decay=DECAY), compared=False)
     factors = fields.coefficients.double() if scaled else torch.ones(len(LENGTHS)).double()
     wanted = [
-        adamw_updates.decoupled_step(p, d * factor, 0.05, DECAY)
+        oracles.decoupled_step(p, d * factor, 0.05, DECAY)
         for p, d, factor in zip(fields.p, fields.g, factors, strict=True)
     ]
     assert_runs_close(fields.params, wanted)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import one_sided_l1_damping
 from torch import Tensor
 
 from rankwise.sonew.banded import apply_factors, banded_factors
@@ -16,7 +17,6 @@ from rankwise.sonew.formulas import (
     direction,
     graft_direction,
     graft_ratio,
-    one_sided_l1_damping,
     statistics,
 )
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from golden_io import load_golden
+from oracles import one_sided_l1_damping
 from torch import Tensor
 
-from rankwise.sonew.formulas import direction, graft_direction, graft_ratio, one_sided_l1_damping, statistics
+from rankwise.sonew.formulas import direction, graft_direction, graft_ratio, statistics
 
 # Allowed deviation, relative to the largest change of the step, and what was measured.
 TOLERANCE = {

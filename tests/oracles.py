@@ -1,0 +1,136 @@
+r"""Formulas that only tests call: what the passes, lists and kernels are compared with, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rankwise.mars.formulas import MatrixVariant, correction_factor, orthogonal_direction
+from rankwise.sonew.banded import check_chain, check_edges
+from rankwise.updates.adamw import Scalar
+
+
+def decoupled_step(param: Tensor, direction: Tensor, lr: Scalar, weight_decay: float) -> Tensor:
+    r"""The weights after a step along ``direction`` with decoupled decay: ``(1 - lr * weight_decay) x - lr * d``.
+
+    Args:
+        param: Weights ``x`` (...).
+        direction: Direction ``d`` (...).
+        lr: Learning rate.
+        weight_decay: Decay rate, multiplied by ``lr``.
+    """
+    return param * (1.0 - lr * weight_decay) - direction * lr
+
+
+def corrected_gradient(grad: Tensor, reference: Tensor, gamma: float, beta1: float) -> Tensor:
+    r"""The corrected gradient ``c = g + k (g - h)``, before the clip.
+
+    Source: arXiv 2411.10438, Algorithm 1.
+
+    Args:
+        grad: Gradient ``g`` (...) as the optimizer gets it: reduced, unscaled and globally clipped.
+        reference: Comparison gradient ``h`` (...), treated alike. Zeros at the first step, as in the authors' code;
+            the paper's own start is ``h = g``.
+        gamma: See :func:`correction_factor`.
+        beta1: See :func:`correction_factor`.
+
+    Raises:
+        ValueError: If ``beta1`` is outside [0, 1).
+    """
+    return torch.add(grad, grad - reference, alpha=correction_factor(gamma, beta1))
+
+
+def momentum_update(corrected: Tensor, exp_avg: Tensor, beta1: float) -> Tensor:
+    """The momentum ``beta1 * m + (1 - beta1) * c`` (...), not bias corrected."""
+    return torch.lerp(exp_avg, corrected, 1.0 - beta1)
+
+
+def lion_update(clipped: Tensor, exp_avg: Tensor, beta1: float) -> tuple[Tensor, Tensor]:
+    r"""MARS-Lion: the sign of the momentum.
+
+    Source: arXiv 2411.10438, Algorithm 3. One decay rate only: Lion's rule ``(b1, b2)`` is
+    ``beta1 = b2, gamma = (b2 - b1) / b2`` here, in approximate mode and without the clip.
+
+    Args:
+        clipped: :math:`\tilde c` (...).
+        exp_avg: Momentum (...).
+        beta1: Its decay rate.
+
+    Returns:
+        New momentum and the direction, of entries -1, 0 and 1.
+    """
+    exp_avg = momentum_update(clipped, exp_avg, beta1)
+    return exp_avg, exp_avg.sign()
+
+
+def orthogonal_update(
+    clipped: Tensor,
+    exp_avg: Tensor,
+    variant: MatrixVariant,
+    rows: int,
+    cols: int,
+    *,
+    beta1: float,
+    eps: float | None = None,
+    ns_steps: int = 5,
+    ns_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""MARS-Shampoo and MARS-M on whole matrices: momentum, then :func:`orthogonal_direction`.
+
+    Args:
+        clipped: :math:`\tilde c` (..., m, n).
+        exp_avg: Momentum (..., m, n) before the step.
+        variant: As for :func:`orthogonal_direction`, like the rest.
+        rows: Rows of the logical matrix.
+        cols: Columns of the logical matrix.
+        beta1: Decay rate of the momentum.
+        eps: Added to the Frobenius norm, or ``None``.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: Dtype of their products.
+
+    Returns:
+        New momentum and the direction.
+
+    Raises:
+        ValueError: As :func:`orthogonal_direction`.
+    """
+    exp_avg = momentum_update(clipped, exp_avg, beta1)
+    direction = orthogonal_direction(
+        exp_avg, variant, rows, cols, beta1=beta1, eps=eps, ns_steps=ns_steps, ns_dtype=ns_dtype
+    )
+    return exp_avg, direction
+
+
+def one_sided_l1_damping(
+    eps: float, diagonal_hat: Tensor, covariances_hat: Sequence[Tensor] | Tensor, floor: float = 1e-16
+) -> Tensor:
+    r"""Damping relative to the size of the tridiagonal ``H``, as the authors' JAX code measures it.
+
+    .. math::
+        \max(\epsilon r, \text{floor}), \quad
+        r = \max\bigl(H_{00} + |H_{01}|, \max_{i \ge 1} H_{ii} + |H_{i,i-1}|\bigr)
+
+    The row sums are one-sided: the code means the norm but counts one neighbour only, kept here for parity with its
+    trajectories. The maximum runs over the whole chain, so shards have to combine theirs before the floor is applied.
+
+    Args:
+        eps: relative damping.
+        diagonal_hat: undamped bias-corrected diagonal, (..., n), n at least 1.
+        covariances_hat: edge tensors; only the first, (..., n), is used.
+        floor: smallest damping.
+
+    Returns:
+        (..., 1), to be passed as ``eps`` to :func:`direction`.
+
+    Raises:
+        ValueError: if ``diagonal_hat`` has no dimension or an edge tensor has another shape.
+    """
+    check_chain("diagonal_hat", diagonal_hat)
+    edges = check_edges(diagonal_hat, covariances_hat)
+    sums = diagonal_hat
+    if edges:
+        size = edges[0].abs()
+        sums = diagonal_hat + torch.cat((size[..., :1], size[..., :-1]), dim=-1)
+    return (eps * sums.amax(dim=-1, keepdim=True)).clamp_min(floor)
