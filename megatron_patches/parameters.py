@@ -10,6 +10,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megatron_patches.fused import fused_parts
 from megatron_patches.groups import ParallelGroups
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 from rankwise.sharding import LayoutError
@@ -99,6 +100,7 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
         model = bare_model(chunk)
         roles = dict(_roles(model))
         biases = _biases(model)
+        modules = dict(model.named_modules())
         cuts = dict(_transformer_engine_cuts(model))
         prefixes = _global_prefixes(model, groups)
         copies = set(_embedding_copies(model))
@@ -112,6 +114,7 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
             if bias is not None:
                 suffix = described.info.name.removeprefix(name)
                 described = _with_bias(described, _global_name(bias, prefixes) + suffix)
+            described = _with_fused(described, local_name, modules)
             found[parameter] = described
             attach_info(parameter, described.info)
     return found
@@ -184,6 +187,17 @@ def _strips(module: nn.Module, kinds: str, parameter: Parameter) -> int:
 def _with_bias(described: ModelParameter, bias: str) -> ModelParameter:
     info = described.info
     return replace(described, info=replace(info, bias=bias))
+
+
+def _with_fused(described: ModelParameter, name: str, modules: Mapping[str, nn.Module]) -> ModelParameter:
+    """Say which matrices a layer's weight holds."""
+    path, _, local = name.rpartition(".")
+    outer, _, layer = path.rpartition(".")
+    if local.rstrip("0123456789") != "weight" or outer not in modules:
+        return described
+    info, ways = described.info, described.ways if described.dim == 0 else 1
+    fused = fused_parts(layer, modules[outer], info.shape, ways, described.strips)
+    return described if fused is None else replace(described, info=replace(info, fused=fused))
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:

@@ -1,0 +1,155 @@
+"""Which of Megatron's weights hold several matrices, and how these lie in the whole weight, uncut.
+
+Where tensor parallelism cuts a weight by rows, the whole is the shards one below the other: attention is cut between
+(or within) its groups of heads, so the whole is what one rank would hold. State-space layers put all their parts on
+every rank; there the whole repeats them once for each. A gated unit does so as well, but its halves are put together
+again where Megatron marks them (``partition_stride``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rankwise.routing.fused import Fused
+
+__all__ = ["fused_parts"]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight: the module that uses its layer, rows of the whole, how often its parts are repeated there."""
+
+    owner: nn.Module
+    rows: int
+    copies: int
+    strips: int
+
+    def number(self, name: str) -> int:
+        """A size from the module or its config; 0 if there is none."""
+        found = getattr(self.owner, name, None)
+        value = getattr(self.config, name, None) if found is None else found
+        return value if isinstance(value, int) else 0
+
+    @property
+    def config(self) -> Any:
+        return getattr(self.owner, "config", None)
+
+
+def fused_parts(layer: str, owner: nn.Module, shape: tuple[int, ...], ways: int, strips: int) -> Fused | None:
+    """The logical matrices of a weight; None if it is one, or its sizes are not those of its config.
+
+    Args:
+        layer: Name of the layer in its module.
+        owner: That module.
+        shape: Of the whole weight, or of a shard that is taken for a matrix of its own.
+        ways: Shards the whole consists of, one below the other.
+        strips: Sections of the whole that are each cut like that.
+    """
+    layout = _LAYOUTS.get(layer)
+    if layout is None or len(shape) != 2:
+        return None
+    found = layout(_Weight(owner, shape[0], ways if strips == 1 else 1, strips))
+    return found if found is not None and found.length == shape[0] else None
+
+
+def _attention(weight: _Weight) -> Fused | None:
+    """For each group the queries that share a key, their output gates if there are any, the key, its value."""
+    heads, groups, size = (
+        weight.number("num_attention_heads"),
+        weight.number("num_query_groups"),
+        weight.number("kv_channels"),
+    )
+    groups = groups or heads
+    if not heads or not size or heads % groups:
+        return None
+    shared = heads // groups
+    gates = [("gate", shared * size)] if getattr(weight.config, "attention_output_gate", False) else []
+    parts = (("q", shared * size), *gates, ("k", size), ("v", size))
+    here, left = divmod(weight.rows, sum(rows for _, rows in parts))
+    if left or groups % here:
+        return None
+    return Fused(parts, groups=here, heads=(shared,) * (1 + len(gates)) + (1, 1))
+
+
+def _cross_attention(weight: _Weight) -> Fused | None:
+    """For each head its key and value."""
+    return _per_head(weight, ("k", weight.number("kv_channels")), ("v", weight.number("kv_channels")))
+
+
+def _latent_up(weight: _Weight) -> Fused | None:
+    """For each head its key, without the rotary part, and its value."""
+    return _per_head(weight, ("k", weight.number("qk_head_dim")), ("v", weight.number("v_head_dim")))
+
+
+def _per_head(weight: _Weight, *parts: tuple[str, int]) -> Fused | None:
+    if not all(size for _, size in parts) or weight.rows % sum(size for _, size in parts):
+        return None
+    here = weight.rows // sum(size for _, size in parts)
+    heads = weight.number("num_attention_heads")
+    return Fused(parts, groups=here, heads=(1,) * len(parts)) if heads and heads % here == 0 else None
+
+
+def _latent_down(weight: _Weight) -> Fused | None:
+    """What keys and values are made of, and the rotary part of the keys."""
+    parts = ("kv", weight.number("kv_lora_rank")), ("k_rope", weight.number("qk_pos_emb_head_dim"))
+    return Fused(parts) if all(size for _, size in parts) else None
+
+
+def _gated(weight: _Weight) -> Fused | None:
+    """Gate and up projections."""
+    if not getattr(weight.config, "gated_linear_unit", False):
+        return None
+    half, left = divmod(weight.rows, 2)
+    names = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    inner = [size for size in map(weight.number, names) if size]
+    # Fractions are shards that are taken for matrices of their own.
+    if left or not half or half % weight.copies or not any(size % half == 0 for size in inner):
+        return None
+    return Fused((("gate", half // weight.copies), ("up", half // weight.copies)), groups=weight.copies)
+
+
+def _projection(weight: _Weight) -> Fused | None:
+    """Of state-space layers and of gated delta nets, which call it alike."""
+    if weight.strips != 1:
+        return None
+    return _state_space(weight) if weight.number("d_inner_local_tp") else _delta_net(weight)
+
+
+def _state_space(weight: _Weight) -> Fused | None:
+    inner, groups = weight.number("d_inner_local_tp"), weight.number("ngroups_local_tp")
+    heads, state = weight.number("nheads_local_tp"), weight.number("d_state")
+    if not (inner and groups and heads and state):
+        return None
+    parts = (("z", inner), ("x", inner), ("B", groups * state), ("C", groups * state), ("dt", heads))
+    return Fused(parts, groups=weight.copies, heads=(heads, heads, groups, groups, 0))
+
+
+def _delta_net(weight: _Weight) -> Fused | None:
+    ways = weight.number("tp_size")
+    sizes = [weight.number(name) for name in ("qk_dim", "v_dim", "num_key_heads", "num_value_heads")]
+    if not ways or not all(sizes) or any(size % ways for size in sizes):
+        return None
+    queries, values, key_heads, value_heads = (size // ways for size in sizes)
+    parts = (
+        ("q", queries),
+        ("k", queries),
+        ("v", values),
+        ("gate", values),
+        ("beta", value_heads),
+        ("alpha", value_heads),
+    )
+    return Fused(parts, groups=weight.copies, heads=(key_heads, key_heads, value_heads, value_heads, 0, 0))
+
+
+_LAYOUTS: dict[str, Callable[[_Weight], Fused | None]] = {
+    "linear_qkv": _attention,
+    "linear_kv": _cross_attention,
+    "linear_kv_down_proj": _latent_down,
+    "linear_kv_up_proj": _latent_up,
+    "linear_fc1": _gated,
+    "in_proj": _projection,
+}
