@@ -10,7 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.convergence.commands import app as convergence_app
+
 app = typer.Typer(help="Measurements of rankwise.", no_args_is_help=True, add_completion=False)
+app.add_typer(convergence_app)
 console = Console()
 
 

@@ -13,7 +13,7 @@ from benchmarks.contenders import OURS
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["draw", "performance_page"]
+__all__ = ["draw", "markdown", "performance_page"]
 
 Row = Mapping[str, Any]
 
@@ -92,7 +92,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
     lines = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join((f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines)) + "\n"
 
@@ -125,7 +126,7 @@ def _table(rows: Sequence[Row]) -> str:
         lines.append(
             (row["name"], _milliseconds(row["seconds"]), f"{row['ratio']:.2f}", floor, *own, state, *published)
         )
-    return _markdown((*headings, "published: ms", "published / ours"), lines)
+    return markdown((*headings, "published: ms", "published / ours"), lines)
 
 
 def _step_section(rows: Sequence[Row]) -> str:
@@ -144,7 +145,7 @@ def _step_section(rows: Sequence[Row]) -> str:
 def _training_section(rows: Sequence[Row]) -> str:
     title = f"\n## Whole training steps of GPT-2 small, {rows[-1]['tokens']} tokens\n\n{_where(rows)}\n\n"
     lines = [(row["name"], f"{row['seconds']:.2f}", f"{row['ratio']:.3f}") for row in rows]
-    return title + _markdown(("type", "s per step", "over AdamW"), lines)
+    return title + markdown(("type", "s per step", "over AdamW"), lines)
 
 
 def _communication_section(rows: Sequence[Row]) -> str:
@@ -157,7 +158,7 @@ def _communication_section(rows: Sequence[Row]) -> str:
     for row in rows:
         share = f"{row['waited_seconds'] / row['seconds']:.0%}"
         lines.append((row["name"], *(_milliseconds(row[key]) for key in times), share, f"{row['waits']:.1f}"))
-    return title + _WAITING + (_WAITING_CUDA if _on_cuda(last) else _WAITING_HERE) + "\n" + _markdown(headings, lines)
+    return title + _WAITING + (_WAITING_CUDA if _on_cuda(last) else _WAITING_HERE) + "\n" + markdown(headings, lines)
 
 
 def performance_page(rows: Sequence[Row]) -> str:

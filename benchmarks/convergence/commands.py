@@ -1,0 +1,71 @@
+"""Command line of the experiments."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+FOLDER = Path("docs/data/convergence")
+
+
+@app.command()
+def convergence(
+    only: Annotated[str, typer.Option(help="Experiments, separated by commas; all by default.")] = "",
+    contender: Annotated[list[str] | None, typer.Option(help="Only these; may be given several times.")] = None,
+    cores: Annotated[int, typer.Option(min=1, help="Threads; the priority is the lowest there is.")] = 1,
+    results: Annotated[Path, typer.Option(help="Folder of the results, read and added to.")] = FOLDER,
+    minutes: Annotated[float, typer.Option(help="Begin no run after so many.")] = float("inf"),
+    again: Annotated[bool, typer.Option(help="Repeat what is recorded, and print both; writes nothing.")] = False,
+    missing: Annotated[bool, typer.Option(help="Run nothing: say what is yet to be run.")] = False,
+) -> None:
+    """Try what the papers claim, on real data against tuned baselines; goes on where it was stopped."""
+    import torch
+
+    from benchmarks.convergence.experiments import chosen
+    from benchmarks.convergence.results import Results
+    from benchmarks.convergence.session import compare, missing_runs, work
+
+    os.nice(19)
+    torch.set_num_threads(cores)
+    found = Results(results)
+    end = time.monotonic() + 60.0 * minutes
+    for experiment in chosen(only):
+        contenders = tuple(map(experiment.contender, contender or ()))
+        if missing:
+            least, unknown = missing_runs(experiment, found)
+            print(
+                f"{experiment.name}: {least} runs" + (f", and those of {unknown} contenders' seeds" if unknown else "")
+            )
+        elif again:
+            for line in compare(experiment, contenders, found):
+                print(line, flush=True)
+        else:
+            for line in work(experiment, contenders, found, end):
+                print(line, flush=True)
+
+
+@app.command()
+def evidence(
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+    page: Annotated[Path, typer.Option(help="Markdown page to write, with plots beside it.")] = Path(
+        "docs/evidence.md"
+    ),
+) -> None:
+    """Turn the results of the experiments into a page of the documentation."""
+    from benchmarks.convergence.experiments import EXPERIMENTS
+    from benchmarks.convergence.page import evidence_page
+    from benchmarks.convergence.plots import draw
+    from benchmarks.convergence.results import Results
+
+    found = Results(results)
+    page.write_text(evidence_page(EXPERIMENTS.values(), found), encoding="utf-8")
+    for experiment in EXPERIMENTS.values():
+        draw(experiment, found, page.parent / "images" / f"evidence-{experiment.name}.png")

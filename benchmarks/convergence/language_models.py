@@ -1,0 +1,159 @@
+"""E3, E4 and E5: MKOR, MARS and LDAdam on small language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.convergence.experiment import Claim, Contender, Experiment
+
+__all__ = ["E3", "E4", "E5"]
+
+_TASK = {"kind": "language model", "heads": 4, "window": 64, "batch": 32, "clip": 1.0}
+_SMALL = {**_TASK, "layers": 2, "hidden": 64}
+_LARGER = {**_TASK, "layers": 2, "hidden": 96}
+_COUNTS = 0.01
+_TEXT = (
+    "{} parameters in GPT-2's shape, bytes of the Python standard library, as `make train` takes them; {} steps of 32 "
+    "windows of 64 bytes, 20 bytes per parameter; gradients clipped to a norm of 1; warm-up of a twentieth, cosine to "
+    "zero; compared is the loss on held-out files after the last step, in nats per byte."
+)
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+
+_MKOR = "MKOR, arXiv 2306.01685"
+
+
+def _mkor(name: str, guess: float, **options: Any) -> Contender:
+    return Contender(name, "mkor", guess, ({**_ADAMW, **options},))
+
+
+E3 = Experiment(
+    name="E3",
+    title="MKOR on a language model",
+    about=_TEXT.format("0.26 M", "2,550") + " MKOR's factors are in float32.",
+    task=_LARGER,
+    steps=2550,
+    metric="validation_loss",
+    counts=_COUNTS,
+    relative=False,
+    contenders=(
+        Contender("AdamW", "adamw", 4e-3, (_ADAMW,)),
+        _mkor("MKOR on AdamW", 8e-3),
+        Contender("LAMB", "lamb", 1e-2, (_ADAMW,)),
+        _mkor("MKOR on LAMB", 1e-2, backend="lamb"),
+        _mkor("MKOR-H on AdamW", 8e-3, hybrid=True),
+        _mkor("MKOR on AdamW, every step", 4e-3, update_interval=1),
+        _mkor("MKOR on AdamW, rule ema", 8e-3, rule="ema"),
+    ),
+    claims=(
+        Claim(_MKOR, "better than its own backend on a language model: AdamW", "MKOR on AdamW", "AdamW"),
+        Claim(_MKOR, "better than its own backend on a language model: LAMB", "MKOR on LAMB", "LAMB"),
+        Claim(_MKOR, "MKOR-H, which drops the factors, is as good", "MKOR-H on AdamW", "MKOR on AdamW", "no worse"),
+        Claim(_MKOR, "frequent updates help", "MKOR on AdamW, every step", "MKOR on AdamW"),
+    ),
+)
+
+_MARS = "MARS, arXiv 2411.10438"
+_MARS_M = "MARS-M, arXiv 2510.21800"
+_BETAS = ((0.9, 0.95), (0.95, 0.99))
+
+
+def _mars(name: str, guess: float = 8e-3, **options: Any) -> Contender:
+    settings = tuple({"betas": betas, "weight_decay": 0.1, **options} for betas in _BETAS)
+    return Contender(name, "mars", guess, settings)
+
+
+def _mars_m(name: str, gamma: float) -> Contender:
+    # In float32 on every machine: the type of its products is no part of the claim.
+    return _mars(name, 1e-2, variant="muon", gamma=gamma, ns_dtype="float32")
+
+
+E4 = Experiment(
+    name="E4",
+    title="MARS on a language model",
+    about=_TEXT.format("0.12 M", "1,220") + " Betas are tuned with two settings for everybody (Muon: momentum).",
+    task=_SMALL,
+    steps=1220,
+    metric="validation_loss",
+    counts=_COUNTS,
+    relative=False,
+    contenders=(
+        Contender("AdamW", "adamw", 4e-3, tuple({"betas": betas, "weight_decay": 0.1} for betas in _BETAS)),
+        _mars("MARS-AdamW", gamma=0.025),
+        Contender("Muon", "muon", 1e-2, tuple({"momentum": mu, "weight_decay": 0.1} for mu in (0.9, 0.95))),
+        _mars_m("MARS-M", 0.025),
+        _mars("MARS-AdamW, gamma 0", gamma=0.0),
+        _mars("MARS-AdamW, gamma 0.05", gamma=0.05),
+        _mars("MARS-AdamW, no clip", gamma=0.025, clip=None),
+        _mars("MARS-AdamW, exact", gamma=0.025, exact=True),
+        _mars_m("MARS-M, gamma 0", 0.0),
+        Contender(
+            "Lion", "lion", 5e-4, tuple({"betas": betas, "weight_decay": 0.1} for betas in ((0.9, 0.99), (0.95, 0.98)))
+        ),
+        _mars("MARS-Lion", 5e-4, variant="lion", gamma=0.025),
+    ),
+    claims=(
+        Claim(_MARS, "lower than AdamW (published: 0.036 nats at 125 M)", "MARS-AdamW", "AdamW"),
+        Claim(_MARS, "the correction does it, not the betas or the clip", "MARS-AdamW", "MARS-AdamW, gamma 0"),
+        Claim(_MARS, "gamma 0.05 is no better than 0.025", "MARS-AdamW", "MARS-AdamW, gamma 0.05", "no worse"),
+        Claim(
+            _MARS, "approximate is as good as exact, at half the cost", "MARS-AdamW", "MARS-AdamW, exact", "no worse"
+        ),
+        Claim(_MARS, "the clip does no harm", "MARS-AdamW", "MARS-AdamW, no clip", "no worse"),
+        Claim(_MARS, "MARS-Lion is lower than Lion", "MARS-Lion", "Lion"),
+        Claim(_MARS_M, "MARS-M is lower than Muon", "MARS-M", "Muon"),
+        Claim(_MARS_M, "its correction does it", "MARS-M", "MARS-M, gamma 0"),
+    ),
+)
+
+_LDADAM = "LDAdam, arXiv 2410.16103"
+
+
+def _ldadam(name: str, rank: int, **options: Any) -> Contender:
+    return Contender(name, "ldadam", 8e-3, ({"rank": rank, "weight_decay": 0.1, **options},))
+
+
+def _low_rank(name: str, optimizer: str, rank: int) -> Contender:
+    settings = ({**_ADAMW, "rank": rank, "buffer_bytes": 4.0},)
+    return Contender(name, optimizer, 8e-3, settings)
+
+
+E5 = Experiment(
+    name="E5",
+    title="LDAdam on a language model",
+    about=_TEXT.format("0.12 M", "1,220") + " The width d is 64. GaLore and APOLLO get as many bytes for a matrix as "
+    "LDAdam with its error buffer in float32, as a higher rank. Rank d/2 with that buffer would take as much as "
+    "AdamW, and LDAdam refuses it; it runs without the buffer.",
+    task=_SMALL,
+    steps=1220,
+    metric="validation_loss",
+    counts=_COUNTS,
+    relative=False,
+    contenders=(
+        Contender("AdamW", "adamw", 4e-3, (_ADAMW,)),
+        _ldadam("LDAdam, rank d/4", 16),
+        _ldadam("LDAdam, rank d/4, no error feedback", 16, error_feedback=False),
+        _ldadam("LDAdam, rank d/16", 4),
+        _ldadam("LDAdam, rank d/16, no error feedback", 4, error_feedback=False),
+        _low_rank("GaLore, bytes of LDAdam d/4", "galore", 16),
+        _low_rank("APOLLO, bytes of LDAdam d/4", "apollo", 16),
+        _ldadam("LDAdam, rank d/2, no error feedback", 32, error_feedback=False),
+        _ldadam("LDAdam, rank d/4, buffer bfloat16", 16, error_dtype="bfloat16"),
+        _low_rank("GaLore, bytes of LDAdam d/16", "galore", 4),
+        _low_rank("APOLLO, bytes of LDAdam d/16", "apollo", 4),
+    ),
+    claims=(
+        Claim(_LDADAM, "as good as AdamW (rank d/4)", "LDAdam, rank d/4", "AdamW", "no worse"),
+        Claim(_LDADAM, "as good as AdamW (rank d/16)", "LDAdam, rank d/16", "AdamW", "no worse"),
+        Claim(_LDADAM, "error feedback helps (rank d/4)", "LDAdam, rank d/4", "LDAdam, rank d/4, no error feedback"),
+        Claim(_LDADAM, "error feedback helps (rank d/16)", "LDAdam, rank d/16", "LDAdam, rank d/16, no error feedback"),
+        Claim(_LDADAM, "better than GaLore at equal bytes", "LDAdam, rank d/4", "GaLore, bytes of LDAdam d/4"),
+        Claim(_LDADAM, "better than APOLLO at equal bytes", "LDAdam, rank d/4", "APOLLO, bytes of LDAdam d/4"),
+        Claim(
+            _LDADAM,
+            "a buffer in bfloat16 does no harm",
+            "LDAdam, rank d/4, buffer bfloat16",
+            "LDAdam, rank d/4",
+            "no worse",
+        ),
+    ),
+)

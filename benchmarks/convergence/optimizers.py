@@ -1,0 +1,112 @@
+"""Optimizers by name: ours, torch's, and the rivals written for these experiments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rankwise
+from benchmarks.convergence import rivals
+
+__all__ = ["OPTIMIZERS", "Joined", "make_optimizer"]
+
+Build = Callable[..., Any]
+
+
+class Joined:
+    """Two optimizers as one: of the matrices of linear layers, and AdamW of the rest.
+
+    Args:
+        parts: The optimizers.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self._parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Of all parts."""
+        return {param: state for part in self._parts for param, state in part.state.items()}
+
+    def zero_grad(self) -> None:
+        """See torch."""
+        for part in self._parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        """See torch."""
+        for part in self._parts:
+            part.step()
+
+
+def _matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights of linear layers, without a head that is an embedding too; and the other parameters."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linears = [module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    chosen = {id(module.weight): module.weight for module in linears if id(module.weight) not in embeddings}
+    return list(chosen.values()), [param for param in model.parameters() if id(param) not in chosen]
+
+
+def _ours(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
+    return kind(list(model.named_parameters()), **options)
+
+
+def _mkor(model: nn.Module, **options: Any) -> Any:
+    # Factors in float32: what bfloat16 does to them is a claim of its own.
+    optimizer = _ours(rankwise.MKOR, model, **{"factor_dtype": "float32", **options})
+    optimizer.capture(model)
+    return optimizer
+
+
+def _torch(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
+    return kind(model.parameters(), **options)
+
+
+def _for_matrices(kind: Callable[..., Any], model: nn.Module, lr: float, **options: Any) -> Any:
+    matrices, others = _matrices(model)
+    shared = {key: options[key] for key in ("betas", "eps", "weight_decay") if key in options}
+    return Joined(kind(matrices, lr=lr, **options), torch.optim.AdamW(others, lr, **{"weight_decay": 0.0, **shared}))
+
+
+def _muon(model: nn.Module, lr: float, weight_decay: float = 0.0, **options: Any) -> Any:
+    """torch's, with the scale of Moonlight's, so that one learning rate serves AdamW's part too."""
+    matrices, others = _matrices(model)
+    muon = torch.optim.Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw", **options)
+    return Joined(muon, torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=weight_decay))
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "adam": partial(_torch, torch.optim.Adam),
+    "adamw": partial(_torch, torch.optim.AdamW),
+    "rmsprop": partial(_torch, torch.optim.RMSprop),
+    "sgd": partial(_torch, torch.optim.SGD),
+    "lamb": partial(_torch, rivals.LAMB),
+    "lion": partial(_torch, rivals.Lion),
+    "muon": _muon,
+    "kfac": rivals.KFAC,
+    "eva": rivals.Eva,
+    "galore": partial(_for_matrices, rivals.GaLore),
+    "apollo": partial(_for_matrices, rivals.APOLLO),
+    "mars": partial(_ours, rankwise.MARS),
+    "sonew": partial(_ours, rankwise.SONew),
+    "ldadam": partial(_ours, rankwise.LDAdam),
+    "mkor": _mkor,
+}
+"""Each is called with a model, ``lr`` and further keywords."""
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Any:
+    """An optimizer of a model's parameters.
+
+    Args:
+        name: Key of :data:`OPTIMIZERS`.
+        model: To be trained.
+        lr: Peak learning rate.
+        options: Its other keywords.
+    """
+    return OPTIMIZERS[name](model, lr=lr, **options)

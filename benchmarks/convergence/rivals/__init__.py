@@ -1,0 +1,7 @@
+"""Optimizers that ours are compared with and torch does not have, from their papers, as small as they can be."""
+
+from benchmarks.convergence.rivals.dense import KFAC, Eva
+from benchmarks.convergence.rivals.elementwise import LAMB, Lion
+from benchmarks.convergence.rivals.low_rank import APOLLO, GaLore
+
+__all__ = ["APOLLO", "KFAC", "LAMB", "Eva", "GaLore", "Lion"]

@@ -1,0 +1,103 @@
+"""Which run comes next: a pure function of the results there are, so that a search can stop and go on anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from benchmarks.convergence.experiment import Contender, Experiment, Options, Run
+from benchmarks.convergence.results import Results
+
+__all__ = ["Best", "best_trial", "final_runs", "next_exponent", "next_run", "tried"]
+
+
+class Best(NamedTuple):
+    """A contender's best trial."""
+
+    setting: Options
+    exponent: int
+    figure: float
+
+
+def next_exponent(figures: Mapping[int, float], trials: int) -> int | None:
+    """The next learning rate of a search over powers of two.
+
+    It begins with the guess and both neighbours, goes on beyond the edge at which the best lies, and widens the grid
+    on the better side once the best is inside, until there were as many trials as everybody has.
+
+    Args:
+        figures: Of the exponents tried so far, infinity where a run diverged.
+        trials: To be made in any case.
+
+    Returns:
+        An exponent, or None if the search is over.
+    """
+    for first in (0, -1, 1):
+        if first not in figures:
+            return first
+    low, high = min(figures), max(figures)
+    # Where all diverge, the lowest rate is the best of them.
+    best = min(figures, key=lambda exponent: (figures[exponent], exponent))
+    if best == low:
+        return low - 1
+    if best == high:
+        return high + 1
+    if len(figures) >= trials:
+        return None
+    return low - 1 if figures[low] <= figures[high] else high + 1
+
+
+def tried(experiment: Experiment, contender: Contender, setting: Options, results: Results) -> dict[int, float]:
+    """Figures of the trials of a setting that the search has come to, by the exponent of the learning rate."""
+    found: dict[int, float] = {}
+    while (exponent := next_exponent(found, experiment.trials)) is not None:
+        figure = results.figure(experiment.run(contender, setting, exponent, 0), experiment.metric)
+        if figure is None:
+            break
+        found[exponent] = figure
+    return found
+
+
+def best_trial(experiment: Experiment, contender: Contender, results: Results) -> Best | None:
+    """The best trial over all settings, or None before all searches are over."""
+    found = []
+    for index, setting in enumerate(contender.settings):
+        figures = tried(experiment, contender, setting, results)
+        if next_exponent(figures, experiment.trials) is not None:
+            return None
+        exponent = min(figures, key=lambda exponent: (figures[exponent], exponent))
+        found.append((figures[exponent], index, exponent))
+    figure, index, exponent = min(found)
+    return Best(contender.settings[index], exponent, figure)
+
+
+def final_runs(experiment: Experiment, contender: Contender, results: Results) -> list[Run] | None:
+    """The runs that are compared, one per fresh seed, or None before the best trial is known."""
+    best = best_trial(experiment, contender, results)
+    if best is None:
+        return None
+    return [experiment.run(contender, best.setting, best.exponent, seed) for seed in experiment.seeds]
+
+
+def _missing(experiment: Experiment, contender: Contender, results: Results) -> Iterator[Run]:
+    for setting in contender.settings:
+        exponent = next_exponent(tried(experiment, contender, setting, results), experiment.trials)
+        if exponent is not None:
+            yield experiment.run(contender, setting, exponent, 0)
+            return
+    yield from (run for run in final_runs(experiment, contender, results) or () if run not in results)
+
+
+def next_run(experiment: Experiment, results: Results, contenders: tuple[Contender, ...] = ()) -> Run | None:
+    """The next run: of the first contender that is not done its next trial, or its next seed once they are over.
+
+    Args:
+        experiment: Whose.
+        results: So far.
+        contenders: Only these.
+
+    Returns:
+        A run that is not among the results, or None if the experiment is complete.
+    """
+    runs = (run for one in contenders or experiment.contenders for run in _missing(experiment, one, results))
+    return next(runs, None)

@@ -1,0 +1,72 @@
+"""Doing runs one after the other, and doing recorded ones again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from benchmarks.convergence.experiment import Contender, Experiment, Run
+from benchmarks.convergence.results import Results, Row
+from benchmarks.convergence.runner import train
+from benchmarks.convergence.search import final_runs, next_exponent, next_run, tried
+
+__all__ = ["compare", "missing_runs", "work"]
+
+
+def work(experiment: Experiment, contenders: tuple[Contender, ...], results: Results, end: float) -> Iterator[str]:
+    """Do what is missing, in order, and write each row as it comes.
+
+    Args:
+        experiment: Whose runs.
+        contenders: Only theirs; empty for all.
+        results: To be added to.
+        end: Of ``time.monotonic()``, after which no run begins.
+
+    Yields:
+        A line for each run.
+    """
+    while time.monotonic() < end and (run := next_run(experiment, results, contenders)) is not None:
+        row = train(run)
+        results.write(experiment.name, row)
+        yield f"{experiment.name} {_line(run, row, experiment.metric)}"
+
+
+def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: Results) -> Iterator[str]:
+    """Do the final runs that are recorded again.
+
+    Args:
+        experiment: Whose runs.
+        contenders: Only theirs; empty for all.
+        results: With what is recorded.
+
+    Yields:
+        A line for each run, with both figures.
+    """
+    for contender in contenders or experiment.contenders:
+        for run in final_runs(experiment, contender, results) or []:
+            recorded = results.figure(run, experiment.metric)
+            if recorded is not None:
+                line = _line(run, train(run), experiment.metric)
+                yield f"{experiment.name} {contender.name}: {line}, recorded {recorded:.4f}"
+
+
+def missing_runs(experiment: Experiment, results: Results) -> tuple[int, int]:
+    """Runs that are known to be missing, and contenders whose seeds come on top once their searches are over."""
+    least = unknown = 0
+    for contender in experiment.contenders:
+        finals = final_runs(experiment, contender, results)
+        if finals is not None:
+            least += sum(run not in results for run in finals)
+            continue
+        unknown += 1
+        for setting in contender.settings:
+            figures = tried(experiment, contender, setting, results)
+            if next_exponent(figures, experiment.trials) is not None:
+                least += max(1, experiment.trials - len(figures))
+    return least, unknown
+
+
+def _line(run: Run, row: Row, metric: str) -> str:
+    figure = "diverged" if row["diverged"] else f"{row[metric]:.4f}"
+    options = " ".join(f"{name}={value}" for name, value in run.options.items())
+    return f"{run.optimizer} {options} lr {run.lr:.3g} steps {run.steps} seed {run.seed}: {figure}, {row['seconds']} s"

@@ -1,0 +1,243 @@
+"""The experiments behind docs/evidence.md: the search, the verdicts, the rivals, and that rows can be had again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.convergence import session, tasks
+from benchmarks.convergence.experiment import Contender, Experiment, Run
+from benchmarks.convergence.experiments import CHECK, EXPERIMENTS, chosen
+from benchmarks.convergence.optimizers import OPTIMIZERS
+from benchmarks.convergence.page import evidence_page
+from benchmarks.convergence.results import Results
+from benchmarks.convergence.runner import schedule, train
+from benchmarks.convergence.search import best_trial, final_runs, next_exponent, next_run
+from benchmarks.convergence.tasks import make_task
+from benchmarks.convergence.verdicts import _T, Difference, mean_interval, verdict
+from rankwise.launch.data import Corpus
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+def searched(loss: Callable[[int], float], trials: int = 5) -> dict[int, float]:
+    found: dict[int, float] = {}
+    while (exponent := next_exponent(found, trials)) is not None:
+        assert exponent not in found and len(found) < 30
+        found[exponent] = loss(exponent)
+    return found
+
+
+@pytest.mark.parametrize("best", [-7, -2, -1, 0, 1, 2, 5])
+def test_the_best_rate_ends_up_inside_the_grid(best: int) -> None:
+    found = searched(lambda exponent: abs(exponent - best - 0.1))
+    assert min(found) < best < max(found) and min(found, key=found.__getitem__) == best
+    assert len(found) == max(5, abs(best) + 3)
+
+
+def test_everybody_has_as_many_trials_and_the_last_widen_the_better_side() -> None:
+    assert sorted(searched(lambda exponent: abs(exponent) * (9.0 if exponent > 0 else 1.0))) == [-3, -2, -1, 0, 1]
+    assert sorted(searched(lambda exponent: float(exponent**2), trials=3)) == [-1, 0, 1]
+
+
+def test_rates_that_diverge_send_the_search_down() -> None:
+    found = searched(lambda exponent: math.inf if exponent > -3 else -float(exponent))
+    assert min(found, key=found.__getitem__) == -3 and min(found) == -4
+
+
+# --- results and their order -----------------------------------------------------------------------------------------
+
+
+def fake(run: Run) -> dict[str, Any]:
+    """A row whose loss has its least at a rate that depends on the optimizer."""
+    best = {"adam": 0.02, "sonew": 0.01, "mkor": 0.08}[run.optimizer]
+    parts = {name: getattr(run, name) for name in ("task", "optimizer", "options", "lr", "steps", "seed")}
+    loss = 1.0 + math.log2(run.lr / best) ** 2 + 0.01 * run.seed
+    return {"run": parts, "diverged": False, "train_loss": loss, "seconds": 1.0}
+
+
+def done(folder: Path, experiment: Experiment = CHECK, minutes: float = 1.0) -> list[str]:
+    return list(session.work(experiment, (), Results(folder), session.time.monotonic() + 60 * minutes))
+
+
+def test_a_session_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "train", fake)
+    whole = done(tmp_path / "whole")
+    assert len(whole) == len(set(whole)) == (4 + 2) + (3 + 2) + (6 + 2)
+    assert done(tmp_path / "whole") == [] and next_run(CHECK, Results(tmp_path / "whole")) is None
+    file = tmp_path / "cut" / "E0.jsonl"
+    file.parent.mkdir()
+    lines = (tmp_path / "whole" / "E0.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:5]) + lines[5][:-20])
+    assert next_run(CHECK, Results(tmp_path / "whole"), (CHECK.contenders[2],)) is None
+    assert session.missing_runs(CHECK, Results(file.parent)) == (1 + 3 + 3, 2)
+    file.write_text("".join(lines[:5]))
+    assert done(file.parent) == whole[5:] and file.read_text().splitlines(keepends=True) == lines
+    assert done(tmp_path / "late", minutes=0.0) == []
+
+
+def test_a_row_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "train", fake)
+    whole = done(tmp_path)
+    file = tmp_path / "E0.jsonl"
+    file.write_text(file.read_text()[:-20])
+    assert done(tmp_path) == whole[-1:]
+    assert [json.loads(line)["run"]["seed"] for line in file.read_text().splitlines()][-1] == 2
+
+
+def test_the_best_trial_is_run_with_fresh_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "train", fake)
+    results = Results(tmp_path)
+    assert (
+        best_trial(CHECK, CHECK.contenders[0], results) is None
+        and final_runs(CHECK, CHECK.contenders[0], results) is None
+    )
+    done(tmp_path)
+    results = Results(tmp_path)
+    finals = [final_runs(CHECK, contender, results) for contender in CHECK.contenders]
+    assert [[(run.lr, run.seed) for run in runs or ()] for runs in finals] == [
+        [(0.02, 1), (0.02, 2)],
+        [(0.01, 1), (0.01, 2)],
+        [(0.08, 1), (0.08, 2)],
+    ]
+    page = evidence_page([CHECK], results_with_bytes(results))
+    assert "SONew, band 1 against Adam | +0.0000 ± 0.0000 (+0.0 %) | 0.0203 | **does not hold** |" in page
+    assert "Missing" not in page and "not run yet" in evidence_page([CHECK], Results(tmp_path / "none"))
+
+
+def results_with_bytes(results: Results) -> Results:
+    where = {"device": "one", "threads": 1, "torch": "2", "python": "3", "rankwise": "0", "date": "2030-01-02"}
+    for row in results.rows.values():
+        row.update(state_bytes=8, parameters=2, **where)
+    return results
+
+
+# --- the experiments as data -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS.values(), CHECK], ids=lambda experiment: experiment.name)
+def test_experiments_are_fair_and_complete(experiment: Experiment) -> None:
+    assert len({len(contender.settings) for contender in experiment.contenders}) == 1, "as many trials for everybody"
+    names = [contender.name for contender in experiment.contenders]
+    assert len(set(names)) == len(names) and {one.optimizer for one in experiment.contenders} <= set(OPTIMIZERS)
+    for claim in experiment.claims:
+        assert claim.ours in names and claim.than in names and claim.ours != claim.than
+    runs = [experiment.run(one, setting, 0, 0).key for one in experiment.contenders for setting in one.settings]
+    assert len(set(runs)) == len(runs), "nobody runs twice under two names"
+    assert 0 not in experiment.seeds, "the seed of the trials"
+
+
+def test_experiments_are_chosen_by_name() -> None:
+    assert [one.name for one in chosen("e2, E1")] == ["E2", "E1"] and chosen("") == list(EXPERIMENTS.values())
+    with pytest.raises(ValueError, match="no experiment 'E9'; there are: E1"):
+        chosen("E9")
+    with pytest.raises(ValueError, match="no contender 'SONew' in E0; there are: Adam; SONew, band 1"):
+        CHECK.contender("SONew")
+
+
+def small(task: dict[str, Any]) -> dict[str, Any]:
+    """The same kind of task, in milliseconds."""
+    if task["kind"] == "autoencoder":
+        return {**task, "data": "blobs", "pixels": 7, "widths": (16, 4)}
+    return {**task, "window": 8, "batch": 2}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda experiment: experiment.name)
+def test_every_contender_takes_steps(experiment: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
+    monkeypatch.setattr(tasks, "text", lambda: Corpus(tokens[:1500], tokens[1500:], 257, 1.0, tmp_path))
+    monkeypatch.setattr(tasks.LanguageModel, "_VALIDATION", 4)
+    for contender in experiment.contenders:
+        for setting in contender.settings:
+            task = small(dict(experiment.task))
+            row = train(Run(task, contender.optimizer, setting, contender.guess, 3, 0))
+            assert not row["diverged"] and row["state_bytes"] > 0, contender.name
+            assert math.isfinite(row[experiment.metric]) and len(row["curve"]) == 20 or row["curve"]
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_rises_and_ends_at_zero() -> None:
+    rates = [schedule(step, 200) for step in range(200)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)]) and max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.0 < rates[-1] < 1e-3
+
+
+def test_a_seed_decides_weights_and_order_for_everybody() -> None:
+    def first_losses(seed: int) -> list[float]:
+        task = make_task(CHECK.task, seed)
+        return [float(task.gradient(step)) for step in range(25)]
+
+    assert first_losses(1) == first_losses(1) != first_losses(2)
+
+
+def test_a_run_that_diverges_is_a_row_too(tmp_path: Path) -> None:
+    run = Run(CHECK.task, "sgd", {"momentum": 0.9}, 1e39, 60, 0)
+    row = train(run)
+    assert row["diverged"] and "train_loss" not in row and json.loads(json.dumps(row)) is not None
+    results = Results(tmp_path)
+    results.write("E0", row)
+    assert Results(tmp_path).figure(run, "train_loss") == math.inf
+
+
+@pytest.mark.parametrize("contender", CHECK.contenders, ids=lambda contender: contender.name)
+def test_a_recorded_row_comes_out_again(contender: Contender) -> None:
+    """On another processor sums are in another order: far less than what counts, but not nothing."""
+    results = Results(DOCS / "data" / "convergence")
+    runs = final_runs(CHECK, contender, results)
+    assert runs is not None, "recorded by python -m benchmarks convergence --only E0"
+    recorded = results.figure(runs[0], CHECK.metric)
+    assert train(runs[0])["train_loss"] == pytest.approx(recorded, rel=1e-3)
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    page = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    made = evidence_page(EXPERIMENTS.values(), Results(DOCS / "data" / "convergence"))
+    assert made == page, "python -m benchmarks evidence writes it anew"
+    for name in EXPERIMENTS:
+        assert f"images/evidence-{name}.png" not in page or (DOCS / "images" / f"evidence-{name}.png").exists()
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freedom", sorted(_T))
+def test_quantiles_are_students(freedom: int) -> None:
+    grid = np.linspace(0.0, _T[freedom], 200_001)
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    density = scale * (1.0 + grid**2 / freedom) ** (-(freedom + 1) / 2)
+    assert np.trapezoid(density, grid) == pytest.approx(0.475, abs=2e-5)
+
+
+def test_intervals() -> None:
+    found = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (found.mean, found.count) == (3.0, 5) and found.half == pytest.approx(2.776 * math.sqrt(2.5 / 5))
+    assert mean_interval([1.0]).half == math.inf and mean_interval([1.0, math.inf]).mean == math.inf
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean", "half", "expected"),
+    [
+        ("less", -2.0, 1.0, "holds"),
+        ("less", -2.0, 2.5, "not settled"),
+        ("less", -0.5, 0.1, "does not hold"),
+        ("less", -0.5, 0.7, "not settled"),
+        ("less", 3.0, 1.0, "does not hold"),
+        ("less", math.inf, math.inf, "not settled"),
+        ("no worse", -5.0, 1.0, "holds"),
+        ("no worse", 0.5, 0.4, "holds"),
+        ("no worse", 0.5, 0.6, "not settled"),
+        ("no worse", 3.0, 1.0, "does not hold"),
+    ],
+)
+def test_verdicts_where_one_counts(kind: Any, mean: float, half: float, expected: str) -> None:
+    assert verdict(Difference(mean, half, 5), 1.0, kind) == expected
