@@ -16,7 +16,7 @@ from rankwise.options.fields import Option
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["Flag", "add_flags", "flags", "given_options"]
+__all__ = ["OptionFlag", "add_flags", "flags", "given_options"]
 
 LAYER_WISE = "--rankwise-layer-wise"
 _STOCK_NAME = "adam"
@@ -24,7 +24,7 @@ _STOCK_NAME = "adam"
 _UNREAD = ("adam_", "sgd_", "muon_", "lion_", "soap_", "adaptive_muon_")
 
 
-class Flag(NamedTuple):
+class OptionFlag(NamedTuple):
     """One option on the command line.
 
     Attributes:
@@ -60,7 +60,7 @@ class Flag(NamedTuple):
 
 
 @cache
-def flags() -> tuple[Flag, ...]:
+def flags() -> tuple[OptionFlag, ...]:
     """Every option of every optimizer, prefixed with the name of its class."""
     classes = dict.fromkeys(cls for cls, _ in NAMES.values())
     return tuple(flag for cls in classes for flag in _flags_of(cls))
@@ -142,7 +142,7 @@ def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.optimizer = _STOCK_NAME
 
 
-def _owners(flag: Flag, name: str) -> str:
+def _owners(flag: OptionFlag, name: str) -> str:
     known = ", ".join(flag.names)
     if name in NAMES and NAMES[name][0] is NAMES[flag.names[0]][0]:
         return f"that name fixes it; use --optimizer {known}"
@@ -180,15 +180,15 @@ def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, n
 # --- from the option classes -----------------------------------------------------------------------------------------
 
 
-def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[Flag]:
+def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[OptionFlag]:
     names = [name for name, (known, _) in NAMES.items() if known is cls]
     table = cls.options_type.table()
     for key in dict.fromkeys(key for name in names for key in option_names(name)):
         owners = tuple(name for name in names if key in option_names(name))
-        yield Flag(flag_of(cls, key), table[key], owners)
+        yield OptionFlag(flag_of(cls, key), table[key], owners)
 
 
-def _parsing(flag: Flag) -> dict[str, Any]:
+def _parsing(flag: OptionFlag) -> dict[str, Any]:
     """How argparse is to read a flag."""
     check = flag.known.check
     text = flag.help.replace("%", "%%")
@@ -211,7 +211,7 @@ def _optional(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def _as_option(flag: Flag, value: Any) -> Any:
+def _as_option(flag: OptionFlag, value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return None if value == [None] else tuple(value)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from megatron_patches.parameters import ModelParameter
 from rankwise.routing.roles import Role
-from rankwise.statistics.views import LinearShape, LinearView, Side
+from rankwise.statistics.views import LinearShape, LinearView, SummedPart
 
 __all__ = ["linear_views"]
 
@@ -55,15 +55,15 @@ def _view(module: nn.Module, weight: Parameter, index: int | None, known: ModelP
     bias = getattr(module, "bias" if index is None else f"bias{index}", None)
     alike, ours = (known.rank, known.ways), (0, 1)
     cut_tokens = _tokens_are_cut(module, weight, known)
-    whole = Side(None, ours if cut_tokens else alike)
+    whole = SummedPart(None, ours if cut_tokens else alike)
     # A side that is cut was gathered before the multiplication, or comes out of it: its tokens are all there.
     rows, columns = _held(known)
     return LinearView(
         weight=weight,
         bias=bias if isinstance(bias, Parameter) and bias.numel() else None,
         shape=LinearShape(inputs, outputs),
-        inputs=whole if columns is None else Side(columns, alike),
-        outputs=whole if rows is None else Side(rows, alike),
+        inputs=whole if columns is None else SummedPart(columns, alike),
+        outputs=whole if rows is None else SummedPart(rows, alike),
         rows=None if index is None else partial(_rows_of_expert, index),
         prepare=partial(_normalized, module) if hasattr(module, "layer_norm_weight") else None,
     )

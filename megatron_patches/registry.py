@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.monitor import remember
-from megatron_patches.names import describe_model
+from megatron_patches.parameter_names import describe_model
 from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named

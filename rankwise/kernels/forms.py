@@ -15,9 +15,9 @@ from types import ModuleType
 import torch
 
 from rankwise.kernels import blocked, lists, native, triton
-from rankwise.kernels.native import newton_schulz as native_newton_schulz
-from rankwise.kernels.native.newton_schulz import OrthogonalStep
+from rankwise.kernels.native import tiled_newton_schulz as native_newton_schulz
 from rankwise.kernels.native.products import products
+from rankwise.kernels.native.tiled_newton_schulz import OrthogonalStep
 from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.updates.newton_schulz import newton_schulz
 
@@ -68,7 +68,7 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
         return native_newton_schulz.newton_schulz
     if chosen is not triton:
         return newton_schulz
-    from rankwise.kernels.triton.newton_schulz import newton_schulz as fused
+    from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz as fused
 
     return fused
 
@@ -76,7 +76,7 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
 def orthogonal_steps_for(
     device: torch.device, dtype: torch.dtype, product: torch.dtype
 ) -> Callable[[Sequence[OrthogonalStep]], None] | None:
-    """:func:`rankwise.kernels.native.newton_schulz.orthogonal_steps_`, or None where there is no such form.
+    """:func:`rankwise.kernels.native.tiled_newton_schulz.orthogonal_steps_`, or None where there is no such form.
 
     Args:
         device: Where the tensors lie.

@@ -10,7 +10,7 @@ from torch import Tensor
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import LowRankStep, fragments_step_for, subtract_for, takes
-from rankwise.ldadam.signature import Signature, split_factors
+from rankwise.ldadam.signature import LowRankSignature, split_factors
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Fragment
@@ -68,7 +68,7 @@ class Fragments:
             self._source(index).add_(gradient)
 
     def in_place(
-        self, index: int, signature: Signature, state: MatrixState, step: int, group: Mapping[str, Any]
+        self, index: int, signature: LowRankSignature, state: MatrixState, step: int, group: Mapping[str, Any]
     ) -> LowRankStep | None:
         """A whole matrix for :func:`rankwise.ldadam.forms.steps_in_place_for`.
 
@@ -96,7 +96,7 @@ class Fragments:
         self,
         indices: Sequence[int],
         results: Sequence[Tensor],
-        signature: Signature,
+        signature: LowRankSignature,
         as_factors: bool,
         lr: Scalar,
     ) -> None:
@@ -124,7 +124,7 @@ class Fragments:
                 self._source(index).sub_(product[1])
                 self._keep_error(index)
 
-    def _step_at_once(self, arrived: list[tuple[int, Tensor]], signature: Signature, lr: Scalar) -> bool:
+    def _step_at_once(self, arrived: list[tuple[int, Tensor]], signature: LowRankSignature, lr: Scalar) -> bool:
         """In one launch, where there is a kernel for it."""
         fused = fragments_step_for(self._unit.device, self._unit.dtype)
         if fused is None or any(self._fragment(index).columns is not None for index, _ in arrived):
@@ -150,7 +150,7 @@ class Fragments:
         )
         return True
 
-    def _step_by_factors(self, index: int, result: Tensor, signature: Signature, lr: Scalar) -> None:
+    def _step_by_factors(self, index: int, result: Tensor, signature: LowRankSignature, lr: Scalar) -> None:
         part = self._fragment(index)
         basis, (direction, *kept) = _own_factors(result, signature, part)
         self._subtract(self._weights[index], basis, direction * lr, signature, part)
@@ -158,7 +158,7 @@ class Fragments:
             self._subtract(self._source(index), basis, kept[0], signature, part)
             self._keep_error(index)
 
-    def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: Signature, part: Fragment) -> None:
+    def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: LowRankSignature, part: Fragment) -> None:
         """Subtract a fragment's elements of a product of two factors."""
         place = (part.start, part.end, signature.rows, part.row_length, signature.right)
         updates.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
@@ -177,7 +177,7 @@ class Fragments:
             self._errors[index].copy_(self._source(index))
 
 
-def _own_factors(factors: Tensor, signature: Signature, part: Fragment) -> tuple[Tensor, Tensor]:
+def _own_factors(factors: Tensor, signature: LowRankSignature, part: Fragment) -> tuple[Tensor, Tensor]:
     """Basis and the products' other factors of one matrix, for the columns that a rank holds."""
     basis, others = split_factors(factors, signature)
     if part.columns is None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from rankwise.kernels.lists import copy_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import moments_for
-from rankwise.ldadam.signature import Signature
-from rankwise.ldadam.slices import Holders, next_basis_of_slices, project_slices
+from rankwise.ldadam.signature import LowRankSignature
+from rankwise.ldadam.sliced_formulas import Holders, next_basis_of_slices, project_slices
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.sharding import Traffic
 
@@ -50,7 +50,7 @@ def step_slices(
     stack: Tensor,
     states: Sequence[MatrixState],
     matrices: int,
-    signature: Signature,
+    signature: LowRankSignature,
     group: Mapping[str, Any],
     holders: Holders,
     report: Callable[[Tensor], None],
@@ -113,7 +113,7 @@ class _Joined:
     def __init__(self, matrices: int, cut: str) -> None:
         self._matrices, self.cut = matrices, cut
 
-    def matrix(self, stack: Tensor, signature: Signature) -> Tensor:
+    def matrix(self, stack: Tensor, signature: LowRankSignature) -> Tensor:
         """(matrices, m, n) of (slices, rows * columns), m and n of what this rank has."""
         parts = stack.view(self._matrices, -1, signature.rows, signature.columns)
         return self._join(parts.mT if signature.right else parts, -1 if self.cut == "long" else -2)

@@ -14,8 +14,8 @@ from rankwise.ldadam.declared import LDAdamDeclared
 from rankwise.ldadam.joint import holders_of
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
-from rankwise.ldadam.signature import Signature, reply_of
-from rankwise.ldadam.slices import Cut, Holders, exchanged
+from rankwise.ldadam.signature import LowRankSignature, reply_of
+from rankwise.ldadam.sliced_formulas import Cut, Holders, exchanged
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
@@ -85,11 +85,11 @@ class LDAdam(ShardedOptimizer):
             cost = float(10 * rows * columns * rank + 6 * max(rows, columns) * rank**2)
             right = updates.projects_right(rows, columns)
             if key not in slices:
-                tasks.append(MatrixTask(key, (key,), Signature(rows, columns, rank, position, right), cost))
+                tasks.append(MatrixTask(key, (key,), LowRankSignature(rows, columns, rank, position, right), cost))
                 continue
             matrix = slices[key]
             cut: Cut = "long" if right == (matrix.axis == 0) else "short"
-            signature = Signature(*matrix.shape, rank, position, right, cut)
+            signature = LowRankSignature(*matrix.shape, rank, position, right, cut)
             tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
         self.planner.choose_owners(unit, tasks, slices)
 
@@ -100,7 +100,7 @@ class LDAdam(ShardedOptimizer):
             return self._fresh(torch.empty(0, dtype=unit.dtype, device=device), task.signature)
 
         def together(batch: Batch) -> tuple[int, ...]:
-            signature: Signature = batch.signature
+            signature: LowRankSignature = batch.signature
             if signature.cut is None:
                 return ()
             matrices = len({task.whole for task in batch.tasks})
@@ -132,10 +132,10 @@ class LDAdam(ShardedOptimizer):
 
         return LDAdamRule(unit, matrices, self.param_groups, subspaces, self.health, holders)
 
-    def _fresh(self, like: Tensor, signature: Signature) -> MatrixState:
+    def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
         return fresh_state(like, signature, self.declared.count_device(like))
 
 
 def _cut_states(task: MatrixTask) -> dict[str, int]:
-    signature: Signature = task.signature
+    signature: LowRankSignature = task.signature
     return {"long": {"exp_avg": 1, "exp_avg_sq": 1}, "short": {"basis": 0}}.get(signature.cut or "", {})

@@ -11,8 +11,8 @@ from rankwise.kernels.lists import decay_
 from rankwise.ldadam.forms import LowRankStep, steps_in_place_for
 from rankwise.ldadam.fragments import Fragments
 from rankwise.ldadam.joint import step_slices
-from rankwise.ldadam.signature import Signature, in_reply, reply_of
-from rankwise.ldadam.slices import Holders
+from rankwise.ldadam.signature import LowRankSignature, in_reply, reply_of
+from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask, Reply
@@ -113,7 +113,9 @@ class LDAdamRule(MatrixRule):
         factors = self._subspaces.advance([task], source.view(1, -1))
         self._step(task.signature, [index], [factors[0]], as_factors=True)
 
-    def _step(self, signature: Signature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool) -> None:
+    def _step(
+        self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool
+    ) -> None:
         self._fragments.step(indices, results, signature, as_factors, self._groups[signature.group]["lr"])
 
     def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rankwise.ldadam.slices import Cut
+from rankwise.ldadam.sliced_formulas import Cut
 from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Batch, Reply
 
-__all__ = ["Signature", "in_reply", "reply_of", "split_factors"]
+__all__ = ["LowRankSignature", "in_reply", "reply_of", "split_factors"]
 
 
-class Signature(NamedTuple):
+class LowRankSignature(NamedTuple):
     """What the matrices of a batch, or the slices of matrices, have in common.
 
     Attributes:
@@ -52,7 +52,7 @@ class Signature(NamedTuple):
         return self.rank * (self.short + products * self.long)
 
 
-def split_factors(factors: Tensor, signature: Signature) -> tuple[Tensor, Tensor]:
+def split_factors(factors: Tensor, signature: LowRankSignature) -> tuple[Tensor, Tensor]:
     """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
 
     Args:
@@ -75,8 +75,8 @@ def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) 
         groups: Param groups by position.
         batch: Of its exchange; all of equal signature get the same answer.
     """
-    replies: dict[Signature, Reply] = unit.scratch.setdefault("replies", {})
-    signature: Signature = batch.signature
+    replies: dict[LowRankSignature, Reply] = unit.scratch.setdefault("replies", {})
+    signature: LowRankSignature = batch.signature
     if signature not in replies:
         assert unit.exchange is not None
         products = 2 if groups[signature.group]["error_feedback"] else 1
@@ -92,7 +92,7 @@ def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) 
     return replies[signature]
 
 
-def in_reply(factors: Tensor, signature: Signature, reply: Reply) -> Tensor:
+def in_reply(factors: Tensor, signature: LowRankSignature, reply: Reply) -> Tensor:
     """What owners return of (matrices, elements) factors: them, or (matrices, products * elements) their products."""
     if reply.whole is not None:
         return factors

@@ -13,7 +13,7 @@ from rankwise.kernels.lists import copy_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import step_for
 from rankwise.ldadam.on_device import Triple, step_on_device
-from rankwise.ldadam.signature import Signature
+from rankwise.ldadam.signature import LowRankSignature
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.sharding import MatrixTask
 from rankwise.step.health import Health
@@ -25,7 +25,7 @@ _Past = tuple[int, float] | None
 """Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
 
 
-def fresh_state(like: Tensor, signature: Signature, counts: torch.device) -> MatrixState:
+def fresh_state(like: Tensor, signature: LowRankSignature, counts: torch.device) -> MatrixState:
     """A subspace and its moments before the first step.
 
     Args:
@@ -60,7 +60,7 @@ class Subspaces:
         states: MatrixStates,
         groups: Sequence[Mapping[str, Any]],
         health: Health,
-        fresh: Callable[[Tensor, Signature], MatrixState],
+        fresh: Callable[[Tensor, LowRankSignature], MatrixState],
         unstepped: set[str] | None,
     ) -> None:
         self._states, self._groups, self._health = states, groups, health
@@ -86,7 +86,7 @@ class Subspaces:
         Returns:
             (tasks, elements): their factors, as :func:`rankwise.ldadam.signature.split_factors` reads them.
         """
-        signature: Signature = tasks[0].signature
+        signature: LowRankSignature = tasks[0].signature
         group = self._groups[signature.group]
         states = [self.obtain(task, stack) for task in tasks]
         matrices = stack.view(-1, signature.rows, signature.columns)

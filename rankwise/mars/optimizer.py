@@ -13,7 +13,7 @@ from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
 from rankwise.mars.declared import MARSDeclared
 from rankwise.mars.options import MARSOptions
-from rankwise.mars.rule import MARSRule, Signature
+from rankwise.mars.rule import MARSRule, MomentumSignature
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.unit import Bucket, StepUnit, spans
@@ -112,7 +112,7 @@ class MARS(ShardedOptimizer):
             if self.declared.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
-                signature = Signature(rows, columns, info.logical_matrix_shape, unit.group_position[key])
+                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.group_position[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
         self.planner.choose_owners(unit, tasks)
 

@@ -16,10 +16,10 @@ from rankwise.sharding import Batch, MatrixTask
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 
-__all__ = ["MARSRule", "Signature"]
+__all__ = ["MARSRule", "MomentumSignature"]
 
 
-class Signature(NamedTuple):
+class MomentumSignature(NamedTuple):
     """What the matrices of a batch have in common.
 
     Attributes:
@@ -99,7 +99,7 @@ class MARSRule(MatrixRule):
         if self._steps_in_place is not None:
             self._steps_in_place(self._taken)
 
-    def _directions(self, signature: Signature, exp_avgs: Tensor) -> Tensor:
+    def _directions(self, signature: MomentumSignature, exp_avgs: Tensor) -> Tensor:
         """Of momenta (matrices, elements)."""
         group = self._groups[signature.group]
         directions = updates.orthogonal_direction(
@@ -114,7 +114,7 @@ class MARSRule(MatrixRule):
         )
         return directions.reshape(len(exp_avgs), -1)
 
-    def _in_place(self, signature: Signature, exp_avg: Tensor, weight: Tensor) -> OrthogonalStep:
+    def _in_place(self, signature: MomentumSignature, exp_avg: Tensor, weight: Tensor) -> OrthogonalStep:
         group, shape = self._groups[signature.group], (signature.rows, signature.columns)
         return OrthogonalStep(
             shape,

@@ -15,8 +15,8 @@ from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
-from rankwise.statistics.records import Record
 from rankwise.statistics.vectors import LayerVectors
+from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from rankwise.routing.fused import Fused
-from rankwise.routing.names import Role
+from rankwise.routing.name_roles import Role
 from rankwise.routing.weight_view import WeightView
 
 __all__ = ["fused_parts", "looks_fused"]

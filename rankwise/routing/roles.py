@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from rankwise.routing.fused import Fused
-from rankwise.routing.names import Role, is_head, is_router, role_by_name, unwrapped
+from rankwise.routing.name_roles import Role, is_head, is_router, role_by_name, unwrapped
 from rankwise.routing.recognised import fused_parts
 from rankwise.routing.weight_view import Surroundings
 

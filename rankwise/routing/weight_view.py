@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rankwise.routing.names import unwrapped
+from rankwise.routing.name_roles import unwrapped
 
 __all__ = ["Surroundings", "WeightView"]
 

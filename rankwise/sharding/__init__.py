@@ -6,8 +6,8 @@ from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .layout import Fragment, Layout, LayoutError, Place
+from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
-from .plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .reduce import FragmentSums
 from .slices import SlicedMatrix, find_slices, in_slices
 from .traffic import Traffic

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .indices import DeviceIndices
 from .layout import Layout
+from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply
 from .pieces import BatchPlan, Piece, plan_batch
-from .plan import Batch, MatrixPlan, MatrixTask, Reply
 from .traffic import Traffic
 
 __all__ = ["Gather", "MatrixExchange", "Return"]

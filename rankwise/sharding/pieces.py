@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .layout import Fragment, Layout, Place
-from .plan import Batch, MatrixTask
+from .owner_plan import Batch, MatrixTask
 
 __all__ = ["BatchPlan", "Piece", "Side", "plan_batch"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 
 from .layout import Fragment, Layout
-from .plan import Batch, MatrixPlan, Reply, own_pieces
+from .owner_plan import Batch, MatrixPlan, Reply, own_pieces
 from .traffic import Traffic
 
 __all__ = ["halo_volume", "matrix_volume", "sums_volume"]

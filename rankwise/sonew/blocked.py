@@ -95,11 +95,11 @@ def sonew_directions(
     for index, run in enumerate(runs):
         if grads[index].numel():
             fields = [grads[index], exp_avgs[index], exp_avg_sqs[index], *(edges[index] for edges in covariances)]
-            squares[:, index] = _Pass(run, fields, margins[index], rates, out[index]).run()
+            squares[:, index] = _RunInBlocks(run, fields, margins[index], rates, out[index]).run()
     return squares[0], squares[1]
 
 
-class _Pass:
+class _RunInBlocks:
     """One run's way through memory."""
 
     def __init__(self, run: Run, fields: list[Tensor], margins: Margins | None, rates: _Rates, out: Tensor) -> None:

@@ -18,9 +18,9 @@ from rankwise.sharding import Traffic
 from rankwise.sharding.sources import framework_advice
 from rankwise.statistics.early import BackwardReduction, twin_group
 from rankwise.statistics.hooks import Capture, Describe
-from rankwise.statistics.records import Record
 from rankwise.statistics.scalers import watch_gradient_scalers
 from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
+from rankwise.statistics.window_sums import Record
 
 __all__ = ["Collector", "Reduced"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rankwise.sharding import Traffic
-from rankwise.statistics.records import Record
+from rankwise.statistics.window_sums import Record
 
 __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]
 

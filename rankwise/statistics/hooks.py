@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.statistics.records import CommitListener, ModuleCall, Record
 from rankwise.statistics.views import LinearShape, LinearView, describe_linear, views_of
+from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record
 
 __all__ = ["Capture", "Describe", "has_compiled"]
 

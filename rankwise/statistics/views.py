@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = ["LinearShape", "LinearView", "Side", "describe_linear", "views_of"]
+__all__ = ["LinearShape", "LinearView", "SummedPart", "describe_linear", "views_of"]
 
 
 class LinearShape(NamedTuple):
@@ -21,7 +21,7 @@ class LinearShape(NamedTuple):
     transposed: bool = False
 
 
-class Side(NamedTuple):
+class SummedPart(NamedTuple):
     """The part of a layer's input, or of its output's gradient, that this rank sums up.
 
     The parts of all ranks are disjoint and together are everything, so that sums over ranks are those of one process.
@@ -90,8 +90,8 @@ class LinearView:
     weight: Parameter
     bias: Parameter | None
     shape: LinearShape
-    inputs: Side = Side()
-    outputs: Side = Side()
+    inputs: SummedPart = SummedPart()
+    outputs: SummedPart = SummedPart()
     rows: Callable[[tuple[Any, ...], Mapping[str, Any]], slice] | None = None
     prepare: Callable[[Tensor], Tensor] | None = None
 

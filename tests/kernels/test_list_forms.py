@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.kernels import blocked, forms, native, triton
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import kernels_for, using
-from rankwise.kernels.native import elementwise
+from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import formulas as updates_ldadam
 from rankwise.ldadam import native as native_ldadam

@@ -12,8 +12,8 @@ from torch import Tensor
 from rankwise.kernels import blocked, native
 from rankwise.kernels.forms import newton_schulz_for, using
 from rankwise.kernels.native import building
-from rankwise.kernels.native import newton_schulz as tiles
 from rankwise.kernels.native import products as library
+from rankwise.kernels.native import tiled_newton_schulz as tiles
 from rankwise.kernels.native.products import products
 from rankwise.updates import newton_schulz as linalg
 

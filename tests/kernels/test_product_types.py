@@ -152,7 +152,7 @@ RULES: dict[str, tuple[type[ShardedOptimizer], dict[str, Any], str, int]] = {
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without tiles of its own for products; whether torch's are fast is up to the test."""
     monkeypatch.setattr(forms, "products", lambda: None)
-    monkeypatch.setattr("rankwise.kernels.native.newton_schulz.products", lambda: None)
+    monkeypatch.setattr("rankwise.kernels.native.tiled_newton_schulz.products", lambda: None)
     monkeypatch.setattr("rankwise.mkor.native.products", lambda: None)
     with using(request.param):
         yield

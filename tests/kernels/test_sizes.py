@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import blocked, native
-from rankwise.kernels.native import newton_schulz
+from rankwise.kernels.native import tiled_newton_schulz as newton_schulz
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import native as ldadam
 from rankwise.mkor import native as mkor

@@ -84,7 +84,7 @@ def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
 
 
 def newton_schulz(dtype: torch.dtype) -> None:
-    from rankwise.kernels.triton.newton_schulz import symmetric_polynomial, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
 
     x = torch.zeros(2, 64, 64, dtype=dtype)
     symmetric_product(x)

@@ -155,7 +155,7 @@ def test_sonew(band: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("shape", [(3, 256, 512), (2, 300, 130)])
 def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
-    from rankwise.kernels.triton.newton_schulz import newton_schulz, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz, symmetric_product
 
     matrix = torch.randn(shape, device=DEVICE)
     (found,) = twice(lambda: [newton_schulz(matrix, 5, dtype)])

@@ -28,7 +28,7 @@ def generator(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("shape", [(1, 5, 7), (3, 70, 33), (2, 65, 130)])
 def test_symmetric_product(shape: tuple[int, int, int]) -> None:
-    from rankwise.kernels.triton.newton_schulz import symmetric_polynomial, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
 
     x = torch.randn(shape, generator=generator(0))
     gram = symmetric_product(x)
@@ -41,7 +41,7 @@ def test_symmetric_product(shape: tuple[int, int, int]) -> None:
 
 
 def test_symmetric_product_of_a_transposed_view() -> None:
-    from rankwise.kernels.triton.newton_schulz import symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_product
 
     x = torch.randn(2, 40, 20, generator=generator(1)).mT
     torch.testing.assert_close(symmetric_product(x), x @ x.mT, rtol=1e-5, atol=1e-4)
@@ -50,7 +50,7 @@ def test_symmetric_product_of_a_transposed_view() -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(20, 40), (2, 70, 30), (0, 4)])
 def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    from rankwise.kernels.triton.newton_schulz import newton_schulz
+    from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz
 
     matrix = torch.randn(shape, generator=generator(2))
     found = newton_schulz(matrix, 5, dtype)
@@ -66,7 +66,7 @@ def test_only_one_triangle_is_multiplied(
 ) -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from rankwise.kernels.triton.newton_schulz import symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_product
 
     blocks = 0
     dot = InterpreterBuilder.create_dot

@@ -25,7 +25,7 @@ from megatron_weights import bare
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megatron_patches import names
+from megatron_patches import parameter_names as names
 from megatron_patches.cpu import cpu_megatron
 from rankwise.sharding import LayoutError
 

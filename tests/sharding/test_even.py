@@ -11,7 +11,7 @@ from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.sharding import EvenCuts, EvenLayout, Layout, MatrixTask, halo_volume, matrix_volume, sums_volume
-from rankwise.sharding.plan import IMBALANCE_TOLERANCE, assign_owners
+from rankwise.sharding.owner_plan import IMBALANCE_TOLERANCE, assign_owners
 from rankwise.step.optimizer import ShardedOptimizer
 
 WORLDS = (1, 2, 3, 7, 64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_layouts import random_fragments
 
 from rankwise.sharding import Fragment, Layout, MatrixTask, plan_matrices
-from rankwise.sharding.plan import IMBALANCE_TOLERANCE, assign_owners
+from rankwise.sharding.owner_plan import IMBALANCE_TOLERANCE, assign_owners
 
 quick = settings(max_examples=60, deadline=None)
 

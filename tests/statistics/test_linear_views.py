@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.statistics.hooks import Capture
-from rankwise.statistics.views import LinearShape, LinearView, Side
+from rankwise.statistics.views import LinearShape, LinearView, SummedPart
 
 quick = settings(max_examples=30, deadline=None)
 FEATURES, TOKENS = 12, 7
@@ -28,7 +28,7 @@ def rows(seed: int, *shape: int) -> Tensor:
 @quick
 @given(st.integers(0, 50), st.integers(1, 7))
 def test_shares_of_the_tokens_tile_them(tokens: int, ways: int) -> None:
-    shares = [list(range(tokens))[Side(None, (rank, ways)).share(tokens)] for rank in range(ways)]
+    shares = [list(range(tokens))[SummedPart(None, (rank, ways)).share(tokens)] for rank in range(ways)]
     assert sum(shares, []) == list(range(tokens))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -40,12 +40,12 @@ def test_parts_add_up(cut: list[tuple[tuple[int, int], ...]], gathered: bool) ->
     data = rows(0, TOKENS, FEATURES)
     total, by_token = torch.zeros(FEATURES, dtype=torch.float64), torch.zeros(FEATURES, dtype=torch.float64)
     for rank, runs in enumerate(cut):
-        side = Side(runs, (rank, len(cut)))
+        side = SummedPart(runs, (rank, len(cut)))
         shown = data if gathered else torch.cat([data[:, start:end] for start, end in runs], dim=1)
         part = side.part(shown, FEATURES)
         assert part.shape == (TOKENS, side.width(FEATURES))
         total += side.widened(part.sum(0), FEATURES)
-        by_token += Side(None, (rank, len(cut))).part(data, FEATURES).sum(0)
+        by_token += SummedPart(None, (rank, len(cut))).part(data, FEATURES).sum(0)
     torch.testing.assert_close(total, data.sum(0))
     torch.testing.assert_close(by_token, data.sum(0))
 
@@ -87,7 +87,7 @@ def test_a_module_with_several_weights(first: int) -> None:
 
 def test_a_weight_cut_differently_by_two_modules_is_refused() -> None:
     layer = nn.Linear(4, 3)
-    seen = iter([Side(), Side(None, (0, 2))])
+    seen = iter([SummedPart(), SummedPart(None, (0, 2))])
     with pytest.raises(ValueError, match="share a weight"):
         Capture(
             nn.ModuleDict({"a": layer, "b": _Other(layer.weight)}),

@@ -16,9 +16,9 @@ from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import blocked, native
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import kernels_for, using
-from rankwise.kernels.native import elementwise
-from rankwise.kernels.native.newton_schulz import orthogonal_steps_
+from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
+from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import native as native_ldadam
 from rankwise.sharding import MatrixExchange
 from rankwise.sonew import native as native_sonew

@@ -3,6 +3,6 @@
 Papers' rooms build sources of their own with the same means (:mod:`.building`).
 """
 
-from rankwise.kernels.native.elementwise import is_available, run, squared_norms
+from rankwise.kernels.native.compiled_passes import is_available, run, squared_norms
 
 __all__ = ["is_available", "run", "squared_norms"]

@@ -27,6 +27,6 @@ MKOR's ``update_factors_`` can be captured in a graph; there a step's number is 
 per run or matrix.
 """
 
-from rankwise.kernels.triton.elementwise import STEPS_ON_DEVICE, is_available, run, squared_norms
+from rankwise.kernels.triton.launched_passes import STEPS_ON_DEVICE, is_available, run, squared_norms
 
 __all__ = ["STEPS_ON_DEVICE", "is_available", "run", "squared_norms"]

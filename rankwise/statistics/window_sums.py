@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rankwise.statistics.views import LinearShape, Side
+from rankwise.statistics.views import LinearShape, SummedPart
 
 __all__ = ["CommitListener", "ModuleCall", "Record"]
 
@@ -35,8 +35,8 @@ class Record:
     parameter: Parameter
     bias: Parameter | None
     shape: LinearShape
-    inputs: Side
-    outputs: Side
+    inputs: SummedPart
+    outputs: SummedPart
     sum_input: Tensor = field(repr=False)
     sum_output_grad: Tensor = field(repr=False)
     count: int = 0

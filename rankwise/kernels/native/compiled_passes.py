@@ -28,7 +28,7 @@ _TILE = 8192
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
 
 
-class _Pass(ctypes.Structure):
+class _PassInC(ctypes.Structure):
     """As in the source."""
 
     _fields_ = [
@@ -88,5 +88,5 @@ def _call(
     if factors is not None:
         arrays["factor"] = doubles(factors.tolist())
     places = {array: ctypes.addressof(values) for array, values in arrays.items()}
-    described = _Pass(runs=len(first), tile=_TILE, threads=torch.get_num_threads(), **places, **numbers)
+    described = _PassInC(runs=len(first), tile=_TILE, threads=torch.get_num_threads(), **places, **numbers)
     getattr(own, f"{name}_{SUFFIXES[first[0].dtype]}")(ctypes.byref(described), *more)
