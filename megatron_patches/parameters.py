@@ -10,7 +10,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_patches.fused import fused_parts
+from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 from rankwise.sharding import LayoutError

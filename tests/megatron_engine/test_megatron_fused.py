@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron_patches.cpu import cpu_megatron
-from megatron_patches.fused import fused_parts
+from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter, describe_chunks
 from rankwise.routing.fused import Fused
