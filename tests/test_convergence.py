@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -113,6 +114,16 @@ def test_the_best_trial_is_run_with_fresh_seeds(tmp_path: Path, monkeypatch: pyt
     assert "Missing" not in page and "not run yet" in evidence_page([CHECK], Results(tmp_path / "none"))
 
 
+def test_a_trial_of_several_seeds_is_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "train", fake)
+    experiment = dataclasses.replace(CHECK, trial_seeds=(0, 4), contenders=CHECK.contenders[:1])
+    assert len(done(tmp_path, experiment)) == 4 * 2 + 2
+    best = best_trial(experiment, experiment.contenders[0], Results(tmp_path))
+    assert best is not None and best.exponent == 1 and best.figure == pytest.approx(1.02)
+    assert session.missing_runs(experiment, Results(tmp_path / "none")) == (3 * 2, 1)
+    assert done(tmp_path, dataclasses.replace(experiment, trial_seeds=(0,))) == [], "what is there is taken"
+
+
 def results_with_bytes(results: Results) -> Results:
     where = {"device": "one", "threads": 1, "torch": "2", "python": "3", "rankwise": "0", "date": "2030-01-02"}
     for row in results.rows.values():
@@ -132,7 +143,7 @@ def test_experiments_are_fair_and_complete(experiment: Experiment) -> None:
         assert claim.ours in names and claim.than in names and claim.ours != claim.than
     runs = [experiment.run(one, setting, 0, 0).key for one in experiment.contenders for setting in one.settings]
     assert len(set(runs)) == len(runs), "nobody runs twice under two names"
-    assert 0 not in experiment.seeds, "the seed of the trials"
+    assert not {*experiment.trial_seeds} & {*experiment.seeds}
 
 
 def test_experiments_are_chosen_by_name() -> None:

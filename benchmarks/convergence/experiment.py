@@ -93,7 +93,8 @@ class Experiment:
         contenders: Their number of settings is the same, so that everybody has the same number of trials.
         claims: Decided by fresh seeds at each contender's best trial.
         trials: Learning rates of a setting, a factor of two apart; more only if the best still lies at the edge.
-        seeds: Fresh ones for the best trial; trials have seed 0.
+        trial_seeds: Of a trial, whose figure is the mean over them.
+        seeds: Fresh ones for the best trial.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Experiment:
     contenders: tuple[Contender, ...]
     claims: tuple[Claim, ...]
     trials: int = 5
+    trial_seeds: tuple[int, ...] = (0,)
     seeds: tuple[int, ...] = field(default=(1, 2, 3, 4, 5))
 
     def contender(self, name: str) -> Contender:

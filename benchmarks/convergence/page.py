@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options
 from benchmarks.convergence.results import Results
-from benchmarks.convergence.search import best_trial, final_runs, tried
+from benchmarks.convergence.search import best_trial, final_runs, trial_runs, tried
 from benchmarks.convergence.session import missing_runs
 from benchmarks.convergence.verdicts import Difference, mean_interval, verdict
 from benchmarks.performance import markdown
@@ -23,7 +23,7 @@ Made by `python -m benchmarks evidence` from the results in `docs/data/convergen
 is small and on CPUs: it tells whether an effect is there at this size, not how large it is on a cluster.
 
 - Learning rates are a factor of two apart; a search begins at the same few and goes on until the best is inside.
-  Everybody has the same number of trials, the baselines too. Trials have seed 0.
+  Everybody has the same number of trials, the baselines too. A trial's loss is the mean over the seeds of trials.
 - The best trial is run with fresh seeds, 1 to 5: other weights, another order of the data, both the same for everybody.
   A difference is paired by seed, with its 95 % interval (Student's t).
 - Compared are losses after the last step of the full schedule, never on the way.
@@ -95,7 +95,8 @@ def _section(experiment: Experiment, results: Results) -> str:
         f"{100 * experiment.counts:g} % of the other's loss" if experiment.relative else f"{experiment.counts:g} nats"
     )
     parts = [
-        f"\n## {experiment.name}: {experiment.title}\n\n{experiment.about} What counts: {unit}.\n\n",
+        f"\n## {experiment.name}: {experiment.title}\n\n{experiment.about} What counts: {unit}. "
+        f"Seeds of trials: {', '.join(map(str, experiment.trial_seeds))}.\n\n",
         _missing(experiment, results),
     ]
     done = [one for one in experiment.contenders if any(_all_trials(experiment, one, results))]
@@ -128,7 +129,7 @@ def _contender(experiment: Experiment, contender: Contender, results: Results) -
         return contender.name, "search not over", "", str(trials), "", "", "", ""
     lr = f"{contender.guess * 2.0**best.exponent:.3g}"
     known = [figure for figure in _final_figures(experiment, contender, results) if figure is not None]
-    row = results.row(experiment.run(contender, best.setting, best.exponent, 0)) or {}
+    row = results.row(trial_runs(experiment, contender, best.setting, best.exponent)[0]) or {}
     per_parameter = f"{row['state_bytes'] / row['parameters']:.2f}"
     final = _interval(mean_interval(known)) + f" ({len(known)})" if known else ""
     figures = (f"{best.figure:.4f}", final, f"{row['seconds']:.0f}", per_parameter)

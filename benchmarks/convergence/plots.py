@@ -47,7 +47,7 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
     left.set_xscale("log", base=2)
     left.set_xlabel("learning rate (best setting at each)")
     left.set_ylabel(experiment.metric.replace("_", " "))
-    left.set_title("trials, seed 0")
+    left.set_title("trials")
     right.set_yticks(range(len(names)), names)
     right.invert_yaxis()
     right.set_title("best trial, fresh seeds")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.convergence.experiment import Contender, Experiment, Options, Run
 from benchmarks.convergence.results import Results
 
-__all__ = ["Best", "best_trial", "final_runs", "next_exponent", "next_run", "tried"]
+__all__ = ["Best", "best_trial", "final_runs", "next_exponent", "next_run", "trial_runs", "tried"]
 
 
 class Best(NamedTuple):
@@ -47,14 +48,20 @@ def next_exponent(figures: Mapping[int, float], trials: int) -> int | None:
     return low - 1 if figures[low] <= figures[high] else high + 1
 
 
+def trial_runs(experiment: Experiment, contender: Contender, setting: Options, exponent: int) -> list[Run]:
+    """The runs of a trial, one per seed."""
+    return [experiment.run(contender, setting, exponent, seed) for seed in experiment.trial_seeds]
+
+
 def tried(experiment: Experiment, contender: Contender, setting: Options, results: Results) -> dict[int, float]:
     """Figures of the trials of a setting that the search has come to, by the exponent of the learning rate."""
     found: dict[int, float] = {}
     while (exponent := next_exponent(found, experiment.trials)) is not None:
-        figure = results.figure(experiment.run(contender, setting, exponent, 0), experiment.metric)
-        if figure is None:
+        runs = trial_runs(experiment, contender, setting, exponent)
+        figures = [results.figure(run, experiment.metric) for run in runs]
+        if None in figures:
             break
-        found[exponent] = figure
+        found[exponent] = statistics.fmean(figures)
     return found
 
 
@@ -80,12 +87,13 @@ def final_runs(experiment: Experiment, contender: Contender, results: Results) -
 
 
 def _missing(experiment: Experiment, contender: Contender, results: Results) -> Iterator[Run]:
+    runs: list[Run] = []
     for setting in contender.settings:
         exponent = next_exponent(tried(experiment, contender, setting, results), experiment.trials)
         if exponent is not None:
-            yield experiment.run(contender, setting, exponent, 0)
-            return
-    yield from (run for run in final_runs(experiment, contender, results) or () if run not in results)
+            runs += trial_runs(experiment, contender, setting, exponent)
+    runs = runs or final_runs(experiment, contender, results) or []
+    return (run for run in runs if run not in results)
 
 
 def next_run(experiment: Experiment, results: Results, contenders: tuple[Contender, ...] = ()) -> Run | None:

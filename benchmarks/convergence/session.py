@@ -62,7 +62,7 @@ def missing_runs(experiment: Experiment, results: Results) -> tuple[int, int]:
         for setting in contender.settings:
             figures = tried(experiment, contender, setting, results)
             if next_exponent(figures, experiment.trials) is not None:
-                least += max(1, experiment.trials - len(figures))
+                least += max(1, experiment.trials - len(figures)) * len(experiment.trial_seeds)
     return least, unknown
 
 
