@@ -244,6 +244,14 @@ def soak_figures(
 
 
 @app.command()
+def routing(page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/routing.md")) -> None:
+    """Which weights of which model take which rule, as the tests have it."""
+    from benchmarks.routing_page import routing_page
+
+    page.write_text(routing_page())
+
+
+@app.command()
 def reliability(
     rows: Annotated[Path, typer.Argument(help="JSON lines written by the tests of the fault table.", exists=True)],
     page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/reliability.md"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
 from benchmarks.architectures import ARCHITECTURES, Architecture
+from benchmarks.routing_page import routing_page
 from rankwise.routing.fused import Fused
 from rankwise.routing.recognised import looks_fused
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, describe, route
@@ -41,3 +43,9 @@ def test_weights_go_where_the_table_says(title: str) -> None:
     names = [info.name for info in infos if len(info.shape) > 1]
     for pattern in (*architecture.blocks, *architecture.whole):
         assert any(fnmatch(name, pattern) for name in names), pattern
+
+
+def test_the_page_is_this_table() -> None:
+    """Written anew by ``python -m benchmarks routing``."""
+    page = Path(__file__).parents[2] / "docs/routing.md"
+    assert page.read_text() == routing_page()
