@@ -41,7 +41,7 @@ class ParameterInfo:
         name: Qualified name in the model.
         shape: Logical shape on this tensor-parallel rank.
         role: Its role; UNKNOWN is judged by shape.
-        transposed: Stored as (inputs, outputs), as in GPT-2's Conv1D, instead of (outputs, inputs).
+        transposed: Stored as (inputs, outputs), as in GPT-2's Conv1D and some experts, instead of (outputs, inputs).
         bias: Name of the bias added to this linear weight's output, if any.
         fused: Its logical matrices, if it holds several.
     """
@@ -159,14 +159,14 @@ def describe(
             shape = tuple(int(size) for size in shape_of(parameter))
             role = _role_by_module(module, outer, outer in heads, shape)
             is_weight = local == "weight"
-            bias = getattr(module, "bias", None)
+            bias, view = getattr(module, "bias", None), surroundings.view(outer, local, shape)
             info = ParameterInfo(
                 name=names[parameter],
                 shape=shape,
                 role=role,
-                transposed=is_weight and type(module).__name__ == "Conv1D",
+                transposed=view.is_transposed,
                 bias=names.get(bias) if is_weight and isinstance(bias, nn.Parameter) else None,
-                fused=fused_parts(surroundings.view(outer, local, shape)),
+                fused=fused_parts(view),
             )
             earlier = found.get(parameter)
             if earlier is not None and role not in (Role.EMBEDDING, Role.HEAD):

@@ -23,6 +23,7 @@ class WeightView:
 
     Attributes:
         name: The layer's within its module (``c_attn``), or the parameter's own if the module keeps it itself.
+        own_name: The parameter's within its layer.
         kind: Class of the layer.
         owner: The module that uses it, by whose class its layout is known.
         sources: Where numbers are looked up, the nearest first: the owner, then configs.
@@ -30,6 +31,7 @@ class WeightView:
     """
 
     name: str
+    own_name: str
     kind: str
     owner: nn.Module
     sources: tuple[object, ...]
@@ -62,6 +64,15 @@ class WeightView:
                 if isinstance(value, bool):
                     return value
         return None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is stored as (inputs, outputs): by layers and stacked experts that multiply from the right."""
+        if len(self.shape) == 2:
+            by_rows = self.kind == "Conv1D" and self.own_name == "weight"
+            return by_rows or (type(self.owner).__name__, self.name) == ("DbrxExpertGLU", "w2")
+        stacked = getattr(self.owner, "is_transposed", None) is True or type(self.owner).__name__ == "Llama4TextExperts"
+        return len(self.shape) == 3 and stacked
 
     @property
     def heads(self) -> int | None:
@@ -106,7 +117,8 @@ class Surroundings:
         holder = self._modules[module]
         place = outer if local == "weight" and outer in self._modules else module
         sources = (self._modules[place], *self._configs(place))
-        return WeightView(name if local == "weight" else local, type(holder).__name__, sources[0], sources, shape)
+        called = name if local == "weight" else local
+        return WeightView(called, local, type(holder).__name__, sources[0], sources, shape)
 
     def _configs(self, place: str) -> Iterator[object]:
         """Of a module and all around it, from the inside out."""

@@ -45,6 +45,21 @@ def test_weights_go_where_the_table_says(title: str) -> None:
         assert any(fnmatch(name, pattern) for name in names), pattern
 
 
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [
+        ("GPT-2", {"c_attn.weight", "q_attn.weight", "c_proj.weight", "c_fc.weight"}),
+        ("gpt-oss", {"experts.gate_up_proj", "experts.down_proj"}),
+        ("Llama 4", {"experts.gate_up_proj", "experts.down_proj"}),
+        ("DBRX", {"mlp.w2"}),
+        ("Mixtral", set()),
+    ],
+)
+def test_weights_that_multiply_from_the_right(title: str, names: set[str]) -> None:
+    infos = describe(ARCHITECTURES[title].build()).values()
+    assert {".".join(info.name.split(".")[-2:]) for info in infos if info.transposed} == names
+
+
 def test_the_page_is_this_table() -> None:
     """Written anew by ``python -m benchmarks routing``."""
     page = Path(__file__).parents[2] / "docs/routing.md"
