@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks.convergence import session, tasks
+from benchmarks.convergence import directions, session, tasks
 from benchmarks.convergence.experiment import Contender, Experiment, Run
 from benchmarks.convergence.experiments import CHECK, EXPERIMENTS, chosen
 from benchmarks.convergence.optimizers import OPTIMIZERS
@@ -22,6 +23,7 @@ from benchmarks.convergence.runner import schedule, train
 from benchmarks.convergence.search import best_trial, final_runs, next_exponent, next_run
 from benchmarks.convergence.tasks import make_task
 from benchmarks.convergence.verdicts import _T, Difference, mean_interval, verdict
+from benchmarks.convergence.whole_page import page_text
 from rankwise.launch.data import Corpus
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -212,10 +214,39 @@ def test_a_recorded_row_comes_out_again(contender: Contender) -> None:
 
 def test_the_page_is_what_the_results_say() -> None:
     page = (DOCS / "evidence.md").read_text(encoding="utf-8")
-    made = evidence_page(EXPERIMENTS.values(), Results(DOCS / "data" / "convergence"))
-    assert made == page, "python -m benchmarks evidence writes it anew"
+    assert page_text(DOCS / "data" / "convergence") == page, "python -m benchmarks evidence writes it anew"
     for name in EXPERIMENTS:
         assert f"images/evidence-{name}.png" not in page or (DOCS / "images" / f"evidence-{name}.png").exists()
+
+
+def test_directions_leave_the_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shadows see its steps and change none; the gradient's own direction is the gradient's."""
+    monkeypatch.setattr(directions, "SHADOWS", {name: directions.SHADOWS[name] for name in ("gradient", "MKOR", "Eva")})
+    monkeypatch.setattr(directions, "_dense", identities)
+    trained: list[torch.Tensor] = []
+
+    def kept(*arguments: Any) -> Any:
+        task = make_task(*arguments)
+        trained.append(task.model[0].weight)
+        return task
+
+    monkeypatch.setattr(directions, "make_task", kept)
+    rows = directions.measure_directions(12, 0, 1e-2, CHECK.task)
+    monkeypatch.setattr(directions, "SHADOWS", {})
+    directions.measure_directions(12, 0, 1e-2, CHECK.task)
+    assert torch.equal(*trained)
+    cosines = [row["cosine"] for row in rows if row["name"] == "gradient"]
+    assert cosines == pytest.approx([1.0] * len(cosines)) and len(rows) == 3 * len(cosines) == 3 * 4 * 7
+    assert all(0.0 < row["cosine"] for row in rows if row["name"] == "MKOR"), "it descends"
+    assert (
+        "| gradient | 1.00 | 1.00 |" in directions.directions_section(rows) and directions.directions_section([]) == ""
+    )
+
+
+def identities(task: Any, layers: Any) -> list[Any]:
+    shapes = [layer.grad.shape for layer in layers]
+    facts = dict.fromkeys(("input_top", "input_mean", "output_top", "output_mean"), 0.5)
+    return [directions._Dense(torch.eye(columns), torch.eye(rows), facts) for rows, columns in shapes]
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------

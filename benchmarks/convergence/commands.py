@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ __all__ = ["app"]
 app = typer.Typer()
 
 FOLDER = Path("docs/data/convergence")
+PAGE = Path("docs/evidence.md")
 
 
 @app.command()
@@ -53,6 +55,20 @@ def convergence(
 
 
 @app.command()
+def directions(
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = FOLDER / "directions.json",
+) -> None:
+    """Compare MKOR's direction with that of K-FAC with dense factors, along a run of E2's autoencoder."""
+    import torch
+
+    from benchmarks.convergence.directions import measure_directions
+
+    os.nice(19)
+    torch.set_num_threads(1)
+    output.write_text("[\n" + ",\n".join(map(json.dumps, measure_directions())) + "\n]\n")
+
+
+@app.command()
 def evidence(
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
     page: Annotated[Path, typer.Option(help="Markdown page to write, with plots beside it.")] = Path(
@@ -60,12 +76,6 @@ def evidence(
     ),
 ) -> None:
     """Turn the results of the experiments into a page of the documentation."""
-    from benchmarks.convergence.experiments import EXPERIMENTS
-    from benchmarks.convergence.page import evidence_page
-    from benchmarks.convergence.plots import draw
-    from benchmarks.convergence.results import Results
+    from benchmarks.convergence.whole_page import write_page
 
-    found = Results(results)
-    page.write_text(evidence_page(EXPERIMENTS.values(), found), encoding="utf-8")
-    for experiment in EXPERIMENTS.values():
-        draw(experiment, found, page.parent / "images" / f"evidence-{experiment.name}.png")
+    write_page(results, page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options
@@ -36,16 +36,18 @@ is small and on CPUs: it tells whether an effect is there at this size, not how 
 """
 
 
-def evidence_page(experiments: Iterable[Experiment], results: Results) -> str:
+def evidence_page(experiments: Iterable[Experiment], results: Results, further: Mapping[str, str] | None = None) -> str:
     """The page.
 
     Args:
         experiments: In the order of their sections.
         results: What has been run.
+        further: Text that follows an experiment's section, by its name.
     """
     experiments = list(experiments)
     parts = [_INTRODUCTION, "\n## Claims\n\n", _claims(experiments, results)]
-    parts += [_section(experiment, results) for experiment in experiments]
+    for experiment in experiments:
+        parts += [_section(experiment, results), (further or {}).get(experiment.name, "")]
     return "".join(parts)
 
 
