@@ -39,8 +39,9 @@ class Recogniser(NamedTuple):
 
     def knows(self, weight: WeightView) -> bool:
         """Whether this row speaks of a weight."""
-        asked = ((self.name, weight.name), (self.owner, type(weight.owner).__name__), (self.kind, weight.kind))
-        return all(re.fullmatch(pattern, text) for pattern, text in asked)
+        if not re.fullmatch(self.name, weight.name) or not re.fullmatch(self.kind, weight.kind):
+            return False
+        return any(re.fullmatch(self.owner, kind) for kind in weight.owner_kinds)
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

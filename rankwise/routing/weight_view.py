@@ -51,7 +51,7 @@ class WeightView:
         """The first of these attributes that is a positive integer, in the nearest place that has any."""
         for source in self.sources:
             for name in names:
-                value = getattr(source, name, None)
+                value = _read(source, name)
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                     return value
         return None
@@ -60,18 +60,25 @@ class WeightView:
         """The first of these attributes that is true or false; None if there is none."""
         for source in self.sources:
             for name in names:
-                value = getattr(source, name, None)
+                value = _read(source, name)
                 if isinstance(value, bool):
                     return value
         return None
+
+    @property
+    def owner_kinds(self) -> list[str]:
+        """Class of the owner, and those it takes its forward pass from."""
+        kinds = type(self.owner).__mro__
+        own = next((place for place, kind in enumerate(kinds) if "forward" in vars(kind)), 0)
+        return [kind.__name__ for kind in kinds[: own + 1]]
 
     @property
     def is_transposed(self) -> bool:
         """Whether it is stored as (inputs, outputs): by layers and stacked experts that multiply from the right."""
         if len(self.shape) == 2:
             by_rows = self.kind == "Conv1D" and self.own_name == "weight"
-            return by_rows or (type(self.owner).__name__, self.name) == ("DbrxExpertGLU", "w2")
-        stacked = getattr(self.owner, "is_transposed", None) is True or type(self.owner).__name__ == "Llama4TextExperts"
+            return by_rows or (self.name == "w2" and "DbrxExpertGLU" in self.owner_kinds)
+        stacked = _read(self.owner, "is_transposed") is True or "Llama4TextExperts" in self.owner_kinds
         return len(self.shape) == 3 and stacked
 
     @property
@@ -92,6 +99,14 @@ class WeightView:
         if said or not heads or self.columns % heads:
             return said
         return self.columns // heads
+
+
+def _read(source: object, name: str) -> object:
+    """An attribute of what others wrote: properties may fail where nothing but the forward pass needs them."""
+    try:
+        return getattr(source, name, None)
+    except Exception:
+        return None
 
 
 class Surroundings:
@@ -123,7 +138,7 @@ class Surroundings:
     def _configs(self, place: str) -> Iterator[object]:
         """Of a module and all around it, from the inside out."""
         while True:
-            config = getattr(self._modules.get(place), "config", None)
+            config = _read(self._modules.get(place), "config")
             if config is not None:
                 yield config
             if not place:
