@@ -125,7 +125,10 @@ _falcon = _by_flag("new_decoder_architecture", _grouped, _by_flag("multi_query",
 
 
 def _vision(weight: WeightView) -> Fused | None:
-    """Vision transformers': one after the other, but for those that say that heads come first."""
+    """Vision transformers': one after the other, but for those that say otherwise."""
+    keys, values = weight.number("key_dim"), weight.number("val_dim")
+    if keys is not None and values is not None and weight.heads is not None:
+        return Fused((("q", keys), ("k", keys), ("v", values)), groups=weight.heads, heads=(1, 1, 1))
     return (_per_head(*_QKV) if weight.flag("head_first") else _equal(_QKV, with_heads=True))(weight)
 
 
@@ -234,7 +237,8 @@ _VISION = (
     r"(Blip|Blip2|InstructBlip|InstructBlipVideo|Mgpstr|SegGpt|VitDet|PPOCRV\d\w*Rec)Attention|\w*Vision\w*Attention"
     r"|TimesformerSelfAttention|HieraMaskUnitAttention|Sam2MultiScaleAttention"
     # The same of torch's vision models outside of it.
-    r"|Attention|WindowAttention|EvaAttention|MaskUnitAttention|XCA"
+    r"|Attention(Rope|Cl)?|(Window|Eva|MaskUnit|RelPos|MultiScale|Diff|WindowMultiHead)Attention|XCA"
+    r"|CrossCovarianceAttn|TalkingHeadAttn|LocallyGroupedAttn|FactorAttnConvRelPosEnc|ChannelAttention(V2)?"
 )
 _LLAMA = r"(Llama|Mistral|Qwen\d?|Gemma\d?|Phi[34]\w*|GLM\d?|Glm\d?|Internlm|Yi|StableLm|Olmo\d?|Nemotron)"
 _GATED = r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4Exp|Qwen4ExpText)"
@@ -280,6 +284,7 @@ TABLE = (
     Recogniser("gate_up_proj", "\\w*Experts", _experts),
     Recogniser("input_linear", "GraniteMoe\\w*MLP", _equal(("gate", "up")), kind="Linear"),
     Recogniser("Wi", "ModernBert\\w*MLP", _equal(("gate", "up"))),
+    Recogniser("fc1", "GluMlp", _by_flag("gate_last", _equal(("up", "gate")), _equal(("gate", "up"))), kind="Linear"),
     Recogniser("w12|weights_in", "\\w*SwiGLU\\w*", _equal(("gate", "up"))),
     Recogniser("w1|v1|w2", "DbrxExpertGLU", _stacked_experts),
     Recogniser("in_proj", _MAMBA2, _mamba2),

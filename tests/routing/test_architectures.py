@@ -137,6 +137,9 @@ def test_an_adapter_hides_nothing() -> None:
 def test_heads_that_come_first() -> None:
     plain, turned = (attention("Attention", 96, "qkv", num_heads=4, head_first=first) for first in (False, True))
     assert only_block(plain) == EQUAL and only_block(turned) == PER_HEAD
+    # TinyViT's and EfficientFormer's, of a class that is called like all others.
+    assert only_block(attention("Attention", 96, "qkv", num_heads=4, key_dim=8, val_dim=8)) == PER_HEAD
+    assert only_block(attention("Attention", 96, "qkv", num_heads=4, key_dim=8, val_dim=16)) is None
 
 
 def test_the_page_is_this_table() -> None:
