@@ -250,3 +250,47 @@ def test_experts_of_dbrx_lie_one_below_the_other() -> None:
             idle = [not experts(hidden, torch.full((3, 1), index), one).any() for index in range(4)]
             weight.copy_(kept)
             assert idle == [index == empty for index in range(4)]
+
+
+# --- state-space layers and gated delta nets ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("title", ["Mamba 2"])
+def test_time_steps_come_last(title: str) -> None:
+    """What reaches the norm is the scan and its gate; without x or B or C the scan is empty but for the residual D."""
+    model = without_biases(title)
+    weight, info = fused_weights(model)["backbone.layers.0.mixer.in_proj.weight"]
+    assert info.fused is not None
+    mixer = model.get_submodule("backbone.layers.0.mixer")
+    nn.init.zeros_(mixer.D)
+    seen: list[tuple[Tensor, Tensor]] = []
+    mixer.norm.register_forward_hook(lambda _, given, __: seen.append((given[0].clone(), given[1].clone())))
+    whole = {}
+    for part in ("none", "z", "x", "B", "C", "dt"):
+        kept = weight.clone()
+        if part != "none":
+            emptied(weight, info.fused, list(info.fused.runs(part)))
+        model(TOKENS)
+        weight.copy_(kept)
+        whole[part] = seen[-1]
+    scanned, gate = whole["none"]
+    assert scanned.any() and gate.any()
+    assert not whole["z"][1].any() and torch.equal(whole["z"][0], scanned)
+    for part in ("x", "B", "C"):
+        assert not whole[part][0].any() and torch.equal(whole[part][1], gate), part
+    assert whole["dt"][0].any() and not torch.equal(whole["dt"][0], scanned) and torch.equal(whole["dt"][1], gate)
+
+
+@torch.no_grad()
+def test_gated_delta_nets_keep_a_head_of_keys_together() -> None:
+    model = without_biases("Qwen 3 Next")
+    net = model.get_submodule("model.layers.0.linear_attn")
+    infos = {info.name.split(".")[-2]: info.fused for _, info in fused_weights(model).values()}
+    joined, rates = infos["in_proj_qkvz"], infos["in_proj_ba"]
+    assert joined is not None and rates is not None
+    numbered = [torch.arange(float(fused.length))[None, None] for fused in (joined, rates)]
+    read = net.fix_query_key_value_ordering(*numbered)
+    for found, name, fused in zip(read, "qkvzba", (joined,) * 4 + (rates,) * 2, strict=True):
+        rows = [row for start, end in fused.runs(name) for row in range(start, end)]
+        assert found.flatten().tolist() == rows
