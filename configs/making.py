@@ -18,19 +18,9 @@ OPTIMIZERS: dict[str, str] = {"adamw": "AdamW", **{spelling.lower(): spelling fo
 STAGES: tuple[int, ...] = (0, 1, 2, 3)
 """The ZeRO stages there is a folder for."""
 
-_MARS = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
-_MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1, "torch_adam": True},
-    "mars": {"lr": 0.006, "variant": "adamw", **_MARS},
-    "mars-adamw": {"lr": 0.006, **_MARS},
-    "mars-lion": {"lr": 0.001, **_MARS},
-    "mars-shampoo": {"lr": 0.03, **_MARS},
-    "mars-m": {"lr": 0.012, **_MARS},
-    "sonew": {"lr": 0.003, "band": 1, "betas": [0.9, 0.99], "weight_decay": 0.1},
-    "ldadam": {"lr": 0.006, "rank": 32, "weight_decay": 0.1},
-    "mkor": _MKOR,
-    "mkor-h": _MKOR,
+    **{name: named.ready for name, named in BY_NAME.items()},
 }
 """Options of each optimizer, for the small model of ``rankwise train``."""
 
@@ -60,8 +50,7 @@ def _megatron(name: str) -> str:
         "clip-grad": _CLIP,
     }
     if name in BY_NAME:
-        prefix = BY_NAME[name].optimizer.__name__.lower()
-        lines |= {f"{prefix}-{key.replace('_', '-')}": value for key, value in values.items()}
+        lines |= {BY_NAME[name].optimizer.options_type.flag(key): value for key, value in values.items()}
     else:
         first, second = values["betas"]
         lines |= {"adam-beta1": first, "adam-beta2": second, "adam-eps": values["eps"]}

@@ -59,7 +59,7 @@ def build(name: str, params: Any, **options: Any) -> ShardedOptimizer:
     Raises:
         OptionError: An unknown key, a value outside its range, or a model with nothing to update.
     """
-    cls, _ = JSON_TYPES[types_by_spelling()[name]]
+    cls = JSON_TYPES[types_by_spelling()[name]].optimizer
     return cls(params, **resolve(name, options))
 
 

@@ -62,7 +62,7 @@ class OptionFlag(NamedTuple):
 @cache
 def flags() -> tuple[OptionFlag, ...]:
     """Every option of every optimizer, prefixed with the name of its class."""
-    classes = dict.fromkeys(cls for cls, _ in NAMES.values())
+    classes = dict.fromkeys(named.optimizer for named in NAMES.values())
     return tuple(flag for cls in classes for flag in _flags_of(cls))
 
 
@@ -181,7 +181,7 @@ def _warn_of_unread(parser: argparse.ArgumentParser, args: argparse.Namespace, n
 
 
 def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[OptionFlag]:
-    names = [name for name, (known, _) in NAMES.items() if known is cls]
+    names = [name for name, named in NAMES.items() if named.optimizer is cls]
     table = cls.options_type.table()
     for key in dict.fromkeys(key for name in names for key in option_names(name)):
         owners = tuple(name for name in names if key in option_names(name))

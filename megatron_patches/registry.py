@@ -120,8 +120,10 @@ def option_names(name: str) -> list[str]:
     Args:
         name: A key of :data:`NAMES`.
     """
-    cls, preset = NAMES[name]
-    return [key for key in cls.options_type.names() if key not in preset and key not in _MEGATRON_OPTIONS]
+    named = NAMES[name]
+    return [
+        key for key in named.optimizer.options_type.names() if key not in named.preset and key not in _MEGATRON_OPTIONS
+    ]
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ _SCHEDULED = ("lr", "weight_decay")
 _OURS = "optimizer.rankwise."
 
 
-def flag_of(cls: type, option: str = "") -> str:
+def flag_of(cls: type[ShardedOptimizer], option: str = "") -> str:
     """An option of a class on the command line; without an option, how all of them begin."""
-    return f"--{cls.__name__.lower()}-{option.replace('_', '-')}"
+    return f"--{cls.options_type.flag(option)}"
 
 
 def options_record(inner: ShardedOptimizer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.work import StepWork
 from rankwise.sharding import Batch, MatrixTask, find_slices
-from rankwise.step.first_order import adamw_step
+from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -115,22 +115,17 @@ class LDAdam(ShardedOptimizer):
         )
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.rule == "fallback":
-                adamw_step(unit, bucket)
-        if unit.exchange is not None:
-            step_matrices(unit.exchange, self._matrix_rule(unit, buckets))
+        step_matrices(self._matrix_rule(unit, fallback_step(unit, buckets)))
 
-    def _matrix_rule(self, unit: StepUnit, buckets: Sequence[Bucket]) -> LDAdamRule:
+    def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.opening.counts_on_device(unit) else None
         subspaces = Subspaces(self.matrix_states, self.param_groups, self.health, self._fresh, unstepped)
-        matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
 
         def holders() -> Holders:
             assert self.planner.source.tensor_parallel is not None
             return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
 
-        return LDAdamRule(unit, matrices, self.param_groups, subspaces, self.health, holders)
+        return LDAdamRule(unit, matrices, self.param_groups, self.health, subspaces, holders)
 
     def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
         return fresh_state(like, signature, self.declared.count_device(like))

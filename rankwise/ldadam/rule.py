@@ -26,11 +26,11 @@ class LDAdamRule(MatrixRule):
     """One step of LDAdam's matrices.
 
     Args:
-        unit: The unit of the step.
-        buckets: The fragments of all its matrices.
-        groups: Param groups by position.
+        unit: See the base class, as of the following.
+        buckets: Of the matrices.
+        groups: Param groups.
+        health: Counts.
         subspaces: Of the matrices that this rank owns.
-        health: Counts the matrices.
         holders: Gives those that own slices of the same matrices as this rank.
     """
 
@@ -41,33 +41,32 @@ class LDAdamRule(MatrixRule):
         unit: StepUnit,
         buckets: Sequence[Bucket],
         groups: Sequence[Mapping[str, Any]],
-        subspaces: Subspaces,
         health: Health,
+        subspaces: Subspaces,
         holders: Callable[[], Holders],
     ) -> None:
-        self._unit, self._buckets, self._groups = unit, buckets, groups
-        self._subspaces, self._health, self._holders = subspaces, health, holders
+        super().__init__(unit, buckets, groups, health)
+        self._subspaces, self._holders = subspaces, holders
         self._fragments = Fragments(unit)
         self._steps_in_place = steps_in_place_for(unit.device, unit.dtype)
         self._taken: list[tuple[MatrixTask, int, LowRankStep]] = []
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """``C``, the gradient with what is left of earlier ones; the weights have decayed then."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
             self._fragments.add(bucket, in_place if self._steps_in_place is not None else ())
         return self._fragments.sources
 
     def reply(self, batch: Batch) -> Reply:
         """The factors, or elements of their products."""
-        return reply_of(self._unit, self._groups, batch)
+        return reply_of(self.unit, self.groups, batch)
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         """Move bases and moments of matrices, or of slices together with the owners of the others."""
         if batch.partners:
             factors = self._step_slices(batch, tasks, stack)
         else:
-            self._health.add("matrices_updated", len(tasks))
             factors = self._subspaces.advance(tasks, stack)
         return in_reply(factors, batch.signature, self.reply(batch))
 
@@ -80,8 +79,7 @@ class LDAdamRule(MatrixRule):
         if self._steps_in_place is None:
             return False
         (index,), (source,) = indices, values
-        self._health.add("matrices_updated", 1)
-        state, group = self._subspaces.obtain(task, source), self._groups[task.signature.group]
+        state, group = self._subspaces.obtain(task, source), self.groups[task.signature.group]
         count = int(state["step"])
         # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
         steady = not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]
@@ -106,7 +104,7 @@ class LDAdamRule(MatrixRule):
             ready.state["step"] += 1
             ready.state["beta1"].fill_(ready.group["betas"][0])
         if kept:
-            self._health.add("subspace_rotation", len(kept) - sum(kept), len(kept))
+            self.health.add("subspace_rotation", len(kept) - sum(kept), len(kept))
 
     def _step_alone(self, task: MatrixTask, index: int, source: Tensor) -> None:
         """A matrix that lies whole here, in the way of the others; its source is complete."""
@@ -116,20 +114,17 @@ class LDAdamRule(MatrixRule):
     def _step(
         self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool
     ) -> None:
-        self._fragments.step(indices, results, signature, as_factors, self._groups[signature.group]["lr"])
+        self._fragments.step(indices, results, signature, as_factors, self.groups[signature.group]["lr"])
 
     def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         """The factors of slices that this rank owns."""
         states = [self._subspaces.obtain(task, stack) for task in tasks]
         matrices = len({task.whole for task in tasks})
-        # One of the partners reports for all.
-        reports = self._unit.layout.rank == batch.partners[0]
-        if reports:
-            self._health.add("matrices_updated", matrices)
 
         def report(rotation: Tensor) -> None:
-            if reports:
+            # One of the partners reports for all.
+            if self.unit.layout.rank == batch.partners[0]:
                 self._subspaces.report_rotation(rotation)
 
-        group = self._groups[batch.signature.group]
+        group = self.groups[batch.signature.group]
         return step_slices(stack, states, matrices, batch.signature, group, self._holders(), report)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rankwise.kernels.forms import product_dtype_for
 from rankwise.mars.options import MARSOptions
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import StateTypes
@@ -53,10 +52,7 @@ class MARSDeclared(Declared):
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
         """See the base class; of Newton-Schulz."""
-        if not self.orthogonalises:
-            return None
-        wish = self.options.ns_dtype
-        return product_dtype_for(device, dtype) if wish == "auto" else getattr(torch, wish)
+        return super().product_type(device, dtype) if self.orthogonalises else None
 
     def is_orthogonal(self, info: ParameterInfo) -> bool:
         """Whether a parameter that takes the rule is such a matrix."""

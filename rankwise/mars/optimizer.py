@@ -134,11 +134,10 @@ class MARS(ShardedOptimizer):
                     orthogonal.append(part.bucket)
                 else:
                     self.health.add("matrices_updated", len(part.bucket.entries))
-        if unit.exchange is not None:
-            product, variant = self.declared.product_type(unit.device, unit.dtype), self.options.variant
-            assert product is not None
-            rule = MARSRule(unit, orthogonal, self.param_groups, variant, product, self.health)  # type: ignore[arg-type]
-            step_matrices(unit.exchange, rule)
+        product, variant = self.declared.product_type(unit.device, unit.dtype), self.options.variant
+        if product is not None:
+            rule = MARSRule(unit, orthogonal, self.param_groups, self.health, variant, product)  # type: ignore[arg-type]
+            step_matrices(rule)
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group = bucket.group

@@ -9,12 +9,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from rankwise.options import shared
-from rankwise.options.checks import Choice, Flag, FloatType, Integer, Number, OrNone
+from rankwise.options.checks import Choice, Flag, Number, OrNone
 from rankwise.options.fields import Options, option
 
 __all__ = ["MARSOptions"]
 
-_MOST_ITERATIONS = 100
 _NAMES = {
     "mars": "adamw",
     "mars-adamw": "adamw",
@@ -65,20 +64,8 @@ class MARSOptions(Options):
     weight_decay_1d: float = option(
         0.1, Number(), 'Decay of the fallback ("muon": weight_decay, as published).', per_group=True
     )
-    ns_steps: int = option(
-        5,
-        Integer(1, _MOST_ITERATIONS, "a handful already reaches an orthogonal matrix"),
-        "Newton-Schulz iterations.",
-        per_group=True,
-    )
-    ns_dtype: str = option(
-        "auto",
-        FloatType(auto=True),
-        'Type of its products. "auto": "bfloat16", as published, where that is the fastest of the machine (Nvidia GPUs '
-        'from sm_80 and AMD\'s; CPUs with AVX512-BF16, AMX or Arm\'s instructions for it), else "float32"; "float64" '
-        "for float64 parameters. A machine without bfloat16 products takes 15 to 70 times as long for them; "
-        "data-parallel ranks of both kinds must name a type.",
-    )
+    ns_steps: int = shared.ns_steps()
+    ns_dtype: str = shared.ns_dtype()
     comm_dtype: str | None = shared.comm_dtype('straddling matrices of "shampoo" and "muon"')
     exclude: Sequence[str] = shared.exclude()
     skip_nonfinite: bool = shared.skip_nonfinite()

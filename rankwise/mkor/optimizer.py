@@ -203,8 +203,9 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.prepare(unit, counts, self.state)
         if unit.exchange is None:
             return buckets
-        rule = MKORRule(unit, buckets, self._first_order, self._factors, self.matrix_states, vectors, self.health)
-        step_matrices(unit.exchange, rule)
+        held = self._first_order, self._factors, self.matrix_states
+        rule = MKORRule(unit, buckets, self.param_groups, self.health, *held, vectors)
+        step_matrices(rule)
         return rule.remaining()
 
     # --- checkpoints --------------------------------------------------------------------------------------------

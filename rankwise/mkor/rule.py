@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -30,27 +31,29 @@ class MKORRule(MatrixRule):
     """Replaces gradients by preconditioned ones, or steps with them at once while they are in the cache.
 
     Args:
-        unit: The unit of the step.
-        buckets: All of its buckets; gradients in their lists are replaced.
+        unit: See the base class, as of the following.
+        buckets: All of the unit's; gradients in their lists are replaced.
+        groups: Param groups.
+        health: Counts.
         first_order: The rule that follows.
         factors: Moves and applies the factors.
         states: The factors of the matrices this rank owns.
         vectors: The statistics of the layers whose factors are due, by key.
-        health: Counts matrices and factors.
     """
 
     def __init__(
         self,
         unit: StepUnit,
         buckets: Sequence[Bucket],
+        groups: Sequence[Mapping[str, Any]],
+        health: Health,
         first_order: FirstOrder,
         factors: KroneckerFactors,
         states: MatrixStates,
         vectors: Mapping[str, LayerVectors],
-        health: Health,
     ) -> None:
-        self._unit, self._buckets, self._first_order = unit, buckets, first_order
-        self._factors, self._states, self._vectors, self._health = factors, states, vectors, health
+        super().__init__(unit, buckets, groups, health)
+        self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
         self._product = factors.product_type(unit.device, unit.dtype)
         self._singly = factors.computes_singly(unit.device, unit.dtype)
         self._space: Workspace = unit.scratch.setdefault("space", Workspace())
@@ -80,7 +83,7 @@ class MKORRule(MatrixRule):
         if not self._singly:
             return False
         (state,), sizes = self._moved([task]), task.signature.sizes
-        results = self._space.take("result", (sum(sizes),), self._unit.dtype).split(sizes)
+        results = self._space.take("result", (sum(sizes),), self.unit.dtype).split(sizes)
         self._factors.apply_to_one(task.signature, state, values, results, self._product, self._space)
         for index, result in zip(indices, results, strict=True):
             # A part without a gradient counted as zero, and stays where it is.
@@ -91,24 +94,23 @@ class MKORRule(MatrixRule):
     def remaining(self) -> list[Bucket]:
         """What the first-order rule has yet to step."""
         if not self._stepped:
-            return list(self._buckets)
+            return list(self.buckets)
         stepped = self._stepped
         return [
             bucket.only([place for place, entry in enumerate(bucket.entries) if entry.index not in stepped])
-            for bucket in self._buckets
+            for bucket in self.buckets
         ]
 
     def _moved(self, tasks: Sequence[MatrixTask]) -> list[MatrixState]:
         """The factors of matrices of one shape, after this step's update where there is one."""
-        self._health.add("matrices_updated", len(tasks))
-        fresh = partial(self._factors.fresh, tasks[0].signature, self._unit.device)
+        fresh = partial(self._factors.fresh, tasks[0].signature, self.unit.device)
         states = [self._states.obtain(task.key, fresh) for task in tasks]
         due = [place for place, task in enumerate(tasks) if task.key in self._vectors]
         if due:
             chosen = [tasks[place] for place in due]
             updated, skipped = self._factors.move(chosen, [states[place] for place in due], self._vectors)
-            self._health.add("factors_updated", updated)
-            self._health.add("factors_skipped", skipped)
+            self.health.add("factors_updated", updated)
+            self.health.add("factors_skipped", skipped)
         return states
 
     def _step_at_once(self, index: int, gradient: Tensor) -> None:
@@ -118,7 +120,7 @@ class MKORRule(MatrixRule):
         bucket, place = self._places[index]
         single = bucket.only([place])
         single.grads[0] = gradient
-        self._first_order.apply(self._unit, [single])
+        self._first_order.apply(self.unit, [single])
         self._stepped.add(index)
 
     def _keep(self, index: int, gradient: Tensor) -> None:

@@ -89,6 +89,11 @@ class Options(_Common):
         return list(cls.table())
 
     @classmethod
+    def flag(cls, key: str) -> str:
+        """An option on command lines, after the dashes; of no option, how all of them begin."""
+        return f"{cls.owner.lower()}-{key.replace('_', '-')}"
+
+    @classmethod
     def per_group(cls) -> tuple[str, ...]:
         """Options that may differ between param groups."""
         return tuple(known.name for known in cls.table().values() if known.per_group)

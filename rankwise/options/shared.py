@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankwise.options.checks import Betas, Flag, FloatType, Number, OrNone, Patterns
+from rankwise.options.checks import Betas, Flag, FloatType, Integer, Number, OrNone, Patterns
 from rankwise.options.fields import option
 
-__all__ = ["betas", "capturable", "comm_dtype", "eps", "exclude", "lr", "skip_nonfinite", "weight_decay"]
+__all__ = [
+    "betas",
+    "capturable",
+    "comm_dtype",
+    "eps",
+    "exclude",
+    "lr",
+    "ns_dtype",
+    "ns_steps",
+    "skip_nonfinite",
+    "weight_decay",
+]
+
+_MOST_ITERATIONS = 100
 
 
 def lr(default: float) -> Any:
@@ -62,4 +75,26 @@ def capturable() -> Any:
         Flag(),
         "Make step() fit for capture in a CUDA graph, as in torch.optim: step counts lie on the device, and whatever "
         "depends on them is computed there. The first step must be taken before the capture.",
+    )
+
+
+def ns_steps() -> Any:
+    """How often Newton-Schulz iterates."""
+    return option(
+        5,
+        Integer(1, _MOST_ITERATIONS, "a handful already reaches an orthogonal matrix"),
+        "Newton-Schulz iterations.",
+        per_group=True,
+    )
+
+
+def ns_dtype() -> Any:
+    """In which type it multiplies."""
+    return option(
+        "auto",
+        FloatType(auto=True),
+        'Type of its products. "auto": "bfloat16", as published, where that is the fastest of the machine (Nvidia GPUs '
+        'from sm_80 and AMD\'s; CPUs with AVX512-BF16, AMX or Arm\'s instructions for it), else "float32"; "float64" '
+        "for float64 parameters. A machine without bfloat16 products takes 15 to 70 times as long for them; "
+        "data-parallel ranks of both kinds must name a type.",
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rankwise.kernels.forms import product_dtype_for
 from rankwise.options.fields import Options
 from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
@@ -86,7 +87,10 @@ class Declared(ABC):
             device: Of the weights.
             dtype: Of the computation.
         """
-        return None
+        if not self.product_option:
+            return None
+        wish = getattr(self.options, self.product_option)
+        return product_dtype_for(device, dtype) if wish == "auto" else getattr(torch, wish)
 
     def count_device(self, tensor: Tensor) -> torch.device:
         """Where the step count of a weight lies."""

@@ -19,7 +19,7 @@ from rankwise.sonew.declared import SONewDeclared
 from rankwise.sonew.forms import directions_for
 from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.windows import windowed_directions
-from rankwise.step.first_order import adamw_step
+from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["SONew"]
@@ -86,7 +86,7 @@ class SONew(ShardedOptimizer):
         return StepWork(sums=sums, halo_fields=3 + self.options.band, element_flops=30.0 + 12.0 * self.options.band**2)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
+        matrices = fallback_step(unit, buckets)
         halos = self._halos(unit, matrices)
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
         found = [
@@ -99,9 +99,6 @@ class SONew(ShardedOptimizer):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
             unit.kernels.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
-        for bucket in buckets:
-            if bucket.rule == "fallback":
-                adamw_step(unit, bucket)
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction
 
-__all__ = ["FirstOrder", "adamw_step"]
+__all__ = ["FirstOrder", "adamw_step", "fallback_step"]
 
 
 def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
@@ -27,6 +28,14 @@ def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
     states = {name: bucket.state(name) for name in STATES["adamw"]}
     scalars = Scalars(**{**hyper, **overrides}, step=bucket.step)
     unit.kernels.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars))
+
+
+def fallback_step(unit: StepUnit, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """AdamW on what takes the fallback; the other buckets, which are yet to be stepped."""
+    for bucket in buckets:
+        if bucket.rule == "fallback":
+            adamw_step(unit, bucket)
+    return [bucket for bucket in buckets if bucket.rule == "matrix"]
 
 
 class FirstOrder:

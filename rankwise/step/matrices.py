@@ -8,8 +8,9 @@ batch *k* as ``rankwise: gather k``, ``compute k``, ``return k`` and ``deliver k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, ClassVar
 
@@ -18,7 +19,9 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, BatchPlan, Gather, MatrixExchange, MatrixTask, Reply, Return
+from rankwise.step.health import Health
 
 __all__ = ["MatrixRule", "step_matrices"]
 
@@ -28,11 +31,39 @@ class MatrixRule(ABC):
 
     Fragments are known by their index among the unit's entries. A rule finds weights and states by it; it knows no
     message, no order and no form of the kernels.
+
+    Args:
+        unit: The unit of the step.
+        buckets: The fragments of all its matrices.
+        groups: Param groups by position.
+        health: Counts the matrices that were updated, and what the rule itself reports.
     """
 
     separately: ClassVar[bool] = False
     """For rules that round a matrix otherwise in a stack: where matrices are computed one by one, those that have
     travelled together are, too."""
+
+    def __init__(
+        self, unit: StepUnit, buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], health: Health
+    ) -> None:
+        self.unit, self.buckets, self.groups, self.health = unit, buckets, groups, health
+
+    @cached_property
+    def weights(self) -> dict[int, Tensor]:
+        """The weights of the fragments, by their index."""
+        return {
+            entry.index: weight
+            for bucket in self.buckets
+            for entry, weight in zip(bucket.entries, bucket.weights, strict=True)
+        }
+
+    def state_by_fragment(self, name: str) -> list[Tensor | None]:
+        """An element state of the buckets' fragments, as :meth:`gather` may return it."""
+        found: list[Tensor | None] = [None] * len(self.unit.entries)
+        for bucket in self.buckets:
+            for entry, value in zip(bucket.entries, bucket.state(name), strict=True):
+                found[entry.index] = value
+        return found
 
     @abstractmethod
     def gather(self, in_place: Collection[int]) -> Sequence[Tensor | None]:
@@ -91,17 +122,17 @@ class MatrixRule(ABC):
         return
 
 
-def step_matrices(exchange: MatrixExchange, rule: MatrixRule) -> None:
-    """Step all matrices of a unit.
+def step_matrices(rule: MatrixRule) -> None:
+    """Step all matrices of a rule's unit, if any rank has some; all ranks call this alike.
 
     Args:
-        exchange: The unit's.
         rule: What is to become of them.
 
     Raises:
         RuntimeError: The rule gathers nothing of a fragment that another rank waits for.
     """
-    _MatrixStep(exchange, rule).run()
+    if rule.unit.exchange is not None:
+        _MatrixStep(rule.unit.exchange, rule).run()
 
 
 class _MatrixStep:
@@ -155,8 +186,18 @@ class _MatrixStep:
     def _of_rule(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         if self._rule.separately and self._exchange.one_by_one and not batch.partners:
             found = [self._rule.update(batch, [task], row) for task, row in zip(tasks, stack.split(1), strict=True)]
-            return torch.cat(found).to(stack.dtype)
-        return self._rule.update(batch, tasks, stack).to(stack.dtype)
+            result = torch.cat(found)
+        else:
+            result = self._rule.update(batch, tasks, stack)
+        self._count(batch, tasks)
+        return result.to(stack.dtype)
+
+    def _count(self, batch: Batch, tasks: Sequence[MatrixTask]) -> None:
+        if not batch.partners:
+            self._rule.health.add("matrices_updated", len(tasks))
+        elif self._rule.unit.layout.rank == batch.partners[0]:
+            # Slices that several ranks compute together: one of them counts for all.
+            self._rule.health.add("matrices_updated", len({task.whole for task in tasks}))
 
     def _deliver(self, returning: Return) -> None:
         with _phase(returning.plan, "deliver"):
@@ -176,7 +217,10 @@ class _MatrixStep:
             for piece, source in zip(plan.local, sources, strict=True)
         ]
         with _phase(plan, "compute"):
-            return self._rule.take(plan.owned[0], indices, values)
+            taken = self._rule.take(plan.owned[0], indices, values)
+        if taken:
+            self._rule.health.add("matrices_updated", 1)
+        return taken
 
 
 def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:

@@ -67,7 +67,7 @@ def test_every_default_can_be_typed_and_comes_back_unchanged(flag: Any) -> None:
     """Also that a number stays a number of its type."""
     name = flag.names[-1]
     # Options of one backend are refused beside another.
-    beside = {"backend": "sgd"} if flag.key in ("momentum", "nesterov") else {}
+    beside = {"backend": "sgd"} if flag.option in ("--mkor-momentum", "--mkor-nesterov") else {}
     if isinstance(flag.default, bool):
         typed = [flag.option if flag.default else flag.option.replace("--", "--no-", 1)]
     else:

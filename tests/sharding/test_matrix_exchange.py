@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,15 @@ def _whole(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         whole[key] = torch.arange(first, first + prod(shape), dtype=torch.float64)
         first += prod(shape)
     return whole
+
+
+def run_rule(exchange: MatrixExchange, rule: Any) -> float:
+    """Step the matrices of an exchange; how many the rule is said to have updated."""
+    counted: Counter[str] = Counter()
+    rule.unit = SimpleNamespace(exchange=exchange, layout=exchange.layout)
+    rule.health = SimpleNamespace(add=lambda name, value: counted.update({name: value}))
+    step_matrices(rule)
+    return counted["matrices_updated"]
 
 
 @dataclass
@@ -146,11 +156,12 @@ class Probe(MatrixRule):
         self.taken: list[str] = []
         self.declined: set[str] = set()
         with recorded("all_to_all_single", "all_reduce", log=self.events.append) as calls:
-            step_matrices(self.exchange, self)
+            self.updated = run_rule(self.exchange, self)
         used = {part for task in self.tasks for part in task.parts}
         assert dict(self.stepped) == {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
         owned = [task.key for task in self.exchange.owned()]
         assert dict(self.computed) == dict.fromkeys(owned, 1)
+        assert self.updated == len(owned)
         assert set(owned) == {key for key, owner in self.plan.owners.items() if owner == self.layout.rank}
         assert self.events[-1] == "finish" and self.events.count("finish") == 1
         assert len(self.taken) == self.at_once * sum(self.in_place(task) for task in self.exchange.owned())
@@ -316,7 +327,7 @@ def test_a_single_process_skips_tasks_without_gradient(one_by_one: bool, monkeyp
 
     def run(missing: set[str]) -> Toy:
         toy = Toy([None if fragment.key in missing else whole[fragment.key] for fragment in fragments])
-        step_matrices(exchange, toy)
+        run_rule(exchange, toy)
         return toy
 
     toy = run({"a.weight", "a.bias"})
@@ -334,7 +345,7 @@ def test_a_part_without_gradient_is_taken_as_zero() -> None:
     exchange = MatrixExchange(layout, plan, CPU, torch.float64)
     for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(whole)):
         toy = Toy([None if fragment.key in missing else whole[fragment.key] for fragment in fragments], takes=True)
-        step_matrices(exchange, toy)
+        run_rule(exchange, toy)
         assert not toy.stacks and not toy.stepped
         assert set(toy.taken) == {task.key for task in exchange.owned() if not missing.issuperset(task.parts)}
         for task in exchange.owned():
@@ -348,7 +359,7 @@ def test_slices_are_never_taken() -> None:
     task = MatrixTask("m", ("m",), (2, 3), 1.0, whole="matrix")
     plan = MatrixPlan({"m": 0}, (Batch((2, 3), (task,), partners=(0,)),))
     toy = Toy([torch.ones(6).double()], takes=True)
-    step_matrices(MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True), toy)
+    assert run_rule(MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=True), toy) == 1
     assert not toy.taken and torch.equal(toy.stepped[0], torch.full((6,), 2.0, dtype=torch.float64))
 
 
@@ -357,7 +368,7 @@ def test_missing_values_on_several_ranks_are_refused() -> None:
     layout = Layout(ranks, rank=1)
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0, 5.0])
     with pytest.raises(RuntimeError, match="'m.weight' has no values on this rank"):
-        step_matrices(MatrixExchange(layout, plan, CPU, torch.float64), Toy([None]))
+        run_rule(MatrixExchange(layout, plan, CPU, torch.float64), Toy([None]))
 
 
 def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
@@ -365,7 +376,7 @@ def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0])
     values = torch.tensor([1.0, 2.0, 3.0, 1.0 + 2**-30], dtype=torch.float64)
     toy = Toy([values], Tensor.double)
-    step_matrices(MatrixExchange(layout, plan, CPU, torch.float32), toy)
+    run_rule(MatrixExchange(layout, plan, CPU, torch.float32), toy)
     assert toy.stepped[0].dtype == torch.float32 and torch.equal(toy.stepped[0], values.float())
 
 
@@ -383,7 +394,7 @@ def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
     ]
     toy = Toy(list(sources), lambda stack: stack)
     with recorded("all_to_all_single") as calls:
-        step_matrices(exchange, toy)
+        run_rule(exchange, toy)
     assert calls["all_to_all_single"][0] == exchange.bytes_per_gather
     owners = [plan.owners[fragment.key] for fragment in layout.mine]
     return [(owners[index] == rank, sources[index], values) for index, values in toy.stepped.items()]
@@ -411,7 +422,7 @@ def _sizes_of_stacks(rank: int, world: int) -> dict[tuple[bool, bool, bool], lis
         toy = Toy(list(sources))
         toy.separately = separately  # type: ignore[misc]
         chosen = joint if slices else plan
-        step_matrices(MatrixExchange(layout, chosen, CPU, torch.float64, one_by_one=one_by_one), toy)
+        run_rule(MatrixExchange(layout, chosen, CPU, torch.float64, one_by_one=one_by_one), toy)
         assert len(toy.stepped) == 4 and all(bool((values == 3).all()) for values in toy.stepped.values())
         found[case] = [len(stack) for stack in toy.stacks]
     return found
