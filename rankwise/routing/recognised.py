@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
@@ -38,8 +39,8 @@ class Recogniser(NamedTuple):
     kind: str = ".*"
 
     def knows(self, weight: WeightView) -> bool:
-        """Whether this row speaks of a weight."""
-        if not re.fullmatch(self.name, weight.name) or not re.fullmatch(self.kind, weight.kind):
+        """Whether this row speaks of a weight of this name."""
+        if not re.fullmatch(self.kind, weight.kind):
             return False
         return any(re.fullmatch(self.owner, kind) for kind in weight.owner_kinds)
 
@@ -310,8 +311,14 @@ def fused_parts(weight: WeightView) -> Fused | None:
         return None
     if isinstance(weight.owner, nn.MultiheadAttention) and weight.name == "in_proj_weight":
         return _fitting(_equal(_QKV, with_heads=True)(weight), weight.shape)
-    row = next((row for row in TABLE if row.knows(weight)), None)
+    row = next((row for row in _rows_of(weight.name) if row.knows(weight)), None)
     return None if row is None else _fitting(row.layout(weight), weight.shape)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(name: str) -> tuple[Recogniser, ...]:
+    """Of the table, for a name that comes again in every layer."""
+    return tuple(row for row in TABLE if re.fullmatch(row.name, name))
 
 
 def _fitting(fused: Fused | None, shape: Sequence[int]) -> Fused | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from torch import nn
 
@@ -26,16 +27,21 @@ class WeightView:
         own_name: The parameter's within its layer.
         kind: Class of the layer.
         owner: The module that uses it, by whose class its layout is known.
-        sources: Where numbers are looked up, the nearest first: the owner, then configs.
         shape: As stored.
+        configs: Where numbers are looked up that the owner does not have, the nearest first.
     """
 
     name: str
     own_name: str
     kind: str
     owner: nn.Module
-    sources: tuple[object, ...]
     shape: tuple[int, ...]
+    configs: Callable[[], Iterator[object]]
+
+    @cached_property
+    def sources(self) -> tuple[object, ...]:
+        """Where numbers are looked up, the nearest first. Only of weights that the table knows."""
+        return (self.owner, *self.configs())
 
     @property
     def rows(self) -> int:
@@ -131,9 +137,10 @@ class Surroundings:
         outer, _, name = module.rpartition(".")
         holder = self._modules[module]
         place = outer if local == "weight" and outer in self._modules else module
-        sources = (self._modules[place], *self._configs(place))
         called = name if local == "weight" else local
-        return WeightView(called, local, type(holder).__name__, sources[0], sources, shape)
+        return WeightView(
+            called, local, type(holder).__name__, self._modules[place], shape, partial(self._configs, place)
+        )
 
     def _configs(self, place: str) -> Iterator[object]:
         """Of a module and all around it, from the inside out."""
