@@ -54,6 +54,10 @@ def _root(
 
 
 app.command(epilog="Example: rankwise doctor --json > doctor.json")(looking.doctor)
+app.command(
+    epilog="Example: rankwise plan --config ds.json --model llama-70b --ranks 1024 --stage 3 --max-overhead 2%",
+    context_settings={"allow_extra_args": True},
+)(looking.plan)
 
 
 @app.command(epilog="Example: rankwise train --optimizer adamw,mkor --steps 500 --stage 3 --ranks 2")

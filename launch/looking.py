@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-__all__ = ["doctor"]
+if TYPE_CHECKING:
+    from rankwise.launch.planning.asked import Asked
+    from rankwise.launch.planning.costs import Cost
+    from rankwise.launch.planning.figures import Figures
+
+__all__ = ["doctor", "plan"]
+
+_MODEL, _SIZES = "The model", "The cluster"
+_ANSWER = "The answer"
 
 console = Console()
 
@@ -35,3 +45,134 @@ def doctor(
     failed = [finding for finding in findings if finding.status == "fail"]
     if failed:
         raise typer.Exit(1)
+
+
+def _percentage(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} must be a share such as 2% or 0.02") from error
+    if not 0 < value < 1:
+        raise typer.BadParameter(f"{text!r} must lie between 0 and 100%")
+    return value
+
+
+def plan(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="DeepSpeed JSON, or YAML file of Megatron's flags.", exists=True, dir_okay=False),
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Name, with its packaged options; by default the config's, or mkor.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="gpt2-small to llama-405b, a Hugging Face config.json, module:function, or gpt2 or llama with sizes.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks.", rich_help_panel=_MODEL)] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Width.", rich_help_panel=_MODEL)] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.", rich_help_panel=_MODEL)] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Token ids.", rich_help_panel=_MODEL)] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="All of them.", rich_help_panel=_SIZES)] = 8,
+    stage: Annotated[
+        int | None, typer.Option(min=0, max=3, help="ZeRO stage; by default the config's.", rich_help_panel=_SIZES)
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Megatron's tensor parallelism.", rich_help_panel=_SIZES)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Megatron's pipeline stages.", rich_help_panel=_SIZES)] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=_SIZES)] = None,
+    precision: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Of weights.", rich_help_panel=_SIZES)
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node.", rich_help_panel=_SIZES)] = 8,
+    node_gbps: Annotated[
+        float, typer.Option(min=0.001, help="GB/s of a rank inside a node.", rich_help_panel=_SIZES)
+    ] = 300.0,
+    net_gbps: Annotated[
+        float, typer.Option(min=0.001, help="GB/s of a rank between nodes.", rich_help_panel=_SIZES)
+    ] = 50.0,
+    latency_us: Annotated[float, typer.Option(min=0, help="Of a collective.", rich_help_panel=_SIZES)] = 20.0,
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of the peak that products reach.", rich_help_panel=_SIZES)
+    ] = 0.4,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a global batch.", rich_help_panel=_SIZES)
+    ] = None,
+    max_state_gb: Annotated[
+        float | None, typer.Option(min=0, help="GiB of states on the fullest rank.", rich_help_panel=_ANSWER)
+    ] = None,
+    max_overhead: Annotated[
+        str | None, typer.Option(help="Share of a training step, such as 2%.", rich_help_panel=_ANSWER)
+    ] = None,
+    device: Annotated[str, typer.Option(help="On which --max-overhead is judged.", rich_help_panel=_ANSWER)] = "H100",
+    png: Annotated[Path | None, typer.Option(help="Picture of the load per rank.", rich_help_panel=_ANSWER)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=_ANSWER)
+    ] = False,
+) -> None:
+    """What a run will hold, send and compute on every rank: no GPU, no processes, no weights.
+
+    Megatron's flags may follow after --. With a limit that is not met it ends with status 1 and says what would help.
+    """
+    from rankwise.launch.planning import report
+    from rankwise.launch.planning.asked import Question, answered
+    from rankwise.launch.planning.costs import cost
+    from rankwise.launch.planning.devices import DEVICES, Links
+
+    most = None if max_overhead is None else _percentage(max_overhead)
+    try:
+        judge = next((one for one in DEVICES if one.name.lower() == device.lower()), None)
+        if judge is None:
+            raise ValueError(f"device is {device!r}: it must be one of {', '.join(one.name for one in DEVICES)}")
+        question = Question(
+            *(config, optimizer, model, layers, hidden, heads, vocab_size, ranks, stage, tp, pp, ep, precision),
+            batch_tokens=batch_tokens,
+            flags=tuple(context.args),
+        )
+        asked = answered(question)
+        found = asked.figures()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    links = Links(gpus_per_node, node_gbps, net_gbps, latency_us * 1e-6)
+
+    def costs(of: Figures) -> list[Cost]:
+        return [cost(of, one, links, asked.tokens, efficiency) for one in DEVICES]
+
+    def fits(of: Figures) -> bool:
+        held = max_state_gb is None or max(of.states()) <= max_state_gb * 2**30
+        return held and (most is None or cost(of, judge, links, asked.tokens, efficiency).share <= most)
+
+    if as_json:
+        content = report.as_json(asked.picked.name, found, asked.cluster, costs(found), links)
+    else:
+        report.show(console, asked.picked.name, found, asked.cluster, costs(found), links)
+    if png is not None:
+        report.draw(asked.picked.name, found, asked.cluster, png)
+    advice = [] if fits(found) else _advice(asked, fits)
+    if as_json:
+        typer.echo(report.write_json({**content, "fits": fits(found), "recommended": advice}))
+    elif not fits(found):
+        console.print(
+            "The limit is not met. " + (advice[0] if advice else "Nothing that was tried meets it."), markup=False
+        )
+    if not fits(found):
+        raise typer.Exit(1)
+
+
+def _advice(asked: Asked, fits: Callable[[Figures], bool]) -> list[str]:
+    """The mildest change that meets the limits."""
+    from rankwise.launch.planning.advice import changes
+
+    for change in changes(asked.picked, asked.cluster):
+        try:
+            found = asked.changed(change.picked, change.cluster).figures()
+        except ValueError:
+            continue
+        if fits(found):
+            return [f"With {change.words} it is: {max(found.states()) / 2**30:.3f} GiB on the fullest rank."]
+    return []

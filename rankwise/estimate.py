@@ -19,7 +19,7 @@ from rankwise.sharding import EvenCuts, Traffic, halo_volume, matrix_volume, sum
 from rankwise.sharding.sources import Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["RankEstimate", "estimate"]
+__all__ = ["RankEstimate", "estimate", "estimate_units", "imagined_units"]
 
 META = torch.device("meta")
 
@@ -41,6 +41,7 @@ class RankEstimate:
         periodic_collectives: In addition every ``period`` steps.
         period: Steps between them.
         flops: Floating-point operations per step: the matrix rule of owned matrices, and a rough count for the rest.
+        matrix_flops: Those of owned matrices alone.
     """
 
     elements: int = 0
@@ -52,6 +53,7 @@ class RankEstimate:
     periodic_collectives: int = 0
     period: int = 1
     flops: float = 0.0
+    matrix_flops: float = 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -59,7 +61,9 @@ class RankEstimate:
         return self.element_state_bytes + self.matrix_state_bytes
 
 
-def estimate(optimizer: ShardedOptimizer, world: int | None = None, stage: int = 1) -> list[RankEstimate]:
+def estimate(
+    optimizer: ShardedOptimizer, world: int | None = None, stage: int = 1, alignment: int = 1
+) -> list[RankEstimate]:
     """Predict what each data-parallel rank holds, sends and computes.
 
     Args:
@@ -67,6 +71,7 @@ def estimate(optimizer: ShardedOptimizer, world: int | None = None, stage: int =
         world: Number of ranks to imagine. None: the layout of the optimizer's framework, after its first step.
         stage: ZeRO stage to imagine: 0 replicates parameters, 1 and 2 cut the joined parameters of each param group
             into equal parts, 3 cuts every parameter.
+        alignment: Elements to a multiple of which the equal parts of stages 1 and 2 are padded.
 
     Returns:
         One estimate per rank.
@@ -79,7 +84,17 @@ def estimate(optimizer: ShardedOptimizer, world: int | None = None, stage: int =
         if not units:
             raise ValueError("estimate: nothing is planned before the first step; say how many ranks: world=8, stage=2")
     else:
-        units = _imagined(optimizer, world, stage)
+        units = imagined_units(optimizer, world, stage, alignment)
+    return estimate_units(optimizer, units)
+
+
+def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> list[RankEstimate]:
+    """The same for units that are planned or imagined.
+
+    Args:
+        optimizer: Whose units they are.
+        units: All of one round of steps, at least one.
+    """
     ranks = [RankEstimate() for _ in range(units[0].layout.world_size)]
     for unit in units:
         _add(optimizer, unit, ranks)
@@ -100,6 +115,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
+                owner.matrix_flops += task.cost
                 owner.matrix_state_bytes += sum(state.nbytes for state in work.matrix_state(task, META).values())
             for elements in work.together(batch):
                 for partner in batch.partners:
@@ -141,7 +157,18 @@ def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:
         rank.collectives += traffic.collectives
 
 
-def _imagined(optimizer: ShardedOptimizer, world: int, stage: int) -> list[StepUnit]:
+def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignment: int = 1) -> list[StepUnit]:
+    """What :func:`estimate` takes its figures from: units of ranks that need not exist, with owners.
+
+    Args:
+        optimizer: See :func:`estimate`; the other arguments too.
+        world: Number of ranks.
+        stage: ZeRO stage.
+        alignment: Of the parts of stages 1 and 2.
+
+    Raises:
+        ValueError: The stage is unknown.
+    """
     cuts: dict[int, Callable[..., list[list[Slice]]]] = {0: _replicated, 1: _joined, 2: _joined}
     if stage not in (*cuts, 3):
         raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
@@ -151,7 +178,7 @@ def _imagined(optimizer: ShardedOptimizer, world: int, stage: int) -> list[StepU
     if stage == 3:
         return optimizer.imagine([EvenCuts(group, sizes, world) for group, sizes in groups.items()])
     units = [
-        [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world)]
+        [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world, alignment)]
         for group, sizes in groups.items()
     ]
     if stage == 0:  # one step for all groups
@@ -159,7 +186,7 @@ def _imagined(optimizer: ShardedOptimizer, world: int, stage: int) -> list[StepU
     return optimizer.imagine(units, replicated=stage == 0 and world > 1)
 
 
-def _replicated(sizes: dict[str, int], world: int) -> list[list[Slice]]:
+def _replicated(sizes: dict[str, int], world: int, alignment: int) -> list[list[Slice]]:
     """Everything everywhere."""
     slices, position = [], 0
     for name, size in sizes.items():
@@ -168,9 +195,9 @@ def _replicated(sizes: dict[str, int], world: int) -> list[list[Slice]]:
     return [slices] * world
 
 
-def _joined(sizes: dict[str, int], world: int) -> list[list[Slice]]:
+def _joined(sizes: dict[str, int], world: int, alignment: int) -> list[list[Slice]]:
     """Equal cuts of the parameters laid end to end."""
-    share = -(-sum(sizes.values()) // world)
+    share = -(-sum(sizes.values()) // (world * alignment)) * alignment
     ranks: list[list[Slice]] = [[] for _ in range(world)]
     position = 0
     for name, size in sizes.items():

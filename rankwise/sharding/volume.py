@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from .layout import Fragment, Layout
@@ -76,21 +76,40 @@ def halo_volume(
         by_row: Chains end with the rows.
     """
     sent = [0] * layout.world_size
+    known: dict[tuple[object, ...], list[int]] = {}
     for key in keys:
         for members in layout.copies.get(key, {}).values():
-            runs = sorted(
-                (place.offset + row * place.stride, place.offset + row * place.stride + place.width, holder)
-                for holder, fragment in members
-                for place in fragment.places
-                for row in range(place.rows)
+            ranks = list(dict.fromkeys(holder for holder, _ in members))
+            numbers = {rank: number for number, rank in enumerate(ranks)}
+            # Equal layers are cut alike, by other ranks.
+            geometry = tuple(
+                (numbers[holder], part.shape, part.start, part.end, part.columns) for holder, part in members
             )
-            starts = [first for first, _, _ in runs]
-            for rank, fragment in members:
-                for element in _neighbours(fragment, width, by_row):
-                    holder = runs[bisect_right(starts, element) - 1][2]
-                    if holder != rank:
-                        sent[holder] += fields * itemsize
+            if geometry not in known:
+                known[geometry] = _fetched(members, numbers, width, by_row)
+            for rank, count in zip(ranks, known[geometry], strict=True):
+                sent[rank] += count * fields * itemsize
     return [Traffic(int(any(sent)), size) for size in sent]
+
+
+def _fetched(
+    members: Sequence[tuple[int, Fragment]], numbers: Mapping[int, int], width: int, by_row: bool
+) -> list[int]:
+    """How many elements others fetch from each rank of one copy of a parameter."""
+    runs = sorted(
+        (place.offset + row * place.stride, place.offset + row * place.stride + place.width, numbers[holder])
+        for holder, fragment in members
+        for place in fragment.places
+        for row in range(place.rows)
+    )
+    starts = [first for first, _, _ in runs]
+    counts = [0] * len(numbers)
+    for rank, fragment in members:
+        for element in _neighbours(fragment, width, by_row):
+            holder = runs[bisect_right(starts, element) - 1][2]
+            if holder != numbers[rank]:
+                counts[holder] += 1
+    return counts
 
 
 def _neighbours(fragment: Fragment, width: int, by_row: bool) -> Iterator[int]:

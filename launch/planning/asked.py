@@ -1,0 +1,194 @@
+"""What is to be planned, from options, a DeepSpeed JSON and Megatron's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.described import KNOWN, Sizes, build, from_config, sizes_of, with_function
+from rankwise.launch.planning.figures import Figures, deepspeed_figures, megatron_figures
+from rankwise.launch.planning.optimizers import Chosen, chosen, flag_value
+
+__all__ = ["Asked", "Question", "answered"]
+
+_BATCH_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was typed; None for what was not.
+
+    Attributes:
+        config: A DeepSpeed JSON or a YAML file of Megatron's flags.
+        optimizer: A name, with its packaged options.
+        model: See :func:`rankwise.launch.planning.described.build`; or a family with the next four.
+        layers: Of a family.
+        hidden: Of a family.
+        heads: Of a family.
+        vocab_size: Of a family.
+        ranks: All.
+        stage: ZeRO stage.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        ep: Expert-parallel ranks.
+        precision: Of the weights.
+        batch_tokens: Of a global batch.
+        seq_len: Tokens of a sample.
+        flags: Megatron's.
+    """
+
+    config: Path | None = None
+    optimizer: str | None = None
+    model: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab_size: int | None = None
+    ranks: int = 8
+    stage: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    precision: str | None = None
+    batch_tokens: int | None = None
+    seq_len: int = 4096
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        picked: The optimizer.
+        cluster: The ranks.
+        model: On the meta device, under DeepSpeed.
+        sizes: Of the model, under Megatron.
+        tokens: Of a global batch.
+    """
+
+    picked: Chosen
+    cluster: Cluster
+    model: nn.Module | None
+    sizes: Sizes | None
+    tokens: int
+
+    def figures(self) -> Figures:
+        """The plan."""
+        if self.sizes is not None:
+            return megatron_figures(self.picked, self.sizes, self.cluster)
+        assert self.model is not None
+        return deepspeed_figures(self.picked, self.model, self.cluster)
+
+    def changed(self, picked: Chosen, cluster: Cluster) -> Asked:
+        """The same with another optimizer or other ranks."""
+        return replace(self, picked=picked, cluster=cluster)
+
+
+def answered(question: Question) -> Asked:
+    """Put together what was asked.
+
+    Raises:
+        ValueError: Names the option, its value and what it must be.
+    """
+    picked = chosen(question.config, question.optimizer, list(question.flags))
+    if (question.ep or 1) > 1:
+        raise ValueError(f"ep is {question.ep}: experts cut over ranks are not planned yet; leave it out")
+    words = picked.flags
+    megatron = picked.deepspeed is None or (question.tp or 1) * (question.pp or 1) > 1
+    if megatron and question.stage is not None:
+        raise ValueError(f"stage is {question.stage}, which is ZeRO's; under Megatron leave it out")
+    deepspeed = picked.deepspeed or {}
+    if not megatron:
+        cluster = Cluster(
+            question.ranks,
+            _stage(deepspeed) if question.stage is None else question.stage,
+            precision=question.precision or _precision(deepspeed),
+        )
+        model, _ = _model(question)
+        return Asked(picked, cluster, model, None, _tokens(question, deepspeed))
+    cluster = Cluster(
+        question.ranks,
+        None,
+        question.tp or int(flag_value(words, "--tensor-model-parallel-size") or 1),
+        question.pp or int(flag_value(words, "--pipeline-model-parallel-size") or 1),
+        distributed=not words or "--use-distributed-optimizer" in words,
+        overlap="--overlap-grad-reduce" in words,
+        precision=question.precision or ("bf16" if not words or "--bf16" in words else "fp32"),
+    )
+    return Asked(picked, cluster, None, _sizes(question), _tokens(question, deepspeed))
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    if not config:
+        return 2
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage is {stage!r}: it must be 0, 1, 2 or 3")
+    found: int = stage
+    return found
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    enabled = [kind for kind in ("bf16", "fp16") if (config.get(kind) or {}).get("enabled")]
+    return enabled[0] if enabled else "fp32" if config else "bf16"
+
+
+def _tokens(question: Question, config: Mapping[str, Any]) -> int:
+    if question.batch_tokens:
+        return question.batch_tokens
+    samples: Any = config.get("train_batch_size") or flag_value(question.flags, "--global-batch-size")
+    micro = config.get("train_micro_batch_size_per_gpu")
+    if not samples and isinstance(micro, int):
+        samples = micro * int(config.get("gradient_accumulation_steps") or 1) * question.ranks
+    try:
+        return int(samples) * int(flag_value(question.flags, "--seq-length") or question.seq_len)
+    except (TypeError, ValueError):  # "auto", or nothing
+        return _BATCH_TOKENS
+
+
+def _family(question: Question) -> Sizes | None:
+    """The model of which sizes were given."""
+    words = question.flags
+    layers = question.layers or flag_value(words, "--num-layers")
+    hidden = question.hidden or flag_value(words, "--hidden-size")
+    heads = question.heads or flag_value(words, "--num-attention-heads")
+    given = [name for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads)) if value]
+    if not given and question.model not in ("gpt2", "llama"):
+        return None
+    if len(given) < 3 or question.model not in (None, "gpt2", "llama"):
+        raise ValueError("sizes are --model gpt2 or llama with all of --layers, --hidden and --heads")
+    llama = question.model == "llama" or (question.model is None and "--swiglu" in words)
+    wide, vocab = int(hidden or 0), question.vocab_size or int(flag_value(words, "--vocab-size") or 50257)
+    ffn = int(flag_value(words, "--ffn-hidden-size") or (-(-8 * wide // 3 // 32) * 32 if llama else 4 * wide))
+    kv = int(flag_value(words, "--num-query-groups") or heads or 0)
+    tied = "--untie-embeddings-and-output-weights" not in words if words else not llama
+    if wide % int(heads or 1):
+        raise ValueError(f"hidden is {wide} and heads is {heads}: hidden must be a multiple of heads")
+    family = "llama" if llama else "gpt2"
+    return Sizes(family, int(layers or 0), wide, int(heads or 0), kv, ffn, vocab, question.seq_len, tied)
+
+
+def _sizes(question: Question) -> Sizes:
+    sizes = _family(question)
+    if sizes is not None:
+        return sizes
+    name = question.model or "gpt2-small"
+    if name in KNOWN:
+        return KNOWN[name]
+    if with_function(name):
+        raise ValueError(f"model is {name!r}: Megatron builds its own models; name sizes or a config.json")
+    _, config = build(name)
+    return sizes_of(config or {})
+
+
+def _model(question: Question) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    sizes = _family(question)
+    if sizes is None:
+        return build(question.model or "gpt2-small")
+    return from_config(sizes.config())

@@ -1,0 +1,250 @@
+"""What Megatron's ranks will hold: its names, its cuts and its buffers, written down from a model's sizes.
+
+The parameters of a pipeline stage are those of GPTModel with its local layers, in the order in which its modules are
+made; buffers are filled from the last one, as ``_ParamAndGradBuffer`` does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.described import Sizes
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
+
+__all__ = ["Part", "StageSource", "rank_contents", "stage_model", "stage_parts", "vocabulary"]
+
+_ALIGNED = 64  # elements, at the start of a parameter in a buffer
+_BUCKET_END = 128
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+
+
+class Part(NamedTuple):
+    """One parameter of a stage.
+
+    Attributes:
+        name: Megatron's, numbered through all stages.
+        shape: Before tensor parallelism.
+        dim: That tensor parallelism cuts; None where every rank has the whole.
+        strips: Equal sections, of each of which a rank has a piece.
+        apart: Has a bucket of its own: the embedding that the last stage shares.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    strips: int = 1
+    apart: bool = False
+
+    def shard(self, tp: int) -> int:
+        """Elements on one tensor-parallel rank."""
+        return math.prod(self.shape) // (1 if self.dim is None else tp)
+
+
+def vocabulary(sizes: Sizes, tp: int) -> int:
+    """Token ids as Megatron pads them."""
+    unit = 128 * tp
+    return -(-sizes.vocab // unit) * unit
+
+
+def stage_parts(sizes: Sizes, cluster: Cluster, stage: int, vocab: int | None = None) -> list[Part]:
+    """The parameters of a pipeline stage, in the order of its modules.
+
+    Args:
+        sizes: Of the model.
+        cluster: How it is cut.
+        stage: Which one.
+        vocab: Token ids; None: padded as Megatron does.
+
+    Raises:
+        ValueError: The sizes cannot be cut so.
+    """
+    for name, size, ways in (
+        ("layers", sizes.layers, cluster.pp),
+        ("heads", sizes.heads, cluster.tp),
+        ("kv_heads", sizes.kv_heads, cluster.tp),
+        ("ffn", sizes.ffn, cluster.tp),
+    ):
+        if size % ways:
+            raise ValueError(f"{name} is {size}: {ways} ranks or stages must divide it")
+    tied = sizes.tied and cluster.pp > 1
+    words = Part("embedding.word_embeddings.weight", (vocab or vocabulary(sizes, cluster.tp), sizes.hidden), 0, 1, tied)
+    found: list[Part] = []
+    if stage == 0:
+        found.append(words)
+        if sizes.family == "gpt2":
+            found.append(Part("embedding.position_embeddings.weight", (sizes.positions, sizes.hidden)))
+    count = sizes.layers // cluster.pp
+    for layer in range(stage * count, (stage + 1) * count):
+        found += _layer(sizes, f"decoder.layers.{layer}.")
+    if stage == cluster.pp - 1:
+        found += _norm(sizes, "decoder.final_layernorm")
+        if not sizes.tied:
+            found.append(Part("output_layer.weight", words.shape, 0))
+        elif stage:
+            found.append(words)  # its copy
+    return found
+
+
+def _norm(sizes: Sizes, name: str) -> list[Part]:
+    names = ("weight", "bias") if sizes.family == "gpt2" else ("weight",)
+    return [Part(f"{name}.{end}", (sizes.hidden,)) for end in names]
+
+
+def _linear(sizes: Sizes, name: str, shape: tuple[int, int], dim: int, strips: int = 1) -> list[Part]:
+    weight = Part(f"{name}.weight", shape, dim, strips)
+    if sizes.family != "gpt2":
+        return [weight]
+    return [weight, Part(f"{name}.bias", shape[:1], 0 if dim == 0 else None)]
+
+
+def _layer(sizes: Sizes, prefix: str) -> list[Part]:
+    hidden, size = sizes.hidden, sizes.hidden // sizes.heads
+    gated = 2 if sizes.family == "llama" else 1
+    attention, mlp = f"{prefix}self_attention.linear_", f"{prefix}mlp.linear_"
+    return [
+        *_norm(sizes, f"{prefix}input_layernorm"),
+        *_linear(sizes, f"{attention}proj", (hidden, sizes.heads * size), 1),
+        *_linear(sizes, f"{attention}qkv", ((sizes.heads + 2 * sizes.kv_heads) * size, hidden), 0),
+        *_norm(sizes, f"{prefix}pre_mlp_layernorm"),
+        *_linear(sizes, f"{mlp}fc1", (gated * sizes.ffn, hidden), 0, gated),
+        *_linear(sizes, f"{mlp}fc2", (hidden, sizes.ffn), 1),
+    ]
+
+
+def stage_model(parts: Sequence[Part]) -> nn.Module:
+    """Modules on the meta device with these parameters, whole, under these names."""
+    root = nn.Module()
+    with torch.device("meta"):
+        for part in parts:
+            *path, leaf, kind = part.name.split(".")
+            parent = root
+            for name in path:
+                if name not in dict(parent.named_children()):
+                    parent.add_module(name, nn.Module())
+                parent = parent.get_submodule(name)
+            if kind == "weight":
+                parent.add_module(leaf, _module(leaf, part.shape))
+            else:
+                parent.get_submodule(leaf).register_parameter(kind, nn.Parameter(torch.empty(part.shape)))
+    return root
+
+
+def _module(name: str, shape: tuple[int, ...]) -> nn.Module:
+    if len(shape) == 1:
+        return nn.RMSNorm(shape)
+    rows, columns = shape
+    return nn.Embedding(rows, columns) if name.endswith("embeddings") else nn.Linear(columns, rows, bias=False)
+
+
+class StageSource(LayoutSource):
+    """What an imagined rank knows of its stage: the tensor-parallel groups.
+
+    Args:
+        cluster: Its sizes.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.group = None
+        if cluster.tp > 1:
+            sets = (tuple(range(first * cluster.tp, (first + 1) * cluster.tp)) for first in range(cluster.dp))
+            self.tensor_parallel = TensorParallel(tuple(sets), None)  # type: ignore[arg-type]
+
+    def contents(self, tensor: torch.Tensor) -> TensorContents:
+        """No rank has tensors here."""
+        raise NotImplementedError("an imagined rank has no tensors")
+
+
+def rank_contents(
+    parts: Sequence[Part], groups: Mapping[str, int], cluster: Cluster, stage: int, bucket: int | None = None
+) -> list[list[TensorContents]]:
+    """What the tensors of every rank of a stage store, tensor-parallel ranks next to each other.
+
+    Args:
+        parts: Of the stage.
+        groups: The param group of each parameter, by name.
+        cluster: How it is cut.
+        stage: Which one: later ones have a single bucket.
+        bucket: Elements of a bucket; None: Megatron's default.
+    """
+    found = []
+    buckets = _buckets(parts, cluster, stage, bucket) if cluster.distributed else []
+    for data in range(cluster.dp):
+        held = dict(_shard(buckets, cluster.dp, data)) if cluster.distributed else {}
+        for rank in range(cluster.tp):
+            contents = []
+            for part in parts:
+                start, end = held.get(part.name, (0, 0)) if cluster.distributed else (0, part.shard(cluster.tp))
+                if start < end:
+                    copy = 0 if cluster.distributed else data
+                    contents.append(
+                        TensorContents(groups[part.name], _slices(part, cluster.tp, rank, start, end, copy))
+                    )
+            found.append(contents)
+    return found
+
+
+class _Bucket(NamedTuple):
+    start: int
+    end: int
+    places: dict[str, tuple[int, int]]  # of parameters in the buffer
+
+
+def _buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> list[_Bucket]:
+    limit = (bucket or max(_BUCKET, _BUCKET_PER_RANK * cluster.dp)) if cluster.overlap and stage == 0 else None
+    divisor = math.lcm(cluster.dp, _BUCKET_END)
+    found: list[_Bucket] = []
+    begin = position = 0
+    places: dict[str, tuple[int, int]] = {}
+
+    def close(end: int) -> int:
+        nonlocal begin, places
+        found.append(_Bucket(begin, -(-end // divisor) * divisor, places))
+        begin, places = found[-1].end, {}
+        return begin
+
+    for part in reversed(parts):
+        position = -(-position // _ALIGNED) * _ALIGNED
+        if part.apart and places:
+            position = close(position)
+        places[part.name] = (position, position + part.shard(cluster.tp))
+        position += part.shard(cluster.tp)
+        if part.apart or (limit is not None and position - begin >= limit):
+            position = close(position)
+    if places:
+        close(position)
+    return found
+
+
+def _shard(buckets: Sequence[_Bucket], ways: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """For each parameter, the elements of it in a data-parallel rank's part of its bucket."""
+    for bucket in buckets:
+        size = (bucket.end - bucket.start) // ways
+        first = bucket.start + rank * size
+        for name, (start, end) in bucket.places.items():
+            low, high = max(start, first), min(end, first + size)
+            if low < high:
+                yield name, (low - start, high - start)
+
+
+def _slices(part: Part, tp: int, rank: int, start: int, end: int, copy: int) -> tuple[Slice, ...]:
+    """Elements of a flattened shard in terms of the whole parameter, as ``megatron_patches.parameters`` gives them."""
+    if part.dim is None:
+        return (Slice(part.name, start, end, 0, None, copy * tp + rank),)
+    if part.dim == 1:
+        width = part.shape[1] // tp
+        columns = (rank * width, (rank + 1) * width) if tp > 1 else None
+        return (Slice(part.name, start, end, 0, columns, copy),)
+    numel = part.shard(tp) // part.strips
+    found = []
+    for strip in range(part.strips):
+        low, high = max(start, strip * numel), min(end, (strip + 1) * numel)
+        if low < high:
+            shift = (strip * (tp - 1) + rank) * numel
+            found.append(Slice(part.name, low + shift, high + shift, low - start, None, copy))
+    return tuple(found)

@@ -1,0 +1,135 @@
+"""The optimizer that a configuration names, built on a model without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rankwise.configs import deepspeed_config
+from rankwise.launch.flags import read_flags
+from rankwise.launch.plan import check_options, read_config
+from rankwise.names import BY_NAME, BY_SPELLING
+from rankwise.options.validation import check_keys
+from rankwise.routing.roles import annotate
+from rankwise.step.optimizer import ShardedOptimizer
+
+__all__ = ["Chosen", "built", "chosen", "flag_value"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An optimizer of ours and how it will run.
+
+    Attributes:
+        name: Lower-case.
+        params: Options as the file has them.
+        deepspeed: The DeepSpeed configuration; None for Megatron's flags.
+        flags: Megatron's, as words.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    deepspeed: Mapping[str, Any] | None = None
+    flags: tuple[str, ...] = ()
+
+
+def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chosen:
+    """What the command line names.
+
+    Args:
+        config: A DeepSpeed JSON, or a YAML file of Megatron's flags.
+        optimizer: A name whose packaged options are taken instead of those of ``config``.
+        flags: Megatron's, typed; they win over those of a file.
+
+    Raises:
+        ValueError: No optimizer of ours is named, or its options are wrong.
+    """
+    yaml = config is not None and config.suffix in (".yaml", ".yml")
+    words = [*(read_flags(config) if yaml and config is not None else []), *flags]
+    deepspeed = None if yaml or config is None else read_config(config)
+    if words and deepspeed is None:
+        found = _of_flags(words, optimizer)
+    else:
+        block = deepspeed_config(optimizer or "mkor")["optimizer"] if optimizer or deepspeed is None else {}
+        block = block or deepspeed.get("optimizer")  # type: ignore[union-attr]
+        if not isinstance(block, Mapping) or "type" not in block:
+            raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
+        found = Chosen(str(block["type"]).lower(), dict(block.get("params") or {}), deepspeed or {})
+    if found.name not in BY_NAME:
+        raise ValueError(f"the optimizer is {found.name!r}: it must be one of ours, {', '.join(BY_SPELLING)}")
+    check_options({"type": found.name, "params": found.params})
+    return found
+
+
+def _of_flags(words: list[str], optimizer: str | None) -> Chosen:
+    name = optimizer or flag_value(words, "--optimizer") or ""
+    if name.lower() not in BY_NAME:
+        raise ValueError(f"--optimizer is {name!r}: it must be one of ours, {', '.join(BY_NAME)}")
+    params: dict[str, Any] = {}
+    if optimizer is None or flag_value(words, "--optimizer") == optimizer:
+        table = BY_NAME[name.lower()].optimizer.options_type.table()
+        prefix = f"--{BY_NAME[name.lower()].optimizer.__name__.lower()}-"
+        ours = [word.partition("=")[0] for word in words if word.startswith(prefix)]
+        check_keys([word.removeprefix(prefix).replace("-", "_") for word in ours], list(table), name)
+        for key in table:
+            values = _values_of(words, prefix + key.replace("_", "-"))
+            if values is not None:
+                params[key] = values
+    return Chosen(name.lower(), params, None, tuple(words))
+
+
+def _values_of(words: list[str], flag: str) -> Any:
+    """What follows a flag the last time it is given: a value, a list, True for none; None where it is not given."""
+    places = [index for index, word in enumerate(words) if word == flag or word.startswith(f"{flag}=")]
+    if not places:
+        return False if f"--no-{flag.removeprefix('--')}" in words else None
+    place = places[-1]
+    values = [words[place].partition("=")[2]] if "=" in words[place] else []
+    for word in words[place + 1 :] if not values else []:
+        if word.startswith("--"):
+            break
+        values.append(word)
+    read = [_read(value) for value in values]
+    return True if not read else read[0] if len(read) == 1 else read
+
+
+def _read(text: str) -> Any:
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
+    """The value of a flag, the last one given."""
+    value = _values_of(list(words), flag)
+    return None if value is None or isinstance(value, bool) else str(value)
+
+
+def built(picked: Chosen, model: nn.Module) -> ShardedOptimizer:
+    """The optimizer on a model's parameters, which may be on the meta device; MKOR has captured it.
+
+    Args:
+        picked: What was chosen.
+        model: The model.
+
+    Raises:
+        ValueError: It refuses its options, or would take no matrix.
+    """
+    annotate(model)
+    named = BY_NAME[picked.name]
+    params = {key: value for key, value in picked.params.items() if value != "auto"}
+    keywords = named.complete(params, picked.name, instead=named.optimizer.__name__)
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = named.optimizer(parameters, **keywords)  # type: ignore[arg-type]
+    optimizer.capture(model)
+    return optimizer

@@ -1,0 +1,169 @@
+"""A plan as tables, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rankwise.launch.planning.advice import why_unbalanced
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.costs import Cost
+from rankwise.launch.planning.devices import Links
+from rankwise.launch.planning.figures import Figures
+
+__all__ = ["as_json", "draw", "show", "write_json"]
+
+_GIB = 1 << 30
+
+
+def _memory(found: Figures) -> dict[str, list[int]]:
+    return {
+        "optimizer states": found.states(),
+        "AdamW's states": found.adamw,
+        "master weights": found.master,
+        "gradients": found.gradients,
+        "model weights": found.weights,
+    }
+
+
+def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: list[Cost], links: Links) -> None:
+    """Print the plan.
+
+    Args:
+        console: Where to.
+        name: Of the optimizer.
+        found: The plan.
+        cluster: Its ranks.
+        costs: For each kind of device.
+        links: What they were computed with.
+    """
+    console.print(f"{name}: {cluster.words}", markup=False)
+    memory = Table(title=f"{found.parameters / 1e9:.3f} B parameters")
+    memory.add_column("a rank holds, GiB")
+    for heading in ("fullest", "mean"):
+        memory.add_column(heading, justify="right")
+    for what, sizes in _memory(found).items():
+        memory.add_row(what, f"{max(sizes) / _GIB:.3f}", f"{fmean(sizes) / _GIB:.3f}")
+    console.print(memory)
+    reason = why_unbalanced(found)
+    counts = _owned(found)
+    console.print(
+        f"{len(found.owners)} matrices with an owner, {min(counts)} to {max(counts)} of them on a rank. "
+        + (reason or f"The fullest rank holds {found.fullest:.2f} times the mean.")
+    )
+    sent = max(found.ranks, key=lambda rank: rank.bytes_sent)
+    inside, across = links.shares(sent.bytes_sent, found.exchanging)
+    console.print(
+        f"A step sends {sent.bytes_sent / 2**20:,.1f} MiB from a rank at most, in {sent.collectives} collectives among "
+        f"{found.exchanging} ranks: {inside / 2**20:,.1f} inside a node of {links.per_node} ranks, "
+        f"{across / 2**20:,.1f} across"
+        + (f"; every {sent.period} steps {sent.periodic_bytes / 2**20:,.1f} MiB more." if sent.periodic_bytes else ".")
+    )
+    table = Table(title="Milliseconds of the optimizer's step on the slowest rank, nothing overlapped")
+    table.add_column("device")
+    for heading in ("matrix rule", "element-wise", "messages", "together", "forward, backward", "share"):
+        table.add_column(heading, justify="right")
+    for one in costs:
+        times = (one.compute, one.memory, one.messages, one.total, one.training)
+        table.add_row(one.device.name, *(f"{value:,.2f}" for value in times), f"{one.share:.1%}")
+    console.print(table)
+    flops = max(rank.flops for rank in found.ranks)
+    console.print(f"{flops / 1e12:.3f} TFLOP on the rank that computes most. Times are from data sheets, not measured.")
+
+
+def _owned(found: Figures) -> list[int]:
+    counts = [0] * len(found.ranks)
+    for owner in found.owners.values():
+        counts[owner] += 1
+    return counts
+
+
+def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], links: Links) -> dict[str, Any]:
+    """The same for programs, and of every rank and matrix.
+
+    Args:
+        name: Of the optimizer.
+        found: The plan.
+        cluster: Its ranks.
+        costs: For each kind of device.
+        links: What they were computed with.
+    """
+    sent = max(found.ranks, key=lambda rank: rank.bytes_sent)
+    inside, across = links.shares(sent.bytes_sent, found.exchanging)
+    ranks = zip(found.ranks, found.master, found.gradients, found.weights, found.adamw, strict=True)
+    return {
+        "optimizer": name,
+        "parameters": found.parameters,
+        "ranks": cluster.ranks,
+        "layout": cluster.words,
+        "bytes": {what: {"max": max(sizes), "mean": fmean(sizes)} for what, sizes in _memory(found).items()},
+        "fullest_over_mean": found.fullest,
+        "why": why_unbalanced(found),
+        "sent": {"max": sent.bytes_sent, "inside": inside, "across": across, "collectives": sent.collectives},
+        "flops": max(rank.flops for rank in found.ranks),
+        "costs": [
+            {
+                "device": one.device.name,
+                "matrix_ms": one.compute,
+                "element_ms": one.memory,
+                "messages_ms": one.messages,
+                "total_ms": one.total,
+                "training_ms": one.training,
+                "share": one.share,
+            }
+            for one in costs
+        ],
+        "owners": found.owners,
+        "per_rank": [
+            {
+                "state_bytes": rank.state_bytes,
+                "matrix_state_bytes": rank.matrix_state_bytes,
+                "master_bytes": master,
+                "gradient_bytes": gradients,
+                "weight_bytes": weights,
+                "adamw_bytes": adamw,
+                "bytes_sent": rank.bytes_sent,
+                "collectives": rank.collectives,
+                "periodic_bytes": rank.periodic_bytes,
+                "period": rank.period,
+                "flops": rank.flops,
+            }
+            for rank, master, gradients, weights, adamw in ranks
+        ],
+    }
+
+
+def write_json(text: dict[str, Any]) -> str:
+    """One line for each key."""
+    return json.dumps(text, indent=1)
+
+
+def draw(name: str, found: Figures, cluster: Cluster, path: Path) -> None:
+    """State and work of every rank as a picture.
+
+    Args:
+        name: Of the optimizer.
+        found: The plan.
+        cluster: Its ranks.
+        path: The PNG to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")
+    above.plot([size / _GIB for size in found.states()], drawstyle="steps-mid", label=name)
+    above.plot([size / _GIB for size in found.adamw], drawstyle="steps-mid", label="AdamW", color="grey")
+    above.axhline(fmean(found.states()) / _GIB, linestyle=":", color="C0", label="mean")
+    above.set(ylabel="optimizer states, GiB", title=f"{name}, {cluster.words}", ylim=(0, None))
+    above.legend()
+    below.plot([rank.flops / 1e12 for rank in found.ranks], drawstyle="steps-mid")
+    below.set(xlabel="rank", ylabel="work of a step, TFLOP", ylim=(0, None))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,192 @@
+"""``rankwise plan``: as a user calls it, and against sums written out by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rankwise.launch.cli import app
+from rankwise.launch.planning.advice import why_unbalanced
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.described import KNOWN, build
+from rankwise.launch.planning.figures import deepspeed_figures, megatron_figures
+from rankwise.launch.planning.optimizers import Chosen
+
+pytest.importorskip("transformers")
+LLAMA = "llama-70b"
+V, H, F, L, KV = 128256, 8192, 28672, 80, 1024
+MATRICES = {"q": (H, H), "k": (KV, H), "v": (KV, H), "o": (H, H), "gate": (F, H), "up": (F, H), "down": (H, F)}
+MKOR: dict[str, Any] = {"factor_dtype": "bfloat16", "max_factor_dim": 16384, "update_interval": 10}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    status, output = run("--json", *arguments)
+    assert status == 0, output
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def factors(outputs: int, inputs: int) -> int:
+    """Bytes of MKOR's bfloat16 factors, of sides up to 16,384, and of its count of failures."""
+    return sum(2 * side * side for side in (outputs, inputs) if side <= 16384) + 4
+
+
+def test_llama_70b_under_zero_3_on_1024_ranks_agrees_with_a_calculation_by_hand() -> None:
+    """Every parameter is cut into 1,024 parts; 560 matrices have an owner each, on as many ranks."""
+    ranks, begin = 1024, time.monotonic()
+    found = deepspeed_figures(Chosen("mkor", MKOR), build(LLAMA)[0], Cluster(ranks, 3))
+    assert time.monotonic() - begin < 30
+    sizes = [
+        V * H,
+        V * H,
+        *([H] * (2 * L + 1)),
+        *(rows * columns for rows, columns in MATRICES.values() for _ in range(L)),
+    ]
+    assert found.parameters == sum(sizes) == 70_553_706_496
+    shares = sum(size // ranks for size in sizes)  # all of them are multiples of 1,024
+    largest = factors(H, H)
+    assert max(found.states()) == 8 * shares + largest
+    total = 8 * sum(sizes) + L * sum(factors(*shape) for shape in MATRICES.values())
+    assert sum(found.states()) == total
+    assert len(found.owners) == len(set(found.owners.values())) == 7 * L
+    # Each rank sends its part of every matrix to the owner; the owner of a gate returns all but its own part, too.
+    inner, gate = sum(r * c for r, c in MATRICES.values()) * L, F * H
+    assert max(rank.bytes_sent for rank in found.ranks) == 4 * (inner - gate) // ranks + 4 * gate * (ranks - 1) // ranks
+    vectors = L * sum(rows + columns + 2 for rows, columns in MATRICES.values())
+    assert {(rank.periodic_bytes, rank.period) for rank in found.ranks} == {(4 * vectors, 10)}
+    assert found.master[0] == 4 * shares and found.gradients[0] == found.weights[0] == 2 * shares
+    assert found.adamw[0] == 8 * shares
+    assert why_unbalanced(found).endswith("there are 560 matrices for 1024 ranks, and a matrix has one owner.")
+
+
+def test_llama_70b_under_megatron_tp_8_pp_8_agrees_with_a_calculation_by_hand() -> None:
+    begin = time.monotonic()
+    found = megatron_figures(Chosen("mkor", MKOR), KNOWN[LLAMA], Cluster(1024, None, 8, 8))
+    assert time.monotonic() - begin < 30
+    padded, layers, tp, dp = 129024, L // 8, 8, 16
+    cut = layers * sum(rows * columns for rows, columns in MATRICES.values())
+    stages = [cut + layers * 2 * H * tp] * 8  # norms are held by all tensor-parallel ranks
+    stages[0] += padded * H
+    stages[7] += padded * H + H * tp
+    elements = [sum(rank.elements for rank in found.ranks[128 * i : 128 * (i + 1)]) for i in range(8)]
+    assert elements == stages
+    # Equal parts of a buffer, whose padding is all that is left out.
+    assert max(rank.elements for rank in found.ranks) == pytest.approx(stages[7] / (tp * dp), rel=1e-4)
+    assert found.weights[0] == 2 * stages[0] // tp and found.gradients[0] == 4 * stages[0] // tp
+    held = sum(rank.element_state_bytes + rank.matrix_state_bytes for rank in found.ranks)
+    fused = [factors(H + 2 * KV, H), factors(H, H), factors(2 * F, H), factors(H, F)]
+    several = [sum(factors(*shape) for shape in MATRICES.values())]
+    # As one matrix for each weight, or as its parts where those are known.
+    assert held - 8 * sum(stages) in (L * sum(fused), L * sum(several))
+
+
+def test_405_billion_parameters_on_4096_ranks_in_less_than_a_minute() -> None:
+    begin = time.process_time()
+    found = deepspeed_figures(Chosen("ldadam", {"rank": 256}), build("llama-405b")[0], Cluster(4096, 3))
+    assert time.process_time() - begin < 60
+    assert found.parameters == 405_853_388_800 and len(found.ranks) == 4096
+    assert "there are 882 matrices for 4096 ranks" in why_unbalanced(found)
+
+
+def test_a_deepspeed_json_says_stage_batch_precision_and_optimizer(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    block = {"type": "LDAdam", "params": {"lr": "auto", "rank": 64}}
+    content = {"train_batch_size": 64, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "optimizer": block}
+    config.write_text(json.dumps(content))
+    found = plan("--config", str(config), "--ranks", "4", "--model", "gpt2-small")
+    assert found["layout"] == "4 ranks, ZeRO-1, bf16" and found["optimizer"] == "ldadam"
+    assert len(found["owners"]) == 48 and set(found["owners"].values()) == {0, 1, 2, 3}
+    assert found["parameters"] == 124_439_808
+    # Six operations for each parameter and token, of 64 samples of 4,096, over 4 ranks at 40 % of an H100's 989e12.
+    (h100,) = (cost for cost in found["costs"] if cost["device"] == "H100")
+    assert h100["training_ms"] == pytest.approx(1e3 * 6 * 124_439_808 * 64 * 4096 / 4 / (0.4 * 989e12))
+    again = plan(
+        "--config", str(config), "--ranks", "4", "--model", "gpt2-small", "--stage", "3", "--precision", "fp32"
+    )
+    assert again["layout"] == "4 ranks, ZeRO-3, fp32"
+    assert again["bytes"]["gradients"]["max"] == pytest.approx(4 * 124_439_808 / 4, rel=1e-3)
+
+
+def test_models_by_configuration_function_and_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **shape}))
+    by_file = plan("--optimizer", "mars-m", "--model", str(tmp_path / "config.json"), "--ranks", "2")
+    assert (
+        by_file["parameters"] == plan("--optimizer", "mars-m", "--model", str(tmp_path), "--ranks", "3")["parameters"]
+    )
+    (tmp_path / "mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(64, 32)\n")
+    monkeypatch.chdir(tmp_path)
+    assert plan("--optimizer", "sonew", "--model", "mine:make", "--ranks", "2")["parameters"] == 64 * 32 + 32
+    sizes = "--layers 2 --hidden 64 --heads 4 --vocab-size 100".split()
+    assert plan("--optimizer", "mkor", "--model", "llama", *sizes)["ranks"] == 8
+
+
+def test_megatrons_flags_and_yaml(tmp_path: Path) -> None:
+    flags = tmp_path / "run.yaml"
+    lines = "optimizer: ldadam", "ldadam-rank: 8", "use-distributed-optimizer: true", "bf16: true", "num-layers: 4"
+    flags.write_text("\n".join([*lines, "hidden-size: 128", "num-attention-heads: 4", "swiglu: true"]) + "\n")
+    found = plan("--config", str(flags), "--ranks", "8", "--tp", "2", "--pp", "2")
+    assert found["layout"] == "8 ranks: TP2 x PP2 x DP2, distributed optimizer, bf16" and found["optimizer"] == "ldadam"
+    typed = plan(
+        *("--ranks", "8", "--", "--optimizer", "ldadam", "--ldadam-rank", "8", "--use-distributed-optimizer", "--bf16"),
+        *("--num-layers=4", "--hidden-size", "128", "--num-attention-heads", "4", "--swiglu"),
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+    )
+    assert typed == found
+    other = plan("--config", str(flags), "--ranks", "8", "--tp", "2", "--pp", "2", "--", "--ldadam-rank", "32")
+    assert other["bytes"]["optimizer states"]["mean"] > found["bytes"]["optimizer states"]["mean"]
+
+
+def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
+    picture = tmp_path / "load.png"
+    status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4", "--png", str(picture))
+    assert status == 0 and picture.stat().st_size > 10_000
+    for words in ("AdamW's states", "MI300X", "48 matrices with an owner", "every 10 steps", "not measured"):
+        assert words in output
+    held = plan("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4")["bytes"]["optimizer states"]["max"]
+    limit = 0.9 * held / 2**30
+    status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4", "--max-state-gb", f"{limit}")
+    assert status == 1 and re.search(r"limit is not met. With .*max_factor_dim=\d+ it is: 0\.\d+ GiB", output)
+    status, output = run(
+        *("--optimizer", "mars-m", "--model", "gpt2-xl", "--ranks", "64", "--stage", "3", "--batch-tokens", "65536"),
+        *("--max-overhead", "0.1%"),
+    )
+    assert status == 1 and "Nothing that was tried meets it" in output
+    assert run("--optimizer", "mars-m", "--max-overhead", "99%", "--max-state-gb", "10")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "adamw"], "the optimizer is 'adamw': it must be one of ours"),
+        (["--model", "nowhere.json"], "model is 'nowhere.json': it must be gpt2-small"),
+        (["--model", "json:nothing"], "has no attribute 'nothing'"),
+        (["--model", "json:dumps", "--tp", "2"], "Megatron builds its own models"),
+        (["--model", "llama", "--layers", "2"], "sizes are --model gpt2 or llama with all of"),
+        (["--tp", "3", "--ranks", "8"], "tp times pp must divide the number of ranks"),
+        (["--pp", "5", "--ranks", "10", "--model", "gpt2-small"], "layers is 12: 5 ranks or stages must divide it"),
+        (["--tp", "2", "--stage", "1"], "stage is 1, which is ZeRO's"),
+        (["--ep", "2"], "experts cut over ranks are not planned yet"),
+        (["--max-overhead", "lots"], "'lots' must be a share such as 2%"),
+        (["--device", "B300"], "device is 'B300': it must be one of A100"),
+        (["--", "--optimizer", "adam"], "--optimizer is 'adam': it must be one of ours"),
+        (["--", "--optimizer", "ldadam", "--ldadam-rank", "-3"], "rank=-3 is invalid"),
+        (["--", "--optimizer", "ldadam", "--ldadam-rnk", "3"], "has no option 'rnk': did you mean 'rank'?"),
+    ],
+)
+def test_what_cannot_be_planned(arguments: list[str], message: str) -> None:
+    status, output = run(*arguments)
+    assert status == 2 and message in re.sub(r"[\s│]+", " ", output), output
