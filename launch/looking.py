@@ -119,7 +119,7 @@ def plan(
 
     Megatron's flags may follow after --. With a limit that is not met it ends with status 1 and says what would help.
     """
-    from rankwise.launch.planning import report
+    from rankwise.launch.planning import presentation
     from rankwise.launch.planning.asked import Question, answered
     from rankwise.launch.planning.costs import cost
     from rankwise.launch.planning.devices import DEVICES, Links
@@ -148,14 +148,14 @@ def plan(
         return held and (most is None or cost(of, judge, links, asked.tokens, efficiency).share <= most)
 
     if as_json:
-        content = report.as_json(asked.picked.name, found, asked.cluster, costs(found), links)
+        content = presentation.as_json(asked.picked.name, found, asked.cluster, costs(found), links)
     else:
-        report.show(console, asked.picked.name, found, asked.cluster, costs(found), links)
+        presentation.show(console, asked.picked.name, found, asked.cluster, costs(found), links)
     if png is not None:
-        report.draw(asked.picked.name, found, asked.cluster, png)
+        presentation.draw(asked.picked.name, found, asked.cluster, png)
     advice = [] if fits(found) else _advice(asked, fits)
     if as_json:
-        typer.echo(report.write_json({**content, "fits": fits(found), "recommended": advice}))
+        typer.echo(presentation.write_json({**content, "fits": fits(found), "recommended": advice}))
     elif not fits(found):
         console.print(
             "The limit is not met. " + (advice[0] if advice else "Nothing that was tried meets it."), markup=False

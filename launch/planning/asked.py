@@ -99,7 +99,8 @@ def answered(question: Question) -> Asked:
     picked = chosen(question.config, question.optimizer, list(question.flags))
     if (question.ep or 1) > 1:
         raise ValueError(f"ep is {question.ep}: experts cut over ranks are not planned yet; leave it out")
-    words = picked.flags
+    words = picked.flags  # of the file and typed
+    question = replace(question, flags=words)
     megatron = picked.deepspeed is None or (question.tp or 1) * (question.pp or 1) > 1
     if megatron and question.stage is not None:
         raise ValueError(f"stage is {question.stage}, which is ZeRO's; under Megatron leave it out")

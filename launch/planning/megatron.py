@@ -189,22 +189,22 @@ def rank_contents(
     return found
 
 
-class _Bucket(NamedTuple):
+class _Range(NamedTuple):
     start: int
     end: int
     places: dict[str, tuple[int, int]]  # of parameters in the buffer
 
 
-def _buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> list[_Bucket]:
+def _buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> list[_Range]:
     limit = (bucket or max(_BUCKET, _BUCKET_PER_RANK * cluster.dp)) if cluster.overlap and stage == 0 else None
     divisor = math.lcm(cluster.dp, _BUCKET_END)
-    found: list[_Bucket] = []
+    found: list[_Range] = []
     begin = position = 0
     places: dict[str, tuple[int, int]] = {}
 
     def close(end: int) -> int:
         nonlocal begin, places
-        found.append(_Bucket(begin, -(-end // divisor) * divisor, places))
+        found.append(_Range(begin, -(-end // divisor) * divisor, places))
         begin, places = found[-1].end, {}
         return begin
 
@@ -221,7 +221,7 @@ def _buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | 
     return found
 
 
-def _shard(buckets: Sequence[_Bucket], ways: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def _shard(buckets: Sequence[_Range], ways: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """For each parameter, the elements of it in a data-parallel rank's part of its bucket."""
     for bucket in buckets:
         size = (bucket.end - bucket.start) // ways
