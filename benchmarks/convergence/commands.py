@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,12 +35,15 @@ def convergence(
     from benchmarks.convergence.results import Results
     from benchmarks.convergence.session import compare, missing_runs, work
 
+    try:
+        wanted = [(experiment, tuple(map(experiment.contender, contender or ()))) for experiment in chosen(only)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     os.nice(19)
     torch.set_num_threads(cores)
     found = Results(results)
     end = time.monotonic() + 60.0 * minutes
-    for experiment in chosen(only):
-        contenders = tuple(map(experiment.contender, contender or ()))
+    for experiment, contenders in wanted:
         if missing:
             least, unknown = missing_runs(experiment, found)
             print(
@@ -65,7 +68,25 @@ def directions(
 
     os.nice(19)
     torch.set_num_threads(1)
-    output.write_text("[\n" + ",\n".join(map(json.dumps, measure_directions())) + "\n]\n")
+    _write(output, measure_directions())
+
+
+@app.command()
+def costs(
+    folder: Annotated[Path, typer.Option(help="Folder of the JSON files to write.")] = FOLDER,
+) -> None:
+    """Measure what the optimizers keep, on two ranks, and what share of a step they take (E6 and E7)."""
+    import torch
+
+    from benchmarks.convergence.costs import measure_costs, measure_memory
+
+    torch.set_num_threads(1)
+    _write(folder / "memory.json", measure_memory())
+    _write(folder / "costs.json", measure_costs())
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
 
 
 @app.command()

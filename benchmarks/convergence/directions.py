@@ -31,7 +31,10 @@ SHADOWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "MKOR": ("mkor", _MKOR),
     "MKOR, every step": ("mkor", {**_MKOR, "update_interval": 1}),
     "MKOR, rule ema, every step": ("mkor", {**_MKOR, "update_interval": 1, "rule": "ema"}),
-    "MKOR, no stabilizer, rule ema": ("mkor", {**_MKOR, "update_interval": 1, "rule": "ema", "stabilizer": None}),
+    "MKOR, rule ema, stabilizer at 20": (
+        "mkor",
+        {**_MKOR, "update_interval": 1, "rule": "ema", "stabilizer": (20.0, 0.9)},
+    ),
     "MKOR, decay 0.5": ("mkor", {**_MKOR, "factor_decay": 0.5}),
     "MKOR, factors in bfloat16": ("mkor", {**_MKOR, "factor_dtype": "bfloat16"}),
     "MKOR, output gain 10": ("mkor", {**_MKOR, "output_gain": 10.0}),
@@ -84,6 +87,8 @@ def measure_directions(
     rows: list[Row] = []
     for step in range(steps):
         trainer.param_groups[0]["lr"] = lr * schedule(step, steps)
+        for optimizer in (trainer, *shadows.values()):
+            optimizer.zero_grad()  # what the passes over all images have shown is no statistic of a step
         made.gradient(step)
         grads = [layer.grad for layer in layers]
         moved = {name: _moved(shadow, layers) for name, shadow in shadows.items()}

@@ -36,16 +36,22 @@ is small and on CPUs: it tells whether an effect is there at this size, not how 
 """
 
 
-def evidence_page(experiments: Iterable[Experiment], results: Results, further: Mapping[str, str] | None = None) -> str:
+def evidence_page(
+    experiments: Iterable[Experiment],
+    results: Results,
+    further: Mapping[str, str] | None = None,
+    claims: Sequence[Sequence[str]] = (),
+) -> str:
     """The page.
 
     Args:
         experiments: In the order of their sections.
         results: What has been run.
         further: Text that follows an experiment's section, by its name.
+        claims: Further lines for their table.
     """
     experiments = list(experiments)
-    parts = [_INTRODUCTION, "\n## Claims\n\n", _claims(experiments, results)]
+    parts = [_INTRODUCTION, "\n## Claims\n\n", _claims(experiments, results, claims)]
     for experiment in experiments:
         parts += [_section(experiment, results), (further or {}).get(experiment.name, "")]
     return "".join(parts)
@@ -54,10 +60,10 @@ def evidence_page(experiments: Iterable[Experiment], results: Results, further: 
 # --- claims ----------------------------------------------------------------------------------------------------------
 
 
-def _claims(experiments: Sequence[Experiment], results: Results) -> str:
+def _claims(experiments: Sequence[Experiment], results: Results, further: Sequence[Sequence[str]]) -> str:
     headings = ("paper", "claim", "tried", "difference, 95 % interval", "counts", "verdict")
     rows = [_claim(experiment, claim, results) for experiment in experiments for claim in experiment.claims]
-    return markdown(headings, rows)
+    return markdown(headings, [*rows, *further])
 
 
 def _claim(experiment: Experiment, claim: Claim, results: Results) -> Sequence[str]:

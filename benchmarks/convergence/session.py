@@ -42,12 +42,16 @@ def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: 
     Yields:
         A line for each run, with both figures.
     """
+    found = False
     for contender in contenders or experiment.contenders:
         for run in final_runs(experiment, contender, results) or []:
             recorded = results.figure(run, experiment.metric)
             if recorded is not None:
+                found = True
                 line = _line(run, train(run), experiment.metric)
                 yield f"{experiment.name} {contender.name}: {line}, recorded {recorded:.4f}"
+    if not found:
+        yield f"{experiment.name}: no fresh seeds are recorded yet; without --again they are run"
 
 
 def missing_runs(experiment: Experiment, results: Results) -> tuple[int, int]:
