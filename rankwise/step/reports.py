@@ -17,6 +17,7 @@ from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.planner import Planner
 from rankwise.planning.table import ParameterTable
+from rankwise.routing.unknown_parts import unknown_parts
 from rankwise.sharding import Traffic
 from rankwise.step.health import Health
 
@@ -60,7 +61,8 @@ class Reports:
         health: See :func:`health_of`.
 
     Attributes:
-        announce: Called with :meth:`summary`, once every unit is planned; logs it at first.
+        announce: Called with :meth:`summary`, once every unit is planned, and with what else is to be said then; logs
+            it at first.
     """
 
     def __init__(
@@ -86,6 +88,15 @@ class Reports:
         if not self._announced:
             self._announced = True
             self.announce(self.summary(states))
+            for line in self._unknown_parts():
+                self.announce(line)
+
+    def _unknown_parts(self) -> list[str]:
+        """Of weights whose logical matrices would be matrices to the rule, if it were known how they lie."""
+        declared, table = self._declared, self._table
+        splits = getattr(declared, "splits", lambda info: False)
+        infos = [info for name, info in table.infos.items() if table.routes[name].rule == "matrix" and splits(info)]
+        return unknown_parts(declared.name, infos, getattr(declared.options, "blocks", None) or ())
 
     def read_health(self, further: Iterable[Traffic]) -> dict[str, float]:
         """What happened since the last reading; every data-parallel rank must call it.
