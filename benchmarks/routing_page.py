@@ -27,6 +27,9 @@ included; under Megatron from its `TransformerConfig`. Nothing is guessed: a wei
 or whose size is not the sum of its parts, stays one matrix. In plain PyTorch, `rankwise.annotate(model)` before the
 optimizer is built shows it the modules; under DeepSpeed and Megatron that happens by itself.
 
+Another model is a row of the table in [recognised.py](../rankwise/routing/recognised.py): the name of the layer, the
+class of the module that uses it, and how its parts lie.
+
 - *per head*: the rows of one head together, then those of the next;
 - *per key head*: the same, with all the queries that share a head of keys;
 - *per group of heads*: the same of several heads, as CodeGen was laid out over four processors;

@@ -233,4 +233,7 @@ def test_layers_that_cannot_be_built_here() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_not_guessed(layer: str, rows: int) -> None:
-    assert fused_parts(layer, owner(gated_linear_unit=True, ffn_hidden_size=12), (rows, 4), 1, 1) is None
+    sizes = {"gated_linear_unit": True, "ffn_hidden_size": 12, "kv_lora_rank": 10, "qk_pos_emb_head_dim": 4}
+    assert fused_parts(layer, owner(**sizes), (rows, 4), 1, 1) is None
+    mixer = SimpleNamespace(config=None, d_inner_local_tp=8, ngroups_local_tp=1, nheads_local_tp=2, d_state=3)
+    assert fused_parts("in_proj", mixer, (25, 4), 1, 1) is None
