@@ -58,6 +58,8 @@ app.command(
     epilog="Example: rankwise plan --config ds.json --model llama-70b --ranks 1024 --stage 3 --max-overhead 2%",
     context_settings={"allow_extra_args": True},
 )(looking.plan)
+app.command("list", epilog="Example: rankwise list --markdown > types.md")(looking.list_types)
+app.command(epilog="Example: rankwise explain --config ds.json --model gpt2-small")(looking.explain)
 
 
 @app.command(epilog="Example: rankwise train --optimizer adamw,mkor --steps 500 --stage 3 --ranks 2")
@@ -234,32 +236,6 @@ def megatron(
     except ValueError as error:
         raise typer.BadParameter(f"{error}".replace("--device cpu", "--cpu")) from error
     exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu)
-
-
-@app.command(epilog="Example: rankwise explain --config ds.json --layers 12 --hidden 768 --heads 12")
-def explain(
-    config: _Config = None,
-    optimizer: Annotated[str, typer.Option(help="Packaged config to explain when there is no --config.")] = "mkor",
-    model: _Model = "gpt2",
-    layers: _Layers = 4,
-    hidden: _Hidden = 192,
-    heads: _Heads = 6,
-    seq_len: _SeqLen = 128,
-    vocab_size: Annotated[int, typer.Option(min=1, help="Token ids.")] = 257,
-) -> None:
-    """Show which rule every parameter of a model takes and what its state costs."""
-    from rankwise.launch.explain import explain_table
-    from rankwise.launch.models import build_model
-    from rankwise.launch.plan import Overrides, planned_configs, read_config, split_names
-
-    try:
-        names = split_names([optimizer]) if config is None else []
-        configs = planned_configs(None if config is None else read_config(config), names, Overrides())
-        network = build_model(model, vocab_size=vocab_size, layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
-        for deepspeed_config in configs.values():
-            console.print(explain_table(network, deepspeed_config["optimizer"]))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @app.command(epilog="Example: rankwise universal checkpoints/global_step100 checkpoints/universal")

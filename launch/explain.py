@@ -2,56 +2,64 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from math import prod
 
 import torch
 from rich.table import Table
 
-from rankwise.names import BY_NAME, BY_SPELLING
-from rankwise.routing.roles import annotate
+from rankwise.estimate import imagined_units
+from rankwise.launch.planning.asked import Asked
+from rankwise.launch.planning.megatron import stage_model, stage_parts
+from rankwise.launch.planning.optimizers import built
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["explain_table"]
 
+_MEBIBYTE = 1 << 20
 
-def explain_table(model: Any, block: dict[str, Any]) -> Table:
-    """One row per parameter: shape, rule, owner and state.
 
-    The optimizer takes one step on a few random tokens, so that the bytes are those it really holds.
+def explain_table(asked: Asked) -> Table:
+    """One row per parameter: shape, rule, why and state, as one rank would hold it; no weight is made.
 
     Args:
-        model: a causal language model; its weights change.
-        block: ``"optimizer"`` block of a DeepSpeed configuration.
+        asked: Optimizer and model; under Megatron all stages are shown, whole.
 
     Raises:
-        ValueError: if the type is not one of ours, or the optimizer refuses its params.
+        ValueError: The optimizer refuses its params.
     """
-    name = str(block["type"])
-    if name.lower() not in BY_NAME:
-        ours = ", ".join(BY_SPELLING)
-        raise ValueError(f"optimizer.type is {name!r}, which is not one of ours ({ours}): there is nothing to explain")
-    importlib.import_module("deepspeed_plugin")
-    annotate(model)
-    optimizer = getattr(torch.optim, name)(list(model.parameters()), **block.get("params", {}))
-    optimizer.capture(model)
-    tokens = torch.randint(
-        model.get_input_embeddings().num_embeddings, (1, min(8, model.config.max_position_embeddings))
-    )
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-
-    table = Table(title=f"{name}, one rank")
+    model = asked.model
+    if asked.sizes is not None:
+        model = stage_model(stage_parts(asked.sizes, asked.cluster, 0))
+    assert model is not None
+    optimizer = built(asked.picked, model)
+    states = _state_bytes(optimizer)
+    table = Table(title=f"{asked.picked.name}, one rank")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
         table.add_column(heading)
-    for heading in ("owner", "state, bytes"):
-        table.add_column(heading, justify="right")
-    total = 0
+    table.add_column("state, bytes", justify="right")
     for row in optimizer.explain():
-        shape = " x ".join(map(str, row.shape))
-        owner = "-" if row.owner is None else str(row.owner)
-        table.add_row(row.name, shape, row.rule, row.reason, owner, f"{row.state_bytes:,}")
-        total += row.state_bytes
+        table.add_row(row.name, " x ".join(map(str, row.shape)), row.rule, row.reason, f"{states[row.name]:,}")
+    total, adamw = sum(states.values()), 8 * sum(prod(row.shape) for row in optimizer.explain())
     table.add_section()
-    table.add_row("all", "", "", "", "", f"{total:,}")
+    table.add_row("all", "", "", "", f"{total:,}")
+    table.caption = f"{total / _MEBIBYTE:,.1f} MiB; AdamW's would be {adamw / _MEBIBYTE:,.1f} MiB"
     return table
+
+
+def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
+    """By parameter, of all states it would have in one process; a bias that rides along has its matrix's share."""
+    found = dict.fromkeys(optimizer.parameters_by_name, 0)
+    name_of = optimizer.table.base_name
+    for unit in imagined_units(optimizer, 1, 1):
+        work = optimizer.work(unit)
+        for key, shape in unit.layout.shapes.items():
+            group = unit.planned_groups[unit.group_position[key]]
+            types = optimizer.declared.element_states(unit.infos[key], unit.routes[key].rule, group)
+            width = sum((dtype or unit.dtype).itemsize for dtype in types.values())
+            found[name_of(key)] += prod(shape) * width
+        batches = [] if unit.exchange is None else unit.exchange.plan.batches
+        for task in (task for batch in batches for task in batch.tasks):
+            states = work.matrix_state(task, torch.device("meta"))
+            found[name_of(task.parts[0])] += sum(state.nbytes for state in states.values())
+    return found

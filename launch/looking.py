@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rankwise.launch.planning.costs import Cost
     from rankwise.launch.planning.figures import Figures
 
-__all__ = ["doctor", "plan"]
+__all__ = ["doctor", "explain", "list_types", "plan"]
 
 _MODEL, _SIZES = "The model", "The cluster"
 _ANSWER = "The answer"
@@ -176,3 +176,61 @@ def _advice(asked: Asked, fits: Callable[[Figures], bool]) -> list[str]:
         if fits(found):
             return [f"With {change.words} it is: {max(found.states()) / 2**30:.3f} GiB on the fullest rank."]
     return []
+
+
+def list_types(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/choose.md.")] = False,
+) -> None:
+    """Every optimizer type: what for and when not, learning rate over AdamW's, memory, traffic, maturity.
+
+    Bytes and operations are computed from what the types declare: a Llama of 1.2 B parameters, 64 ranks, stage 3.
+    """
+    from rich.table import Table
+
+    from rankwise.launch import choices
+
+    if markdown:
+        typer.echo(choices.as_markdown(), nl=False)
+        return
+    table = Table(show_lines=True)
+    for heading in choices.HEADINGS[:-1]:
+        table.add_column(heading, overflow="fold")
+    for row in choices.rows():
+        table.add_row(*choices.cells(row)[:-1])
+    console.print(table)
+    console.print(f"Maturity of all: {choices.MATURITY}. docs/choose.md has recipes, docs/evidence.md what was tried.")
+
+
+def explain(
+    config: Annotated[
+        Path | None,
+        typer.Option(help="DeepSpeed JSON, or YAML file of Megatron's flags.", exists=True, dir_okay=False),
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Name, with its packaged options; by default the config's, or mkor.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt2-small to llama-405b, a Hugging Face config.json, module:function, or gpt2 or llama."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks, of gpt2 or llama.", show_default="4")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Width.", show_default="192")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.", show_default="6")] = None,
+    seq_len: Annotated[int, typer.Option(min=1, help="Longest sequence.")] = 128,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Token ids.", show_default="257")] = None,
+) -> None:
+    """Show which rule every parameter of a model takes and what its state costs; no weights are made."""
+    from rankwise.launch.explain import explain_table
+    from rankwise.launch.planning.asked import Question, answered
+
+    try:
+        yaml = config is not None and config.suffix in (".yaml", ".yml")
+        sized = bool(layers or hidden or heads or vocab_size)
+        if not yaml and model in (None, "gpt2", "llama"):
+            model, sized = model or "gpt2", True
+            layers, hidden, heads, vocab_size = layers or 4, hidden or 192, heads or 6, vocab_size or 257
+        sizes = (layers, hidden, heads, vocab_size) if sized else (None, None, None, None)
+        asked = answered(Question(config, optimizer, model, *sizes, ranks=1, seq_len=seq_len))
+        console.print(explain_table(asked))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

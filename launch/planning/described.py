@@ -48,7 +48,7 @@ class Sizes:
             return {
                 **{"model_type": "gpt2", "vocab_size": self.vocab, "n_positions": self.positions},
                 **{"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_inner": self.ffn},
-                "tie_word_embeddings": self.tied,
+                **{"tie_word_embeddings": self.tied, "bos_token_id": None, "eos_token_id": None},
             }
         return {
             **{"model_type": "llama", "vocab_size": self.vocab, "max_position_embeddings": self.positions},

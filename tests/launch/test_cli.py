@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rankwise.launch import environment, shim
+from rankwise.launch.choices import as_markdown
 from rankwise.launch.cli import app
+from rankwise.launch.planning.optimizers import built, chosen
+from rankwise.names import BY_SPELLING
 from rankwise.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,7 +239,48 @@ def test_explain_lists_every_parameter_and_adds_up_its_state() -> None:
     sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) │ (?=[│├└])", output)]
     assert len(sizes) == 17 and sum(sizes[:-1]) == sizes[-1] > 0, "16 parameters, then their sum"
     status, output = run("explain", "--optimizer", "adamw", *small)
-    assert status == 2 and "not one of ours" in output
+    assert status == 2 and "the optimizer is 'adamw': it must be one of ours" in output
+
+
+def test_explain_makes_no_weights_and_reads_megatrons_files(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    status, output = run("explain", "--optimizer", "ldadam", "--model", "llama-405b")
+    assert (
+        status == 0
+        and "model.layers.125.mlp.down_proj.weight" in output
+        and "AdamW's would be 3,096,415.6 MiB" in output
+    )
+    flags = "optimizer: ldadam\nldadam-rank: 4\nnum-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\nswiglu: true\n"
+    (tmp_path / "run.yaml").write_text(flags)
+    status, output = run("explain", "--config", str(tmp_path / "run.yaml"))
+    assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output and "MiB" in output
+
+
+@pytest.mark.parametrize("name", ["ldadam", "mkor", "mars-m"])
+def test_explained_states_are_those_of_a_real_step(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=8, n_embd=96, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = built(chosen(None, name, []), model)
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    expected = {row.name: row.state_bytes for row in optimizer.explain()}
+    sizes = "--layers 1 --hidden 96 --heads 2 --seq-len 8 --vocab-size 64".split()
+    status, output = run("explain", "--optimizer", name, *sizes)
+    shown = re.findall(r"│ (\S+) │ [\dx ]+ │ [\w-]+ │ [^│]+ │ ([\d,]+) │", output)
+    assert status == 0 and {key: int(size.replace(",", "")) for key, size in shown} == expected
+
+
+def test_list_has_every_type_and_the_page_is_of_today() -> None:
+    pytest.importorskip("transformers")
+    status, output = run("list")
+    assert status == 0 and all(f" {spelling} " in output for spelling in BY_SPELLING)
+    assert "not measured yet" in output and "never run on a GPU" in output
+    page = (ROOT / "docs" / "choose.md").read_text()
+    assert as_markdown() in page, "write the table of docs/choose.md anew: rankwise list --markdown"
 
 
 def test_universal_command_says_what_is_missing(tmp_path: Path) -> None:
