@@ -217,4 +217,23 @@ def directions_section(rows: list[Row]) -> str:
     shares = [(text, *(f"{mean_of(rows, key, step=step):.2g}" for step in steps)) for key, text in words.items()]
     plot = "\n![cosines with dense K-FAC's direction](images/evidence-directions.png)\n"
     table = markdown(("share of the trace", *headings[1:]), shares)
-    return f"{_EXPLAINED}\n{markdown(headings, cosines)}{plot}{_SPECTRA}\n{table}"
+    return f"{_EXPLAINED}\n{markdown(headings, cosines)}{plot}{_SPECTRA}\n{table}\n{_summary(rows)}"
+
+
+def _summary(rows: list[Row]) -> str:
+    """What the tables say, in words, over the later half of the run."""
+    late = [row for row in rows if 2 * row["step"] > rows[-1]["step"]]
+    cosine = {name: mean_of(late, "cosine", name=name) for name in dict.fromkeys(row["name"] for row in late)}
+    share = {key: mean_of(late, key) for key in ("input_mean", "input_top", "output_mean", "output_top")}
+    variants = {name: value for name, value in cosine.items() if name.startswith("MKOR, ")}
+    text = (
+        f"In the later half of the run MKOR's direction has a cosine of {cosine['MKOR']:.2f} with the dense one, the\n"
+        f"gradient {cosine['gradient']:.2f}. The mean input holds {share['input_mean']:.2f} of the trace of its factor,"
+        f" where the largest eigenvalue holds {share['input_top']:.2f};\nthe mean output gradient "
+        f"{share['output_mean']:.3f} where the largest eigenvalue holds {share['output_top']:.2f}: gradients of samples"
+        " cancel in their\nmean, so that MKOR preconditions the side of the inputs and hardly that of the outputs."
+    )
+    if variants:
+        low, high = min(variants, key=variants.__getitem__), max(variants, key=variants.__getitem__)
+        text += f"\nIts options move the cosine from {variants[low]:.2f} ({low}) to {variants[high]:.2f} ({high})."
+    return text + "\n"

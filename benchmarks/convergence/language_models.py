@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment
@@ -11,7 +12,7 @@ __all__ = ["E3", "E4", "E5"]
 _TASK = {"kind": "language model", "heads": 4, "window": 64, "batch": 32, "clip": 1.0}
 _SMALL = {**_TASK, "layers": 2, "hidden": 64}
 _LARGER = {**_TASK, "layers": 2, "hidden": 96}
-_COUNTS = 0.01
+_on_text = partial(Experiment, metric="validation_loss", counts=0.01, relative=False)
 _TEXT = (
     "{} parameters in GPT-2's shape, bytes of the Python standard library, as `make train` takes them; {} steps of 32 "
     "windows of 64 bytes, 20 bytes per parameter; gradients clipped to a norm of 1; warm-up of a twentieth, cosine to "
@@ -26,15 +27,12 @@ def _mkor(name: str, guess: float, **options: Any) -> Contender:
     return Contender(name, "mkor", guess, ({**_ADAMW, **options},))
 
 
-E3 = Experiment(
+E3 = _on_text(
     name="E3",
     title="MKOR on a language model",
     about=_TEXT.format("0.26 M", "2,550") + " MKOR's factors are in float32.",
     task=_LARGER,
     steps=2550,
-    metric="validation_loss",
-    counts=_COUNTS,
-    relative=False,
     contenders=(
         Contender("AdamW", "adamw", 4e-3, (_ADAMW,)),
         _mkor("MKOR on AdamW", 8e-3),
@@ -67,15 +65,12 @@ def _mars_m(name: str, gamma: float) -> Contender:
     return _mars(name, 1e-2, variant="muon", gamma=gamma, ns_dtype="float32")
 
 
-E4 = Experiment(
+E4 = _on_text(
     name="E4",
     title="MARS on a language model",
     about=_TEXT.format("0.12 M", "1,220") + " Betas are tuned with two settings for everybody (Muon: momentum).",
     task=_SMALL,
     steps=1220,
-    metric="validation_loss",
-    counts=_COUNTS,
-    relative=False,
     contenders=(
         Contender("AdamW", "adamw", 4e-3, tuple({"betas": betas, "weight_decay": 0.1} for betas in _BETAS)),
         _mars("MARS-AdamW", gamma=0.025),
@@ -117,7 +112,7 @@ def _low_rank(name: str, optimizer: str, rank: int) -> Contender:
     return Contender(name, optimizer, 8e-3, settings)
 
 
-E5 = Experiment(
+E5 = _on_text(
     name="E5",
     title="LDAdam on a language model",
     about=_TEXT.format("0.12 M", "1,220") + " The width d is 64. GaLore and APOLLO get as many bytes for a matrix as "
@@ -125,9 +120,6 @@ E5 = Experiment(
     "AdamW, and LDAdam refuses it; it runs without the buffer.",
     task=_SMALL,
     steps=1220,
-    metric="validation_loss",
-    counts=_COUNTS,
-    relative=False,
     contenders=(
         Contender("AdamW", "adamw", 4e-3, (_ADAMW,)),
         _ldadam("LDAdam, rank d/4", 16),
