@@ -211,6 +211,20 @@ def test_a_seed_decides_weights_and_order_for_everybody() -> None:
     assert first_losses(1) == first_losses(1) != first_losses(2)
 
 
+def test_mkor_h_hears_of_the_loss_and_its_switch_is_recorded() -> None:
+    options = {"backend": "sgd", "hybrid": True, "hybrid_min_steps": 10, "hybrid_patience": 2, "hybrid_beta": 0.9}
+    row = train(Run(CHECK.task, "mkor", options, 1e-2, 60, 0))
+    assert 10 <= row["switched_at"] < 60
+    assert "switched_at" not in train(Run(CHECK.task, "mkor", {"backend": "sgd"}, 1e-2, 3, 0))
+
+
+def test_an_order_of_images_is_not_gone_through_twice() -> None:
+    task = make_task(CHECK.task, 0)
+    task.gradient(0)
+    with pytest.raises(ValueError, match="step 2 comes after 0"):
+        task.gradient(2)
+
+
 def test_a_run_that_diverges_is_a_row_too(tmp_path: Path) -> None:
     run = Run(CHECK.task, "sgd", {"momentum": 0.9}, 1e39, 60, 0)
     row = train(run)

@@ -35,7 +35,15 @@ class Run:
     @property
     def key(self) -> str:
         """The same text for the same run, in every session and experiment."""
-        parts = {name: getattr(self, name) for name in ("task", "optimizer", "options", "lr", "steps", "seed")}
+        return self._text("lr", "seed")
+
+    @property
+    def kind(self) -> str:
+        """The same text for runs that differ in learning rate and seed alone."""
+        return self._text()
+
+    def _text(self, *further: str) -> str:
+        parts = {name: getattr(self, name) for name in ("task", "optimizer", "options", "steps", *further)}
         return json.dumps(parts, sort_keys=True, default=list)
 
 

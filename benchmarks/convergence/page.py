@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options
+from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options, Run
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.search import best_trial, final_runs, trial_runs, tried
 from benchmarks.convergence.session import missing_runs
@@ -156,7 +156,12 @@ def _value(value: Any) -> str:
 
 def _where(experiment: Experiment, results: Results) -> str:
     """On what the rows of an experiment's contenders were measured."""
-    rows = [row for row in results.rows.values() if row["run"]["task"] == _plain(experiment.task)]
+    own = {
+        experiment.run(contender, setting, 0, 0).kind
+        for contender in experiment.contenders
+        for setting in contender.settings
+    }
+    rows = [row for row in results.rows.values() if Run(**row["run"]).kind in own]
 
     def distinct(key: str) -> str:
         return " / ".join(sorted({str(row[key]) for row in rows}))
@@ -166,11 +171,6 @@ def _where(experiment: Experiment, results: Results) -> str:
         f"{distinct('python')}, rankwise {distinct('rankwise')}; {distinct('date')}. Seconds are of the best trial, at "
         "the lowest priority of a machine that did other work: they tell the order of magnitude alone.\n"
     )
-
-
-def _plain(task: Options) -> Options:
-    """As it is read from a file."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in task.items()}
 
 
 def _anchor(experiment: Experiment) -> str:

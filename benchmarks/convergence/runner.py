@@ -39,7 +39,8 @@ def train(run: Run) -> dict[str, Any]:
 
     Returns:
         A row: the run, its figures at the end, the mean loss of each twentieth of its steps, seconds, bytes of the
-        optimizer's states, and where it ran. A run whose loss stops being finite ends there, with ``diverged``.
+        optimizer's states, and where it ran; of MKOR-H the step that dropped its factors, or None. A run whose loss
+        stops being finite ends there, with ``diverged``.
     """
     task = make_task(run.task, run.seed)
     optimizer = make_optimizer(run.optimizer, task.model, run.lr, run.options)
@@ -48,7 +49,7 @@ def train(run: Run) -> dict[str, Any]:
     starts = _starts(run.steps)
     curve: list[float] = []
     total = torch.zeros(())
-    error = ""
+    error, switched_at = "", None
     for step in range(run.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * schedule(step, run.steps)
@@ -57,11 +58,16 @@ def train(run: Run) -> dict[str, Any]:
             optimizer.record_reference()
         optimizer.zero_grad()
         loss = task.gradient(step)
+        hybrid = isinstance(optimizer, ShardedOptimizer) and optimizer.needs_loss
+        if hybrid:
+            optimizer.record_loss(loss)
         try:
             optimizer.step()
         except RuntimeError as raised:  # a factor that cannot be inverted, or too many steps that were not finite
             error = str(raised).splitlines()[0]
             break
+        if hybrid and switched_at is None and optimizer.switched:
+            switched_at = step
         total += loss
         if step + 1 in starts:
             curve.append(float(total) / (step + 1 - starts[starts.index(step + 1) - 1]))
@@ -75,6 +81,7 @@ def train(run: Run) -> dict[str, Any]:
         "run": {name: getattr(run, name) for name in ("task", "optimizer", "options", "lr", "steps", "seed")},
         "diverged": diverged,
         **({"error": error} if error else {}),
+        **({"switched_at": switched_at} if hybrid else {}),
         **({} if diverged else figures),
         "curve": [] if diverged else [float(f"{value:.5g}") for value in curve],
         "seconds": round(seconds, 2),

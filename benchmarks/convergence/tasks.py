@@ -63,6 +63,7 @@ class Autoencoder(Task):
         self.batch = batch
         self._order = torch.Generator().manual_seed(seed)
         self._epoch: list[Tensor] = []
+        self._next = 0
         torch.manual_seed(seed)
         sides = [pixels**2, *widths]
         sides += sides[-2::-1]
@@ -74,7 +75,14 @@ class Autoencoder(Task):
             nn.init.zeros_(layer.bias)
 
     def loss(self, step: int) -> Tensor:
-        """See the base class."""
+        """See the base class; steps come in order.
+
+        Raises:
+            ValueError: This is not the step after the last one.
+        """
+        if step != self._next:
+            raise ValueError(f"step {step} comes after {self._next - 1}: the order of the images goes on from there")
+        self._next += 1
         if not self._epoch:
             order = torch.randperm(len(self.train), generator=self._order)
             self._epoch = list(order[: len(order) // self.batch * self.batch].split(self.batch))
