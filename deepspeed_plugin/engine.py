@@ -76,11 +76,12 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
 
 
 def _refuse_unmatched(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
-    """Refuse patterns of ``exclude`` without effect; frozen parameters count, which the optimizer was not given."""
+    """Refuse patterns of options without effect; frozen parameters count, which the optimizer was not given."""
     names = [*optimizer.parameters_by_name, *(name for name, _ in engine.module.named_parameters())]
     elsewhere = is_pipeline(engine) or engine.has_moe_layers
     refuse = refuse_unmatched_everywhere if elsewhere else refuse_unmatched
-    refuse(type(optimizer).__name__, getattr(optimizer.options, "exclude", ()), list(dict.fromkeys(names)))
+    for key, patterns in optimizer.options.patterns.items():
+        refuse(type(optimizer).__name__, patterns, list(dict.fromkeys(names)), key)
 
 
 def backward(original: Callable[..., Any], engine: DeepSpeedEngine, loss: Tensor, *args: Any, **options: Any) -> Any:

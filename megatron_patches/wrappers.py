@@ -100,12 +100,14 @@ class Adoption:
         self._refuse_unmatched()
 
     def _refuse_unmatched(self) -> None:
-        """Refuse patterns of ``exclude`` that match no parameter on any rank. A collective."""
+        """Refuse patterns of options that match no parameter on any rank. A collective."""
         owner = next((type(inner).__name__ for inner in self._adopted), "the optimizer")
-        patterns = {pattern for inner in self._adopted for pattern in getattr(inner.options, "exclude", ())}
         names = [parameter.info.name for parameter in self.parameters.values()]
         names += [name for inner in self._adopted for name in inner.parameters_by_name]
-        refuse_unmatched_everywhere(owner, sorted(patterns), list(dict.fromkeys(names)))
+        for key in ("exclude", "blocks"):
+            # Every rank asks about every option: it may have no optimizer of ours.
+            patterns = {pattern for inner in self._adopted for pattern in inner.options.patterns.get(key, ())}
+            refuse_unmatched_everywhere(owner, sorted(patterns), list(dict.fromkeys(names)), key)
 
     def _announce_once(self, text: str) -> None:
         # Dense and expert parameters have an optimizer each, with much the same to say.

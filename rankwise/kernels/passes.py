@@ -18,11 +18,11 @@ with a factor ``f`` for every fragment. A paper's own rule is one of these with 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, stack
 
 from rankwise.updates.adamw import Scalar, Step, bias_corrections
 
@@ -107,6 +107,16 @@ class Pass:
             raise ValueError(f"step is {tuple(step.shape)} for {count} tensors; pass one number, or one for each")
         if self.rule == "adamw" and not isinstance(step, Tensor):
             self.corrections()
+
+    def only(self, places: Sequence[int]) -> Pass:
+        """The same on some of the fragments, given by their places in the lists."""
+        fields = {name: [tensors[place] for place in places] for name, tensors in self.fields.items()}
+        scalars, factors = self.scalars, self.factors
+        if isinstance(scalars.step, Tensor):
+            scalars = replace(scalars, step=stack([scalars.step[place] for place in places]))
+        if factors is not None:
+            factors = stack([factors[place] for place in places])
+        return Pass(self.rule, fields, scalars, factors)
 
     @property
     def grads(self) -> Tensors:

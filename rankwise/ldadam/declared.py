@@ -24,6 +24,7 @@ class LDAdamDeclared(Declared):
     health_totals = ("kept_bases",)
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     counted_states = ("step", "beta1")
+    owns_blocks = True
     idle_advice: ClassVar[Mapping[str, str]] = {"saves nothing": "lower 'rank'"}
 
     @property
@@ -40,6 +41,10 @@ class LDAdamDeclared(Declared):
         if updates.worth_projecting(group["rank"], *info.matrix_shape, error_feedback=group["error_feedback"]):
             return chosen
         return Route("fallback", f"rank {group['rank']} saves nothing")
+
+    def splits(self, info: ParameterInfo) -> bool:
+        """Each has a subspace of its own."""
+        return True
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """AdamW's moments on the fallback, the error buffer on matrices."""

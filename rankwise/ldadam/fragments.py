@@ -117,7 +117,7 @@ class Fragments:
                 self._step_by_factors(index, result, signature, lr)
 
     def _step_by_elements(self, arrived: list[tuple[int, Tensor]], lr: Scalar) -> None:
-        products = [result.view(-1, self._weights[index].numel()) for index, result in arrived]
+        products = [result.view(-1, *self._weights[index].shape) for index, result in arrived]
         subtract_scaled_([self._weights[index] for index, _ in arrived], [product[0] for product in products], lr)
         for (index, _), product in zip(arrived, products, strict=True):
             if index in self._errors:
@@ -127,7 +127,8 @@ class Fragments:
     def _step_at_once(self, arrived: list[tuple[int, Tensor]], signature: LowRankSignature, lr: Scalar) -> bool:
         """In one launch, where there is a kernel for it."""
         fused = fragments_step_for(self._unit.device, self._unit.dtype)
-        if fused is None or any(self._fragment(index).columns is not None for index, _ in arrived):
+        parts = [self._fragment(index) for index, _ in arrived]
+        if fused is None or any(part.columns is not None or part.spread is not None for part in parts):
             return False
         indices = [index for index, _ in arrived]
         feedback = indices[0] in self._errors
@@ -161,6 +162,9 @@ class Fragments:
     def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: LowRankSignature, part: Fragment) -> None:
         """Subtract a fragment's elements of a product of two factors."""
         place = (part.start, part.end, signature.rows, part.row_length, signature.right)
+        if part.spread is not None:
+            run.sub_(updates.low_rank_rows(basis, other, *place).view(run.shape))
+            return
         updates.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
 
     def _fragment(self, index: int) -> Fragment:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ class LDAdamOptions(Options):
     )
     comm_dtype: str | None = shared.comm_dtype()
     exclude: Sequence[str] = shared.exclude()
+    blocks: Mapping[str, Any] | None = shared.blocks()
+    split_heads: bool = shared.split_heads()
     skip_nonfinite: bool = shared.skip_nonfinite()
     capturable: bool = shared.capturable()
 

@@ -50,6 +50,15 @@ class MARSDeclared(Declared):
         references = ("reference", "next_reference") if self.options.exact else ("reference",)
         return dict.fromkeys(("exp_avg", *second, *references))
 
+    @property
+    def owns_blocks(self) -> bool:  # type: ignore[override]
+        """See the base class."""
+        return self.orthogonalises
+
+    def splits(self, info: ParameterInfo) -> bool:
+        """Only what is orthogonalised; element-wise rules know no matrices."""
+        return self.is_orthogonal(info)
+
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
         """See the base class; of Newton-Schulz."""
         return super().product_type(device, dtype) if self.orthogonalises else None

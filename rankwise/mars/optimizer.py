@@ -97,8 +97,8 @@ class MARS(ShardedOptimizer):
             if entry.route.rule != "matrix":
                 continue
             if tensor.grad is not None:
-                flat = tensor.grad.reshape(-1)[entry.fragment.offset : entry.fragment.offset + entry.fragment.numel]
-                unit.states.views(self.state, "next_reference", [entry])[0].copy_(flat)
+                values = entry.fragment.of(tensor.grad.reshape(-1))
+                unit.states.views(self.state, "next_reference", [entry])[0].copy_(values)
             elif "next_reference" in self.state.get(tensor, {}):
                 # The batch does not touch it: what is there belongs to an earlier step.
                 unit.states.views(self.state, "next_reference", [entry])[0].zero_()
@@ -157,7 +157,7 @@ class MARS(ShardedOptimizer):
             return None
         norms = [torch.zeros(0, dtype=torch.float64, device=unit.device)]
         for bucket in buckets:
-            norms.append(unit.kernels.squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
+            norms.append(unit.squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
         entries = [entry for bucket in buckets for entry in bucket.entries]
         squares = unit.sum_over_ranks(entries, torch.cat(norms))[0]
         found = []
@@ -197,7 +197,7 @@ class MARS(ShardedOptimizer):
             scalars.lr, scalars.weight_decay, scalars.eps = (group[name] for name in ("lr", "weight_decay", "eps"))
         if rule == "adamw":
             scalars.step = bucket.step
-        unit.kernels.run(Pass(rule, fields, scalars, part.coefficients))
+        unit.run(Pass(rule, fields, scalars, part.coefficients))
 
     def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -68,6 +68,8 @@ class MARSOptions(Options):
     ns_dtype: str = shared.ns_dtype()
     comm_dtype: str | None = shared.comm_dtype('straddling matrices of "shampoo" and "muon"')
     exclude: Sequence[str] = shared.exclude()
+    blocks: Mapping[str, Any] | None = shared.blocks()
+    split_heads: bool = shared.split_heads()
     skip_nonfinite: bool = shared.skip_nonfinite()
     capturable: bool = shared.capturable()
 

@@ -74,7 +74,8 @@ class MARSRule(MatrixRule):
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Subtract the directions from the weights."""
         weights = [self.weights[index] for index in indices]
-        subtract_scaled_(weights, list(results), self.groups[batch.signature.group]["lr"])
+        directions = [result.view(weight.shape) for weight, result in zip(weights, results, strict=True)]
+        subtract_scaled_(weights, directions, self.groups[batch.signature.group]["lr"])
 
     def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
         """All of them; together at the end, where there is a form that steps many at once."""

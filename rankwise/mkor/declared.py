@@ -29,6 +29,7 @@ class MKORDeclared(Declared):
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")
+    block_states = ("left",)
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
@@ -57,6 +58,10 @@ class MKORDeclared(Declared):
         if chosen.rule == "matrix" and min(info.shape) > self.options.max_factor_dim:
             return Route("fallback", f"both sides above {self.options.max_factor_dim}")
         return chosen
+
+    def splits(self, info: ParameterInfo) -> bool:
+        """Those that divide the outputs: they have the inputs in common, and a factor of them."""
+        return len(info.shape) == 2 and (info.fused is None or (info.fused.dim == -1) == info.transposed)
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Those of the backend."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from rankwise.mkor.forms import factor_update_for, precondition_into_for, rescal
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.workspace import Workspace
 from rankwise.planning.matrix_states import MatrixState
-from rankwise.sharding import MatrixTask
+from rankwise.sharding import Block, MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 
 __all__ = ["KroneckerFactors", "LayerSignature"]
@@ -30,6 +31,8 @@ class LayerSignature(NamedTuple):
         has_bias: Whether the bias gradient rides along as one more column.
         transposed: Whether the weight is (inputs, outputs).
         position: Param group.
+        blocks: The matrices that the weight's outputs are divided into; empty where it is one. They share the right
+            factor, as they have the inputs in common.
     """
 
     outputs: int
@@ -37,12 +40,28 @@ class LayerSignature(NamedTuple):
     has_bias: bool
     transposed: bool
     position: int
+    blocks: tuple[Block, ...] = ()
 
     @property
     def cost(self) -> float:
         """Floating-point operations of preconditioning one matrix."""
         columns = self.inputs + self.has_bias
-        return float(2 * self.outputs * columns * (self.outputs + columns))
+        return sum(float(2 * outputs * columns * (outputs + columns)) for outputs in self.lefts.values())
+
+    @property
+    def lefts(self) -> Mapping[str, int]:
+        """Sides of the left factors by their names."""
+        return {f"left[{block.name}]": block.size for block in self.blocks} or {"left": self.outputs}
+
+    def of_block(self, block: Block) -> LayerSignature:
+        """Of one block, as if it were a layer."""
+        return self._replace(outputs=block.size, blocks=())
+
+    def parts_of(self, block: Block, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The block's elements of weights and biases, each (..., elements), as :meth:`Block.of` gives them."""
+        shape = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
+        weight, *biases = parts
+        return [block.of(weight, *shape), *(replace(block, by_columns=False).of(bias, self.outputs) for bias in biases)]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -76,7 +95,8 @@ class KroneckerFactors:
     def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
         """Identity factors, and the number of factor steps in a row that failed. Too long a side gets no factor."""
         dtype = getattr(torch, self._options.factor_dtype)
-        lengths = {"left": (signature.outputs, 0), "right": (signature.inputs, int(signature.has_bias))}
+        lengths = {name: (length, 0) for name, length in signature.lefts.items()}
+        lengths["right"] = (signature.inputs, int(signature.has_bias))
         state = {
             name: torch.eye(length + extra, dtype=dtype, device=device)
             for name, (length, extra) in lengths.items()
@@ -99,7 +119,7 @@ class KroneckerFactors:
         """
         seen = torch.cat([vectors[task.key][2] for task in tasks]) > 0
         healthy = torch.ones_like(seen)
-        for side in ("right", "left"):
+        for side in ("right", *tasks[0].signature.lefts):
             if side in states[0]:
                 vector = self._vector(side, tasks, vectors)
                 healthy &= self._update([state[side] for state in states], vector, seen) | ~seen
@@ -108,8 +128,10 @@ class KroneckerFactors:
         return (healthy & seen).sum(), (~healthy).sum()
 
     def _vector(self, side: str, tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]) -> Tensor:
-        if side == "left":
-            return torch.stack([vectors[task.key][1] for task in tasks]) * self._options.output_gain
+        if side != "right":
+            outputs = torch.stack([vectors[task.key][1] for task in tasks]) * self._options.output_gain
+            blocks = [block for block in tasks[0].signature.blocks if side == f"left[{block.name}]"]
+            return replace(blocks[0], by_columns=False).of(outputs, outputs.shape[1]).flatten(1) if blocks else outputs
         inputs = torch.stack([vectors[task.key][0] for task in tasks])
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
 
@@ -166,6 +188,8 @@ class KroneckerFactors:
         Returns:
             The preconditioned gradients, laid out alike.
         """
+        if signature.blocks:
+            return self._apply_to_blocks(signature, states, stack, product, space)
         if self.computes_singly(stack.device, stack.dtype):
             result, sizes = torch.empty_like(stack), signature.sizes
             for new, state, grad in zip(result, states, stack, strict=True):
@@ -187,6 +211,24 @@ class KroneckerFactors:
         norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
         return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
 
+    def _apply_to_blocks(
+        self,
+        signature: LayerSignature,
+        states: Sequence[MatrixState],
+        stack: Tensor,
+        product: torch.dtype,
+        space: Workspace,
+    ) -> Tensor:
+        result, sizes = torch.empty_like(stack), signature.sizes
+        for block in signature.blocks:
+            own, old = signature.of_block(block), signature.parts_of(block, stack.split(sizes, dim=1))
+            gradients = torch.cat([part.flatten(1) for part in old], dim=1)
+            found = self.apply(own, [_of_block(state, block) for state in states], gradients, product, space)
+            new = signature.parts_of(block, result.split(sizes, dim=1))
+            for target, values in zip(new, found.split(own.sizes, dim=1), strict=True):
+                target.copy_(values.view(target.shape))
+        return result
+
     def apply_to_one(
         self,
         signature: LayerSignature,
@@ -206,6 +248,18 @@ class KroneckerFactors:
             product: Type of the products.
             space: For what comes in between.
         """
+        for block in signature.blocks:
+            old, new = signature.parts_of(block, parts), signature.parts_of(block, out)
+            # Copies of what has gaps; the rest stays where it is.
+            results = [part.flatten() if len(part) == 1 else part.new_empty(part.numel()) for part in new]
+            gradients = [part.flatten() for part in old]
+            own, factors = signature.of_block(block), _of_block(state, block)
+            self.apply_to_one(own, factors, gradients, results, product, space)
+            for target, values in zip(new, results, strict=True):
+                if len(target) > 1:
+                    target.copy_(values.view(target.shape))
+        if signature.blocks:
+            return
         left, right = state.get("left"), state.get("right")
         shape, turned = (signature.outputs, signature.inputs), signature.transposed
         if turned:
@@ -214,6 +268,12 @@ class KroneckerFactors:
         into = precondition_into_for(parts[0].device, parts[0].dtype)
         assert into is not None
         into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
+
+
+def _of_block(state: MatrixState, block: Block) -> MatrixState:
+    """The factors of one block by the names they would have in a layer of its own."""
+    names = {f"left[{block.name}]": "left", "right": "right"}
+    return {name: state[own] for own, name in names.items() if own in state}
 
 
 def _products(

@@ -129,6 +129,8 @@ class MKOROptions(Options):
     momentum: float = option(0.9, Fraction(), 'Of "sgd".', per_group=True)
     nesterov: bool = option(False, Flag(), 'Nesterov momentum, of "sgd".')
     exclude: Sequence[str] = shared.exclude("not preconditioned")
+    blocks: Mapping[str, Any] | None = shared.blocks()
+    split_heads: bool = shared.split_heads()
     skip_nonfinite: bool = shared.skip_nonfinite()
 
     @property

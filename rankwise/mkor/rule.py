@@ -156,7 +156,8 @@ def matrix_tasks(
         if record.bias is not None:
             bias = _bundled(key, names.get(id(record.bias)), unit, table, backend)
         inputs, outputs, transposed = record.shape
-        signature = LayerSignature(outputs, inputs, bias is not None, transposed, position)
+        blocks = table.blocks.get(key, ())
+        signature = LayerSignature(outputs, inputs, bias is not None, transposed, position, blocks)
         tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, signature.cost))
     return tasks
 

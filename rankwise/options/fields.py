@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
@@ -102,6 +102,11 @@ class Options(_Common):
     def structural(cls) -> tuple[str, ...]:
         """Options on which the shapes of states depend."""
         return tuple(known.name for known in cls.table().values() if known.structural)
+
+    @property
+    def patterns(self) -> Mapping[str, Collection[str]]:
+        """Name patterns by the option that has them; each must match a parameter."""
+        return {key: tuple(getattr(self, key, None) or ()) for key in ("exclude", "blocks")}
 
     @property
     def varying(self) -> tuple[str, ...]:

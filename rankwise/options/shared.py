@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from rankwise.options.block_layouts import BlockLayouts
 from rankwise.options.checks import Betas, Flag, FloatType, Integer, Number, OrNone, Patterns
 from rankwise.options.fields import option
 
 __all__ = [
     "betas",
+    "blocks",
     "capturable",
     "comm_dtype",
     "eps",
@@ -17,6 +19,7 @@ __all__ = [
     "ns_dtype",
     "ns_steps",
     "skip_nonfinite",
+    "split_heads",
     "weight_decay",
 ]
 
@@ -56,6 +59,29 @@ def comm_dtype(which: str = "straddling matrices") -> Any:
 def exclude(become: str = "sent to the fallback") -> Any:
     """Parameters that are to take the first-order rule."""
     return option((), Patterns(), f'Patterns of whole names, with shell wildcards ("*gate*"), that are {become}.')
+
+
+def blocks() -> Any:
+    """How logical matrices lie in fused weights."""
+    return option(
+        None,
+        BlockLayouts(),
+        "How fused weights are made of logical matrices, each of which is orthogonalised, projected or preconditioned "
+        "for itself, by patterns of whole names; where several match, the last one counts. None: as the modules and "
+        'the configuration of the model say. "none": one matrix. "qkv": three equal parts of the outputs. "heads": '
+        'one matrix for each attention head, where they are known. {"q": 4096, "k": 1024, "v": 1024}, or a list: '
+        'outputs of each part in their order; with "groups" those within each of as many repetitions, with "heads" '
+        "the heads of each part within one of them, of which each becomes a matrix.",
+    )
+
+
+def split_heads() -> Any:
+    """Whether heads are matrices."""
+    return option(
+        False,
+        Flag(),
+        "Each attention head of a fused weight is a matrix of its own, where the heads are known.",
+    )
 
 
 def skip_nonfinite() -> Any:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import ElementStates
-from rankwise.planning.entries import Entry, cut_into_entries
+from rankwise.planning.entries import Entry, cut_into_entries, entries_of_blocks
+from rankwise.planning.logical_matrices import block_info
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, refuse_difference
 from rankwise.planning.values import GroupValues
-from rankwise.sharding import EvenCuts, EvenLayout, Fragment, Layout, LayoutError, gather_together
+from rankwise.sharding import EvenCuts, EvenLayout, Fragment, Layout, LayoutError, gather_together, in_blocks
 from rankwise.sharding.sources import LayoutSource, TensorContents
 
 __all__ = ["UnitBuilder", "device_and_dtype"]
@@ -132,21 +133,39 @@ class UnitBuilder:
             self._declared.element_states(entry.info, entry.route.rule, groups[positions[entry.fragment.tensor]])
             for entry in entries
         ]
+        blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
+        infos = {key: table.catalog[name][0] for key, name in names.items()}
+        routes = {key: table.routes[name] for key, name in names.items()}
+        for key, parts in blocks.items():
+            for block in parts:
+                own = block.key(key)
+                infos[own], routes[own] = block_info(infos[key], block, own), routes[key]
+                group_position[own] = group_position[key]
+            del infos[key], routes[key], group_position[key]
         return StepUnit(
             tensors=tensors,
             tensor_groups=[content.group for content in contents],
             positions=positions,
             planned_groups={position: dict(group) for position, group in (others | dict(groups)).items()},
-            layout=layout,
-            entries=entries,
+            stored=layout,
+            layout=in_blocks(layout, blocks),
+            stored_entries=entries,
+            entries=entries_of_blocks(entries, blocks, infos, routes),
             states=ElementStates(tensors, entries if tensors else [], declared, dtype),
-            infos={key: table.catalog[name][0] for key, name in names.items()},
-            routes={key: table.routes[name] for key, name in names.items()},
+            infos=infos,
+            routes=routes,
             group_position=group_position,
             device=device,
             dtype=dtype,
             sum_all=self._declared.sums_cover_fallback,
         )
+
+    def _is_cut(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the layout has blocks in a parameter's place; not if another rank stores it in another shape."""
+        table = self._table
+        if name not in table.blocks or table.routes[name].rule != "matrix":
+            return False
+        return self._declared.owns_blocks and tuple(shape) == table.catalog[name][0].matrix_shape
 
 
 def _position(group: int, position_of: Mapping[int, int], count: int) -> int:

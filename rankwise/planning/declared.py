@@ -45,6 +45,10 @@ class Declared(ABC):
     """The same, reported as totals over ranks."""
     product_option: ClassVar[str] = ""
     """The option that names the type of the rule's matrix products, or leaves it to the machine."""
+    owns_blocks: ClassVar[bool] = False
+    """Whether the blocks of a fused weight are matrices with owners of their own."""
+    block_states: ClassVar[tuple[str, ...]] = ()
+    """Where they have none of their own: the states of a matrix of which each block has one, ``name[block]``."""
     sums_cover_fallback: ClassVar[bool] = False
     """Whether per-parameter sums are taken over parameters on the fallback too."""
 
@@ -69,6 +73,10 @@ class Declared(ABC):
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
         """Last word on a parameter's route."""
         return chosen
+
+    def splits(self, info: ParameterInfo) -> bool:
+        """Whether the logical matrices of a fused weight that takes the rule are matrices to it."""
+        return False
 
     @abstractmethod
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:

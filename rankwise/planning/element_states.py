@@ -78,13 +78,14 @@ class ElementStates:
         return _Slot(state_dtype, position, offsets)
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> list[Tensor]:
-        """1-D views of a state on some entries, allocated on first use."""
+        """Views of a state on some entries, as :meth:`Fragment.of` gives them, allocated on first use."""
         found = []
         for entry in entries:
-            slot = self._slots[(entry.fragment.tensor, name)]
-            stored = self._stored(states, entry.fragment.tensor, name, slot)
-            start = slot.offsets[entry.index]
-            found.append(stored.view(-1)[start : start + entry.fragment.numel])
+            fragment, whole = entry.fragment, entry.stored or entry
+            slot = self._slots[(fragment.tensor, name)]
+            stored = self._stored(states, fragment.tensor, name, slot)
+            start = slot.offsets[whole.index] + fragment.offset - whole.fragment.offset
+            found.append(fragment.of(stored.view(-1), start))
         return found
 
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:

@@ -7,20 +7,29 @@ from dataclasses import dataclass
 from math import prod
 
 from rankwise.routing.roles import ParameterInfo, Route
-from rankwise.sharding import Fragment
+from rankwise.sharding import Block, Fragment, cut_into_blocks
 from rankwise.sharding.sources import Slice, TensorContents
 
-__all__ = ["Entry", "cut_into_entries"]
+__all__ = ["Entry", "cut_into_entries", "entries_of_blocks"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A local fragment with the rule its parameter takes."""
+    """A local fragment with the rule its parameter takes.
+
+    Attributes:
+        index: Among the entries of the unit.
+        fragment: Where it lies.
+        info: Of the parameter, or of the block of it.
+        route: The rule.
+        stored: The entry that keeps its states, of which it is a piece; None where it is that entry itself.
+    """
 
     index: int
     fragment: Fragment
     info: ParameterInfo
     route: Route
+    stored: Entry | None = None
 
     @property
     def key(self) -> str:
@@ -47,6 +56,30 @@ def cut_into_entries(
             info, chosen = infos[piece.name], routes[piece.name]
             for fragment in _fragments(piece, tensor, info, chosen):
                 entries.append(Entry(len(entries), fragment, info, chosen))
+    return entries
+
+
+def entries_of_blocks(
+    stored: list[Entry],
+    blocks: Mapping[str, Sequence[Block]],
+    infos: Mapping[str, ParameterInfo],
+    routes: Mapping[str, Route],
+) -> list[Entry]:
+    """The entries that matrix rules see: pieces of blocks where weights are fused; the same list where none is.
+
+    Args:
+        stored: As they are kept.
+        blocks: Of fused weights, by key.
+        infos: Of everything, by the keys of blocks.
+        routes: The same.
+    """
+    if not blocks:
+        return stored
+    entries: list[Entry] = []
+    for entry in stored:
+        for piece in cut_into_blocks(entry.fragment, blocks.get(entry.key, ())):
+            info = infos[piece.key] if piece is not entry.fragment else entry.info
+            entries.append(Entry(len(entries), piece, info, routes[piece.key], entry))
     return entries
 
 

@@ -267,15 +267,16 @@ class Planner:
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of everything planned, whichever rank holds it, by parameter or matrix of a stack."""
-        return {key: tuple(shape) for unit in self.units.values() for key, shape in unit.layout.shapes.items()}
+        return {key: tuple(shape) for unit in self.units.values() for key, shape in unit.stored.shapes.items()}
 
     # --- what ranks compare -------------------------------------------------------------------------------------
 
     def _refuse_other_shapes(self, unit: StepUnit) -> None:
         """Compare this rank's model with what others report of parameters that it may hold nothing of."""
-        for key, shape in unit.layout.shapes.items():
-            info = unit.infos[key]
-            own = info.shape if self._table.base_name(key) == key else info.matrix_shape
+        for key, shape in unit.stored.shapes.items():
+            name = self._table.base_name(key)
+            info, _ = self._table.catalog[name]
+            own = info.shape if name == key else info.matrix_shape
             if tuple(own) != tuple(shape):
                 raise LayoutError(
                     f"'{key}' has shape {tuple(own)} in the model of rank {self.rank} and {tuple(shape)} in that of a "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from rankwise.options.validation import OptionError
 from rankwise.planning.declared import Declared
+from rankwise.planning.logical_matrices import block_info, blocks_of
 from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.routing.roles import ParameterInfo, Role, Route, describe, info_of, route
 from rankwise.routing.stored_shapes import transposed_by_name
+from rankwise.sharding import Block
 from rankwise.sharding.sources import WholeParameters, real_view, refuse_unreadable
 
 __all__ = ["Groups", "ParameterTable", "idle_allowed"]
@@ -56,6 +58,7 @@ class ParameterTable:
         catalog: What is known of every parameter, and its param group, by name.
         parameters: The parameters the optimizer was built on, by name.
         routes: Their rules, by name.
+        blocks: The logical matrices of those that are several and take the optimizer's own rule, by name.
         structures: Values of the structural options that they were routed by.
         plain: The layout of plain PyTorch: every parameter by its name.
     """
@@ -65,6 +68,7 @@ class ParameterTable:
         self.catalog: dict[str, tuple[ParameterInfo, int]] = {}
         self.parameters: dict[str, Tensor] = {}
         self.routes: dict[str, Route] = {}
+        self.blocks: dict[str, tuple[Block, ...]] = {}
         self.structures: dict[str, tuple[Any, ...]] = {}
         self.plain = WholeParameters()
         self._warned_of_nameless = False
@@ -118,6 +122,7 @@ class ParameterTable:
         """Name and route all parameters by what is known of them by now."""
         self.catalog.clear()
         self.routes.clear()
+        self.blocks.clear()
         self.structures.clear()
         self.parameters.clear()
         for index in range(len(groups)):
@@ -178,6 +183,11 @@ class ParameterTable:
         """Pick a parameter's rule by the options of its group."""
         info, index = self.catalog[name]
         self.routes[name] = self.choose(info, groups[index])
+        blocks = self._blocks(info, groups[index])
+        if blocks:
+            self.blocks[name] = blocks
+        else:
+            self.blocks.pop(name, None)
         self.structures[name] = self._declared.structure_of(groups[index])
 
     def route_again(self, groups: Groups) -> None:
@@ -194,8 +204,23 @@ class ParameterTable:
         """The rule that a parameter would take in a group."""
         if self.parameters[info.name].is_complex():
             return Route("fallback", "complex")
+        blocks = self._blocks(info, group)
+        # All of them take the rule, each by its shape; that of the whole says nothing then.
+        return self._route(block_info(info, blocks[0]) if blocks else info, group)
+
+    def _route(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
         declared = self._declared
         return declared.adjust_route(info, group, route(info, declared.policy, group.get("fallback")))
+
+    def _blocks(self, info: ParameterInfo, group: Mapping[str, Any]) -> tuple[Block, ...]:
+        """A weight's logical matrices, if each of them takes the rule in a group; else it is one, as it is stored."""
+        options, declared = self._declared.options, self._declared
+        if not declared.splits(info) or self.parameters[info.name].is_complex():
+            return ()
+        layouts, split_heads = getattr(options, "blocks", None), getattr(options, "split_heads", False)
+        blocks = blocks_of(declared.name, info, layouts, split_heads)
+        rules = (self._route(block_info(info, block), group).rule for block in blocks)
+        return blocks if all(rule == "matrix" for rule in rules) else ()
 
     def choose_in(self, groups: Groups, name: str, group: Mapping[str, Any]) -> Route:
         """A parameter's rule if its group had these values."""
@@ -246,23 +271,26 @@ class ParameterTable:
         )
 
     def refuse_unmatched(self) -> None:
-        """Refuse patterns of ``exclude`` without effect, where all parameters are known by their names.
+        """Refuse patterns of options without effect, where all parameters are known by their names.
 
         Raises:
             OptionError: A pattern matches no name.
         """
-        declared = self._declared
-        patterns: Sequence[str] = getattr(declared.options, "exclude", ())
-        if are_checked_later() or not patterns:
-            return
-        names = list(self.catalog)
+        if not are_checked_later():
+            for key, patterns in self._declared.options.patterns.items():
+                if patterns:
+                    self._refuse_unmatched(key, patterns)
+
+    def _refuse_unmatched(self, key: str, patterns: Collection[str]) -> None:
+        declared, names = self._declared, list(self.catalog)
         if all(_is_named(info) for info, _ in self.catalog.values()):
-            refuse_unmatched(declared.name, patterns, names)
+            refuse_unmatched(declared.name, patterns, names, key)
         elif unmatched(patterns, names):
             # A framework may name them yet.
             logger.warning(
-                "%s: exclude=%s has no effect on parameters without names; pass model.named_parameters().",
+                "%s: %s=%s has no effect on parameters without names; pass model.named_parameters().",
                 declared.name,
+                key,
                 unmatched(patterns, names),
             )
 

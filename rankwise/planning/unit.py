@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels import lists
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
+from rankwise.kernels.passes import Pass
 from rankwise.planning.element_states import ElementStates, States
 from rankwise.planning.entries import Entry
 from rankwise.routing.roles import ParameterInfo, Route, Rule
@@ -40,7 +42,9 @@ UnitKey = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Bucket:
-    """Active entries that share a param group and a rule; all tensors are 1-D, in entry order.
+    """Active entries that share a param group and a rule, with their tensors in entry order.
+
+    Tensors are 1-D, but for blocks of a fused weight that are stored with gaps: (parts, elements).
 
     Attributes:
         count: The step count that they share, too; None where only the device knows the counts.
@@ -90,8 +94,10 @@ class StepUnit:
     tensor_groups: list[int]  # of each tensor's param group as passed to the constructor
     positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
     planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
-    layout: Layout
-    entries: list[Entry]
+    stored: Layout  # what is kept, by parameter or matrix of a stack
+    layout: Layout  # the same, but that the blocks of fused weights are parameters of their own
+    stored_entries: list[Entry]
+    entries: list[Entry]  # in ``layout``
     states: ElementStates
     infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
     routes: Mapping[str, Route]
@@ -130,6 +136,31 @@ class StepUnit:
     def kernels(self) -> ModuleType:
         """The list forms of the element-wise updates for this unit's device and type."""
         return kernels_for(self.device, self.dtype)
+
+    def run(self, update: Pass) -> None:
+        """Do a pass; where tensors have gaps, in torch's own form, which alone takes them."""
+        gaps = [place for place, tensor in enumerate(update.grads) if tensor.dim() > 1]
+        if not gaps:
+            self.kernels.run(update)
+            return
+        runs = [place for place, tensor in enumerate(update.grads) if tensor.dim() < 2]
+        for form, places in ((lists, gaps), (self.kernels, runs)):
+            if places:
+                form.run(update.only(places))
+
+    def squared_norms(self, tensors: list[Tensor], references: list[Tensor] | None = None, k: float = 0.0) -> Tensor:
+        """As :func:`rankwise.kernels.lists.squared_norms`, of tensors with and without gaps."""
+        gaps = [place for place, tensor in enumerate(tensors) if tensor.dim() > 1]
+        if not gaps:
+            return self.kernels.squared_norms(tensors, references, k)  # type: ignore[no-any-return]
+        found = torch.empty(len(tensors), dtype=torch.float64, device=self.device)
+        runs = [place for place, tensor in enumerate(tensors) if tensor.dim() < 2]
+        for form, places in ((lists, gaps), (self.kernels, runs)):
+            if places:
+                own = [tensors[place] for place in places]
+                theirs = None if references is None else [references[place] for place in places]
+                found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
+        return found
 
     def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Tensor) -> Tensor:
         """Per-parameter sums of per-fragment partial sums, in one collective for all quantities.

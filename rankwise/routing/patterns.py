@@ -1,4 +1,4 @@
-"""Name patterns of ``exclude``: shell wildcards on whole names; one that matches nothing is a slip of the pen."""
+"""Name patterns of options: shell wildcards on whole names; one that matches nothing is a slip of the pen."""
 
 from __future__ import annotations
 
@@ -37,22 +37,25 @@ def unmatched(patterns: Collection[str], names: Collection[str]) -> list[str]:
     return [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)]
 
 
-def refuse_unmatched(owner: str, patterns: Collection[str], names: Sequence[str]) -> None:
-    """Refuse patterns that exclude nothing.
+def refuse_unmatched(owner: str, patterns: Collection[str], names: Sequence[str], key: str = "exclude") -> None:
+    """Refuse patterns that mean nothing.
 
     Args:
         owner: The optimizer, for the message.
-        patterns: Its ``exclude``.
+        patterns: Those of an option.
         names: Of all parameters there are.
+        key: The option.
 
     Raises:
         OptionError: Names the pattern, and names that are like it.
     """
     for pattern in unmatched(patterns, names):
-        raise OptionError(_message(owner, pattern, names))
+        raise OptionError(_message(owner, key, pattern, names))
 
 
-def refuse_unmatched_everywhere(owner: str, patterns: Collection[str], names: Sequence[str]) -> None:
+def refuse_unmatched_everywhere(
+    owner: str, patterns: Collection[str], names: Sequence[str], key: str = "exclude"
+) -> None:
     """Collective over all ranks: as :func:`refuse_unmatched`, where other ranks hold other parameters.
 
     Raises:
@@ -64,13 +67,13 @@ def refuse_unmatched_everywhere(owner: str, patterns: Collection[str], names: Se
     matched = {pattern for theirs, missed in everyone for pattern in theirs if pattern not in missed}
     for pattern in idle:
         if pattern not in matched:
-            raise OptionError(_message(owner, pattern, names))
+            raise OptionError(_message(owner, key, pattern, names))
 
 
-def _message(owner: str, pattern: str, names: Sequence[str]) -> str:
+def _message(owner: str, key: str, pattern: str, names: Sequence[str]) -> str:
     some = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
     return (
-        f"{owner}: exclude={pattern!r} is invalid: it must match the whole name of a parameter, with * for any part of "
+        f"{owner}: {key}={pattern!r} is invalid: it must match the whole name of a parameter, with * for any part of "
         f"it, and matches none ({some}); {_advice(pattern, names)}"
     )
 

@@ -5,6 +5,7 @@ from .even import EvenCuts, EvenLayout
 from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
+from .inside import Block, cut_into_blocks, in_blocks
 from .layout import Fragment, Layout, LayoutError, Place
 from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
@@ -16,6 +17,7 @@ from .volume import halo_volume, matrix_volume, sums_volume
 __all__ = [
     "Batch",
     "BatchPlan",
+    "Block",
     "DeviceIndices",
     "EvenCuts",
     "EvenLayout",
@@ -34,9 +36,11 @@ __all__ = [
     "Return",
     "SlicedMatrix",
     "Traffic",
+    "cut_into_blocks",
     "find_slices",
     "gather_together",
     "halo_volume",
+    "in_blocks",
     "in_slices",
     "matrix_volume",
     "own_pieces",

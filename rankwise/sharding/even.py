@@ -134,7 +134,7 @@ class EvenLayout(Layout):
     @cached_property
     def holders(self) -> Mapping[str, dict[int, tuple[Fragment, ...]]]:  # type: ignore[override]
         """See the base class; made anew whenever it is asked for."""
-        return _Lazy(self.shapes, lambda key: {rank: (part,) for rank, part in self._parts(key)})
+        return _Lazy(self.shapes, lambda key: _by_rank(self._parts(key)))
 
     @cached_property
     def copies(self) -> Mapping[str, dict[int, tuple[tuple[int, Fragment], ...]]]:  # type: ignore[override]
@@ -147,6 +147,13 @@ class EvenLayout(Layout):
             part = run.of(rank)
             assert part is not None
             yield rank, part
+
+
+def _by_rank(parts: Iterator[tuple[int, Fragment]]) -> dict[int, tuple[Fragment, ...]]:
+    found: dict[int, tuple[Fragment, ...]] = {}
+    for rank, part in parts:
+        found[rank] = (*found.get(rank, ()), part)
+    return found
 
 
 class _Ranks(Sequence[tuple[Fragment, ...]]):

@@ -155,7 +155,7 @@ class MatrixExchange:
         if len(batch.tasks) != 1 or batch.partners or not self._lies_whole(batch.tasks[0]):
             return False
         runs = (fragments for part in batch.tasks[0].parts for fragments in self.layout.holders[part].values())
-        return all(len(fragments) == 1 and fragments[0].is_whole for fragments in runs)
+        return all(len(parts) == 1 and parts[0].is_whole and parts[0].spread is None for parts in runs)
 
     @property
     def bytes_per_gather(self) -> int:
@@ -180,10 +180,10 @@ class MatrixExchange:
 
         Args:
             plan: One of :attr:`batches` or :attr:`in_place`.
-            sources: Per local fragment, its 1-D values, which stay as they are until the batch has been gathered. None
-                for fragments no task uses, and, where every rank has whole copies, for parameters without a gradient:
-                a task none of whose parts has one is left out of the step, a part without one counts as zero. It must
-                then be None on all ranks.
+            sources: Per local fragment, its values as the fragment is stored, which stay as they are until the batch
+                has been gathered. None for fragments no task uses, and, where every rank has whole copies, for
+                parameters without a gradient: a task none of whose parts has one is left out of the step, a part
+                without one counts as zero. It must then be None on all ranks.
 
         Raises:
             RuntimeError: A source is None that another rank waits for.
@@ -205,7 +205,9 @@ class MatrixExchange:
         if not self.one_by_one or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
             return False
         source = sources[plan.local[0].fragment]
-        return source is not None and source.numel() == plan.length and source.dtype == self.dtype
+        if source is None or source.dim() > 1:
+            return False
+        return source.numel() == plan.length and source.dtype == self.dtype
 
     @staticmethod
     def _present(sources: Sequence[Tensor | None], piece: Piece) -> Tensor:
@@ -286,7 +288,7 @@ class MatrixExchange:
     def _pack(self, values: Sequence[Tensor]) -> Tensor:
         if not values:
             return torch.empty(0, dtype=self._wire, device=self.device)
-        return torch.cat([value.to(self._wire) for value in values])
+        return torch.cat([value.to(self._wire).reshape(-1) for value in values])
 
     def _all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]) -> _Message:
         self.traffic.count(sent)

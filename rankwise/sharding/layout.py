@@ -47,6 +47,8 @@ class Fragment:
         columns: The block of columns [first, last) of which the run is a part, where tensor parallelism cut the
             parameter along its last dimension; None where rows are whole.
         copy: Which of several copies of the parameter the run belongs to, where ranks hold it alike.
+        spread: Where the run is stored with gaps, in how many equal parts, and the distance from one to the next; None
+            where it is stored in one part.
     """
 
     key: str
@@ -57,6 +59,7 @@ class Fragment:
     offset: int
     columns: tuple[int, int] | None = None
     copy: int = 0
+    spread: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -79,6 +82,19 @@ class Fragment:
     def block_numel(self) -> int:
         """Elements of the parameter or of the block of columns that the run is a part of."""
         return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
+
+    def of(self, flat: Tensor, first: int | None = None) -> Tensor:
+        """The run in a flattened tensor, a view: 1-D, or (parts, elements) where it is stored with gaps.
+
+        Args:
+            flat: The optimizer's tensor or one laid out alike, 1-D.
+            first: Where the run begins there; None: at :attr:`offset`.
+        """
+        first = self.offset if first is None else first
+        if self.spread is None:
+            return flat[first : first + self.numel]
+        parts, distance = self.spread
+        return flat.as_strided((parts, self.numel // parts), (distance, 1), flat.storage_offset() + first)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

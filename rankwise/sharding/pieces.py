@@ -28,6 +28,14 @@ class Piece:
 
     def destinations(self, stack: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Where the fragment's values belong in the flattened stack: pairs of equal shapes to be copied."""
+        if values.dim() > 1:  # stored with gaps: at one place
+            (place,) = self.places
+            target, parts = place.of(stack, self.offset), values.shape[0]
+            if place.rows == 1:
+                yield target.view(values.shape), values
+            else:
+                yield target.unflatten(0, (parts, -1)), values.unflatten(1, (-1, place.width))
+            return
         position = 0
         for place in self.places:
             target = place.of(stack, self.offset)

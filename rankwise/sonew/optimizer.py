@@ -98,7 +98,7 @@ class SONew(ShardedOptimizer):
         for (bucket, span), (directions, *_) in zip(spans(matrices), found, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
-            unit.kernels.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
+            unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""
@@ -126,7 +126,7 @@ class SONew(ShardedOptimizer):
     def _grad_norms(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor:
         grads = [grad for bucket in buckets for grad in bucket.grads]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        return unit.sum_over_ranks(entries, unit.kernels.squared_norms(grads))[0].sqrt().to(unit.dtype)
+        return unit.sum_over_ranks(entries, unit.squared_norms(grads))[0].sqrt().to(unit.dtype)
 
     def _directions(
         self, unit: StepUnit, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
@@ -150,8 +150,8 @@ class SONew(ShardedOptimizer):
                 grad_norms=grad_norms,
                 **hyper,
             )
-            squares = unit.kernels.squared_norms(found)
-            return _Directions(found, squares, squares if grafts is None else unit.kernels.squared_norms(grafts))
+            squares = unit.squared_norms(found)
+            return _Directions(found, squares, squares if grafts is None else unit.squared_norms(grafts))
         runs, margins = [], []
         for entry in bucket.entries:
             fragment = entry.fragment

@@ -27,7 +27,7 @@ def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
     hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
     states = {name: bucket.state(name) for name in STATES["adamw"]}
     scalars = Scalars(**{**hyper, **overrides}, step=bucket.step)
-    unit.kernels.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars))
+    unit.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars))
 
 
 def fallback_step(unit: StepUnit, buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -111,10 +111,10 @@ class FirstOrder:
                 directions.append(direction)
         weights = [weight for bucket in buckets for weight in bucket.weights]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        squares = [unit.kernels.squared_norms(tensors) for tensors in (weights, directions)]
+        squares = [unit.squared_norms(tensors) for tensors in (weights, directions)]
         norms = unit.sum_over_ranks(entries, *squares).sqrt()
         ratios = trust_ratio(norms[0], norms[1], max_weight_norm=None).to(unit.dtype)
         for bucket, span in spans(buckets):
             lr = bucket.group["lr"]
             fields = {"grad": directions[span], "param": bucket.weights}
-            unit.kernels.run(Pass("step", fields, Scalars(lr=lr), ratios[span]))
+            unit.run(Pass("step", fields, Scalars(lr=lr), ratios[span]))

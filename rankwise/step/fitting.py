@@ -178,7 +178,7 @@ class SavedFit:
                     f"of this optimizer's parameters ({', '.join(list(self._table.catalog)[:3])}, ...); build the "
                     "optimizer from the same named parameters"
                 )
-            unknown = sorted(set(state).difference(names))
+            unknown = sorted(name for name in state if name.partition("[")[0] not in names)
             if unknown:
                 raise ValueError(
                     f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "

@@ -145,10 +145,9 @@ class Opening:
             bucket = found.get(key)
             if bucket is None:
                 bucket = found[key] = Bucket(groups[position], entry.route.rule, count, [], [], [], views, counts)
-            offset, numel = entry.fragment.offset, entry.fragment.numel
             bucket.entries.append(entry)
-            bucket.weights.append(weight[offset : offset + numel])
-            bucket.grads.append(grad[offset : offset + numel])
+            bucket.weights.append(entry.fragment.of(weight))
+            bucket.grads.append(entry.fragment.of(grad))
         return list(found.values())
 
     def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:

@@ -82,7 +82,7 @@ def stored_fragments(optimizer: ShardedOptimizer) -> Iterator[StoredFragment]:
             flat = tensor.detach().view(-1)
             for entry, states in unit.states.of_entries(optimizer.state, index):
                 part = entry.fragment
-                copy = list(unit.layout.copies[part.key]).index(part.copy)
+                copy = list(unit.stored.copies[part.key]).index(part.copy)
                 weight = flat[part.offset : part.offset + part.numel]
                 yield StoredFragment(part, copy, weight, states)
 
@@ -213,11 +213,12 @@ def restore(
     steps: dict[str, Tensor] = {}
     if states:
         owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
-        for name, (shape, dtype) in stored.items():
-            if name.startswith("matrix/") and name.removeprefix("matrix/").rpartition("/")[0] in owned:
-                wanted[name] = torch.empty(shape, dtype=dtype)
-            elif name.startswith("step/"):
-                steps[name] = torch.zeros((), dtype=dtype)
+        saved = _matrix_states(stored)
+        # Here, where all of them are seen, and only once.
+        for key, state in optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0).items():
+            for name, (shape, dtype) in state.items() if key in owned else ():
+                wanted[f"matrix/{key}/{name}"] = torch.empty(shape, dtype=dtype)
+        steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
     load_vectors({**wanted, **steps}, folder, group)
     if states:
         counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
@@ -260,8 +261,8 @@ def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True)
             )
 
 
-def _matrix_states(vectors: Vectors) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+def _matrix_states(vectors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
     for name, value in vectors.items():
         if name.startswith("matrix/"):
             key, _, state = name.removeprefix("matrix/").rpartition("/")

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
+from rankwise.planning.logical_matrices import block_info
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.planner import Planner
 from rankwise.planning.table import ParameterTable
 from rankwise.routing.unknown_parts import unknown_parts
-from rankwise.sharding import Traffic
+from rankwise.sharding import Block, Traffic, cut_into_blocks
 from rankwise.step.health import Health
 
 __all__ = ["Explanation", "Reports", "health_of"]
@@ -146,8 +147,8 @@ class Reports:
         sizes: Counter[str] = Counter()
         matrices = tensors = own = 0
         for unit in self._planner.units.values():
-            for key, shape in unit.layout.shapes.items():
-                chosen, size = unit.routes[key], prod(shape)
+            for key, shape in unit.stored.shapes.items():
+                chosen, size = self._table.routes[self._table.base_name(key)], prod(shape)
                 tensors += 1
                 if chosen.rule == "matrix":
                     matrices, own = matrices + 1, own + size
@@ -169,36 +170,54 @@ class Reports:
         return f"; products in {chosen} ({option}={getattr(declared.options, option)!r})"
 
     def explain(self, states: States) -> list[Explanation]:
-        """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
+        """One line per parameter, or block of one: rule, why, owner, bytes of optimizer state on this rank."""
         table = self._table
         state_bytes = self._element_bytes(states)
         owner_of: dict[str, int] = {}
         for key, owner in self._planner.owners().items():
-            owner_of.setdefault(table.base_name(key), owner)
-        for key in self._matrix_states:
-            name = table.base_name(key)
-            state_bytes[name] = state_bytes.get(name, 0) + self._matrix_states.bytes_of(key)
+            for line in self._lines_of(key):
+                owner_of.setdefault(line, owner)
+        for key, state in self._matrix_states.items():
+            for name, value in state.items():
+                # What blocks have in common is counted once.
+                line = self._lines_of(key, name)[0]
+                state_bytes[line] = state_bytes.get(line, 0) + value.nbytes
         return [
             Explanation(
-                name,
-                info.shape,
+                line,
+                info.shape if block is None else block_info(info, block).shape,
                 table.routes[name].rule,
                 table.routes[name].reason,
-                owner_of.get(name),
-                state_bytes.get(name, 0),
+                owner_of.get(line),
+                state_bytes.get(line, 0),
             )
             for name, (info, _) in table.catalog.items()
+            for line, block in self._blocks_of(name)
         ]
+
+    def _blocks_of(self, name: str) -> list[tuple[str, Block | None]]:
+        """The lines of a parameter."""
+        blocks = self._table.blocks.get(name, ()) if self._table.routes[name].rule == "matrix" else ()
+        return [(block.key(name), block) for block in blocks] or [(name, None)]
+
+    def _lines_of(self, key: str, state: str = "") -> list[str]:
+        """The lines that a matrix, or a state of one, belongs to: all of a parameter's if it is of no block."""
+        name = self._table.base_name(key)
+        lines, marks = self._blocks_of(name), key[len(name) :] + state
+        own = [line for line, block in lines if block is not None and f"[{block.name}]" in marks]
+        return own or [line for line, _ in lines]
 
     def _element_bytes(self, states: States) -> dict[str, int]:
         found: dict[str, int] = {}
         for unit in self._planner.units.values():
-            for entry in unit.entries:
-                name = self._table.base_name(entry.key)
+            for entry in unit.stored_entries:
                 kept = _element_states(states.get(unit.tensors[entry.fragment.tensor], {}))
-                for state_name, value in kept.items():
-                    if unit.states.offset(state_name, entry) is not None:
-                        found[name] = found.get(name, 0) + entry.fragment.numel * value.element_size()
+                each = sum(
+                    value.element_size() for name, value in kept.items() if unit.states.offset(name, entry) is not None
+                )
+                for line, block in self._blocks_of(self._table.base_name(entry.key)):
+                    parts = cut_into_blocks(entry.fragment, () if block is None else (block,))
+                    found[line] = found.get(line, 0) + each * sum(part.numel for part in parts)
         return found
 
 

@@ -17,6 +17,7 @@ from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
+from rankwise.step.carrying import StateCarrier
 from rankwise.step.fitting import SavedFit
 
 __all__ = ["SavedStates"]
@@ -34,6 +35,7 @@ class SavedStates:
 
     Attributes:
         fit: Judges dictionaries before anything of them is taken over.
+        carrier: Knows what of them goes on where weights are divided otherwise.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SavedStates:
     ) -> None:
         self._declared, self._table = declared, table
         self._planner, self._matrix_states = planner, matrix_states
+        self.carrier = StateCarrier(declared, table)
         self.fit = SavedFit(declared, values, table, planner)
 
     # --- dictionaries -------------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ class SavedStates:
 
     def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
         """Take the matrix states of a dictionary."""
-        saved: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
+        saved = self.carrier.carried(state_dict.get("matrix_states", {}))
         self._matrix_states.load(
             {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
         )
@@ -167,6 +170,7 @@ class SavedStates:
             MisfitError: A state is not of the shape of its matrix; nothing has changed then.
         """
         units = list(self._planner.units.values())
+        matrix_states = self.carrier.carried(matrix_states)
         for unit in units:
             refuse_strange(self._declared.identity, unit, matrix_states, optimizer.work(unit).matrix_state)
         device = next((unit.device for unit in units), torch.device("cpu"))

@@ -24,6 +24,20 @@ NEGATIVE = [-1e-3, -math.inf]
 PAIRS = [(0.9,), (0.9, 1.0), (-0.1, 0.9), 0.9, ("a", 0.9), None]
 FLAGS = [1, "true", None]
 PATTERNS = ["*gate*", (1,), 3, None]
+LAYOUTS = {
+    "it must be a dictionary from name patterns to layouts": ["qkv", ["*qkv*"], 3, {1: "qkv"}],
+    r"the layout of '\*' must be one of qkv, heads, none, or sizes": [{"*": "kqv"}, {"*": None}, {"*": 3}],
+    r"the sizes of '\*' must be": [
+        {"*": [4]},
+        {"*": [4, 0]},
+        {"*": {"q": 1.0}},
+        {"*": {"q": True}},
+        {"*": {"groups": 2}},
+    ],
+    r"the part 'a\[b' of '\*' must be named by a word": [{"*": {"a[b": 2}}],
+    r"'groups' of '\*' must be an integer >= 1": [{"*": {"q": 2, "groups": 0}}, {"*": {"q": 2, "groups": "2"}}],
+    r"'heads' of '\*' must be": [{"*": {"q": 2, "k": 2, "heads": [1]}}, {"*": {"q": 2, "heads": "2"}}],
+}
 DTYPES = ["float", "int8", torch.int64, 32]
 HUGE = [10**400, 10**5000]  # no float; not even text
 
@@ -87,6 +101,14 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (MKOR, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.999\]"),
     (MKOR, "momentum", [-0.1, 1.0], r"it must lie in \[0, 1\)", "the default is 0.9"),
     (MKOR, "nesterov", FLAGS, "it must be true or false", "the default is False"),
+    *[
+        check
+        for cls in (MARS, LDAdam, MKOR)
+        for check in (
+            *[(cls, "blocks", values, rule, "") for rule, values in LAYOUTS.items()],
+            (cls, "split_heads", FLAGS, "it must be true or false", "the default is False"),
+        )
+    ],
     *[(cls, "capturable", FLAGS, "it must be true or false", "the default is False") for cls in (MARS, SONew, LDAdam)],
     *[
         check
@@ -277,7 +299,7 @@ def test_options_common_to_all_groups(cls: type, key: str, value: Any) -> None:
         ("optimise_1d", "did you mean 'optimize_1d'?"),
         ("learning_rate", "did you mean 'lr'?"),
         ("epsilon", "did you mean 'eps'?"),
-        ("zzz", "valid keys are betas, betas_1d, capturable, clip, "),
+        ("zzz", "valid keys are betas, betas_1d, blocks, capturable, clip, "),
         ("amsgrad", "valid keys are"),
         (3, "valid keys are"),
     ],

@@ -1,0 +1,102 @@
+"""Checkpoints of fused weights: states by block, and what goes on where weights are divided otherwise."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from fused_networks import CASES, Network, as_fused, build, train
+
+F64 = torch.float64
+WHOLE = {"blocks": {"*": "none"}}
+MATRIX = [case for case in CASES if not case.startswith("mars")]
+
+
+def trained(case: str, steps: int = 3, **options: Any) -> tuple[Network, Any]:
+    network = Network(F64, True)
+    optimizer = build(case, network, **options)
+    train(network, optimizer, steps)
+    return network, optimizer
+
+
+def reloaded(case: str, network: Network, optimizer: Any, **options: Any) -> tuple[Network, Any]:
+    """A new optimizer of the same weights with the old one's states, by way of a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    fresh = Network(F64, True)
+    fresh.load_state_dict(network.state_dict())
+    found = build(case, fresh, **options)
+    found.load_state_dict(torch.load(file, weights_only=True))
+    return fresh, found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_to_the_bit(case: str) -> None:
+    network, optimizer = trained(case)
+    fresh, found = reloaded(case, network, optimizer)
+    assert {name: value.tolist() for name, value in train(fresh, found, 3).items()} == {
+        name: value.tolist() for name, value in train(network, optimizer, 3).items()
+    }
+    assert set(found.matrix_states) == set(optimizer.matrix_states)
+
+
+def test_states_are_kept_by_block() -> None:
+    _, ldadam = trained("ldadam")
+    assert {key for key in ldadam.matrix_states if key.startswith("groups")} == {
+        "groups.weight[q]",
+        "groups.weight[k]",
+        "groups.weight[v]",
+    }
+    assert ldadam.matrix_states["groups.weight[k]"]["basis"].shape == (6, 2)
+    _, mkor = trained("mkor")
+    factors = mkor.matrix_states["qkv.weight"]
+    assert {name: tuple(value.shape) for name, value in factors.items()} == {
+        "left[q]": (12, 12),
+        "left[k]": (8, 8),
+        "left[v]": (6, 6),
+        "right": (15, 15),  # with the bias
+        "failures": (),
+    }
+    assert set(mkor.matrix_states["plain.weight"]) == {"left", "right", "failures"}
+
+
+@pytest.mark.parametrize("case", MATRIX)
+@pytest.mark.parametrize("divided", [True, False], ids=["to blocks", "from blocks"])
+def test_other_matrices_start_afresh(case: str, divided: bool, caplog: pytest.LogCaptureFixture) -> None:
+    before, after = ({}, WHOLE)[:: 1 if not divided else -1]
+    network, optimizer = trained(case, **before)
+    elements = {name: dict(optimizer.state[value]) for name, value in network.named_parameters()}
+    with caplog.at_level(logging.WARNING, "rankwise"):
+        fresh, found = reloaded(case, network, optimizer, **after)
+    (message,) = [record.getMessage() for record in caplog.records if "afresh" in record.getMessage()]
+    lost = "(left)" if case.startswith("mkor") else "(basis, exp_avg, exp_avg_sq, step, beta1)"
+    assert lost in message and " and 2 more for other" in message and "plain" not in message
+    for name, value in fresh.named_parameters():
+        for state, kept in elements[name].items():
+            assert torch.equal(found.state[value][state], kept), (name, state)
+    kept = {key: set(state) for key, state in found.matrix_states.loaded.items()}
+    assert "plain.weight" in kept
+    if case.startswith("mkor"):
+        # All blocks see the same inputs.
+        assert kept["qkv.weight"] == {"right", "failures"}
+    else:
+        assert set(kept) == {"plain.weight"}
+    weights = train(fresh, found, 2)
+    assert all(value.isfinite().all() for value in weights.values())
+    assert any(not torch.equal(weights[name], value) for name, value in as_fused(network).items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_matrix_keeps_its_keys(case: str) -> None:
+    """What is not fused, or is said not to be, is stored as it always was."""
+    _, optimizer = trained(case, **WHOLE)
+    assert not optimizer.table.blocks
+    assert all(
+        "[" not in key and all("[" not in name for name in state) for key, state in optimizer.matrix_states.items()
+    )
+    (unit,) = optimizer.planned_units
+    assert unit.entries is unit.stored_entries and unit.layout is unit.stored
