@@ -95,8 +95,8 @@ class Reports:
     def _unknown_parts(self) -> list[str]:
         """Of weights whose logical matrices would be matrices to the rule, if it were known how they lie."""
         declared, table = self._declared, self._table
-        splits = getattr(declared, "splits", lambda info: False)
-        infos = [info for name, info in table.infos.items() if table.routes[name].rule == "matrix" and splits(info)]
+        matrices = [info for name, info in table.infos.items() if table.routes[name].rule == "matrix"]
+        infos = [info for info in matrices if declared.splits(info)]
         return unknown_parts(declared.name, infos, getattr(declared.options, "blocks", None) or ())
 
     def read_health(self, further: Iterable[Traffic]) -> dict[str, float]:
