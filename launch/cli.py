@@ -28,13 +28,14 @@ app = typer.Typer(
 console = Console()
 
 _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
 _Ranks = Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or two on a CPU.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-_Model = Annotated[ModelFamily, typer.Option(help="Shape of the language model.")]
-_Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
-_Hidden = Annotated[int, typer.Option(min=1, help="Width; a multiple of --heads.")]
-_Heads = Annotated[int, typer.Option(min=1, help="Attention heads.")]
-_SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sample.")]
+_Model = Annotated[ModelFamily, typer.Option(help="Shape of the language model.", rich_help_panel=_SHAPE)]
+_Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.", rich_help_panel=_SHAPE)]
+_Hidden = Annotated[int, typer.Option(min=1, help="Width; a multiple of --heads.", rich_help_panel=_SHAPE)]
+_Heads = Annotated[int, typer.Option(min=1, help="Attention heads.", rich_help_panel=_SHAPE)]
+_SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sample.", rich_help_panel=_SHAPE)]
 _Config = Annotated[Path | None, typer.Option(help="DeepSpeed JSON file.", exists=True, dir_okay=False)]
 
 
@@ -69,37 +70,61 @@ def train(
         typer.Option(help="Types, separated by commas, or 'all'.", show_default="adamw, mars-m"),
     ] = None,
     config: _Config = None,
-    framework: Annotated[Framework, typer.Option(help="What trains the model.")] = "deepspeed",
+    framework: Annotated[Framework, typer.Option(help="What trains the model.", rich_help_panel=_WHERE)] = "deepspeed",
     stage: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=3,
-            help="ZeRO stage; by default the config's, or 2. Under Megatron 0 leaves out the distributed optimizer.",
+            help="ZeRO's; default: the config's, or 2. Megatron: 0 is without distributed optimizer.",
+            rich_help_panel=_WHERE,
         ),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks each matrix is cut over, under Megatron.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Ranks each matrix is cut over, under Megatron.", rich_help_panel=_WHERE)
+    ] = 1,
     ranks: _Ranks = None,
     device: _Device = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
-    warmup: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps the learning rate rises in.")] = 0.1,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate instead of the config's.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Text file or folder; by default Python's own standard library.")
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_RUN)] = 300,
+    warmup: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of steps lr rises in.", rich_help_panel=_RUN)
+    ] = 0.1,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate instead of the config's.", rich_help_panel=_RUN)
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="'bytes', or name or path of a Hugging Face tokenizer.")] = "bytes",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text file or folder; by default Python's own standard library.", rich_help_panel=_TEXT),
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="'bytes', or name or path of a Hugging Face tokenizer.", rich_help_panel=_TEXT)
+    ] = "bytes",
     model: _Model = "gpt2",
     layers: _Layers = 4,
     hidden: _Hidden = 192,
     heads: _Heads = 6,
     seq_len: _SeqLen = 128,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass and rank.")] = None,
-    accumulation: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step.")] = None,
-    validation_interval: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 50,
-    validation_samples: Annotated[int, typer.Option(min=1, help="Windows per validation.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Initialisation and order of the samples.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder of the results; by default runs/<time>.")] = None,
-    cache: Annotated[Path, typer.Option(help="Folder of the tokenized text.")] = Path("runs/.cache"),
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a pass and rank.", rich_help_panel=_RUN)
+    ] = None,
+    accumulation: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches per step.", rich_help_panel=_RUN)
+    ] = None,
+    validation_interval: Annotated[
+        int, typer.Option(min=1, help="Steps between validations.", rich_help_panel=_TEXT)
+    ] = 50,
+    validation_samples: Annotated[
+        int, typer.Option(min=1, help="Windows per validation.", rich_help_panel=_TEXT)
+    ] = 128,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Initialisation and order of the samples.", rich_help_panel=_RUN)
+    ] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the results; by default runs/<time>.", rich_help_panel=_TEXT)
+    ] = None,
+    cache: Annotated[Path, typer.Option(help="Folder of the tokenized text.", rich_help_panel=_TEXT)] = Path(
+        "runs/.cache"
+    ),
 ) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
@@ -224,11 +249,12 @@ def megatron(
     the ranks itself.
     """
     from rankwise.launch.flags import read_flags
-    from rankwise.launch.megatron_shim import run_script
+    from rankwise.launch.megatron_shim import require_training, run_script
     from rankwise.launch.spawn import choose_device, exec_ranks
 
     try:
         flags = [*([] if config is None else read_flags(config)), *(arguments or [])]
+        require_training(script)
         if "RANK" in os.environ or {"-h", "--help"} & set(flags):
             run_script(script, flags, cpu)
             return

@@ -109,7 +109,9 @@ def plan(
     max_overhead: Annotated[
         str | None, typer.Option(help="Share of a training step, such as 2%.", rich_help_panel=_ANSWER)
     ] = None,
-    device: Annotated[str, typer.Option(help="On which --max-overhead is judged.", rich_help_panel=_ANSWER)] = "H100",
+    gpu: Annotated[
+        str, typer.Option(help="Judges --max-overhead: A100 to MI300X, or TFLOP/s:TB/s.", rich_help_panel=_ANSWER)
+    ] = "H100",
     png: Annotated[Path | None, typer.Option(help="Picture of the load per rank.", rich_help_panel=_ANSWER)] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=_ANSWER)
@@ -122,13 +124,11 @@ def plan(
     from rankwise.launch.planning import presentation
     from rankwise.launch.planning.asked import Question, answered
     from rankwise.launch.planning.costs import cost
-    from rankwise.launch.planning.devices import DEVICES, Links
+    from rankwise.launch.planning.devices import DEVICES, Links, device_of
 
     most = None if max_overhead is None else _percentage(max_overhead)
     try:
-        judge = next((one for one in DEVICES if one.name.lower() == device.lower()), None)
-        if judge is None:
-            raise ValueError(f"device is {device!r}: it must be one of {', '.join(one.name for one in DEVICES)}")
+        judge = device_of(gpu)
         question = Question(
             *(config, optimizer, model, layers, hidden, heads, vocab_size, ranks, stage, tp, pp, ep, precision),
             batch_tokens=batch_tokens,
@@ -141,7 +141,8 @@ def plan(
     links = Links(gpus_per_node, node_gbps, net_gbps, latency_us * 1e-6)
 
     def costs(of: Figures) -> list[Cost]:
-        return [cost(of, one, links, asked.tokens, efficiency) for one in DEVICES]
+        own = [] if judge in DEVICES else [judge]
+        return [cost(of, one, links, asked.tokens, efficiency) for one in (*DEVICES, *own)]
 
     def fits(of: Figures) -> bool:
         held = max_state_gb is None or max(of.states()) <= max_state_gb * 2**30

@@ -7,6 +7,7 @@ one's own, ``import megatron_patches; megatron_patches.apply(command_line=True)`
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["main", "run_script", "wants_one_connection"]
+__all__ = ["main", "require_training", "run_script", "wants_one_connection"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,6 +44,28 @@ def run_script(script: Path, arguments: list[str], cpu: bool = False) -> None:
             sys.argv += trial.PRETRAIN_FLAGS
         importlib.import_module("megatron_patches").apply(command_line=True)
         runpy.run_path(str(script), run_name="__main__")
+
+
+def require_training(script: Path) -> None:
+    """Refuses to start a script that would not find ``megatron.training``.
+
+    Args:
+        script: Of the user; Python looks in its folder first.
+
+    Raises:
+        ValueError: It is neither there nor installed.
+    """
+    if (script.resolve().parent / "megatron" / "training").is_dir():
+        return
+    try:
+        found = importlib.util.find_spec("megatron.training")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ValueError(
+            f"script is {str(script)!r}, and there is no megatron.training beside it or installed: pip's megatron-core "
+            "does not have it; name pretrain_gpt.py of a checkout of Megatron-LM, or set PYTHONPATH to the checkout"
+        )
 
 
 def wants_one_connection(arguments: list[str]) -> bool:

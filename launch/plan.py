@@ -13,6 +13,7 @@ from typing import Any
 
 from rankwise.configs import OPTIMIZERS, deepspeed_config
 from rankwise.names import BY_NAME, BY_SPELLING
+from rankwise.options.validation import check_given
 
 __all__ = ["Overrides", "check_framework", "check_options", "planned_configs", "read_config", "split_names"]
 
@@ -166,9 +167,12 @@ def check_options(block: Mapping[str, Any]) -> None:
         return
     named = BY_NAME[name]
     spelling = next(spelling for spelling in BY_SPELLING if spelling.lower() == name)
-    keywords = named.complete(params, f"optimizer type {spelling!r}", instead=named.optimizer.__name__)
+    owner = f"optimizer type {spelling!r}"
+    keywords = named.complete(params, owner, instead=named.optimizer.__name__)
     # Integrations fill these in.
-    named.optimizer.options_type(**{key: value for key, value in keywords.items() if value != "auto"})
+    written = {key: value for key, value in keywords.items() if value != "auto"}
+    checked = named.optimizer.options_type(**written)
+    check_given({key: params[key] for key in params if key in written}, checked.unread(), owner)
 
 
 def _with_values(base: dict[str, Any], block: dict[str, Any], overrides: Overrides) -> dict[str, Any]:

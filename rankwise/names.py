@@ -44,7 +44,8 @@ class Named(NamedTuple):
             OptionError: An unknown key, or one that the name fixes.
         """
         check_preset(given, self.preset, owner, instead)
-        check_keys(given, self.optimizer.options_type.names() if valid is None else valid, owner)
+        names = self.optimizer.options_type.names() if valid is None else valid
+        check_keys(given, [name for name in names if name not in self.preset], owner)
         return {**self.preset, **{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEVICES", "Device", "Links"]
+__all__ = ["DEVICES", "Device", "Links", "device_of"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,28 @@ DEVICES: tuple[Device, ...] = (
     Device("MI300X", 1307.0, 5.3),
 )
 """SXM and OAM forms; data sheets of Nvidia and AMD."""
+
+
+def device_of(text: str) -> Device:
+    """An accelerator by its name, or by its figures.
+
+    Args:
+        text: A name of :data:`DEVICES`, or teraflops and terabytes per second with a colon between them.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    for device in DEVICES:
+        if device.name.lower() == text.lower():
+            return device
+    try:
+        teraflops, terabytes = map(float, text.split(":"))
+    except ValueError:
+        teraflops = terabytes = 0.0
+    if not (teraflops > 0 and terabytes > 0):
+        known = ", ".join(device.name for device in DEVICES)
+        raise ValueError(f"gpu is {text!r}: it must be one of {known}, or TFLOP/s:TB/s such as 989:3.35")
+    return Device(text, teraflops, terabytes)
 
 
 @dataclass(frozen=True)

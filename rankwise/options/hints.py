@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["OPTION_WORDS", "VALUE_WORDS", "nearest", "shown", "with_both_spellings"]
+__all__ = ["LEFT_OVER", "OPTION_WORDS", "VALUE_WORDS", "nearest", "shown", "with_both_spellings"]
 
 _LONGEST = 120
 OPTION_WORDS: Mapping[str, str] = {
@@ -17,8 +17,24 @@ OPTION_WORDS: Mapping[str, str] = {
     "decay": "weight_decay",
     "beta1": "betas",
     "beta2": "betas",
+    "muon_lr": "lr",
 }
 """Our option for what others call it."""
+LEFT_OVER: Mapping[str, str] = {
+    "adam_w_mode": "decay is decoupled here anyway",
+    "torch_adam": "it chooses a form of DeepSpeed's AdamW",
+    "fused": "which kernels run is found out here",
+    "foreach": "which kernels run is found out here",
+    "set_grad_none": "zero_grad(set_to_none=...) says it here",
+    "maximize": "losses are minimised here",
+    "differentiable": "steps have no gradient here",
+    "amsgrad": "it belongs to Adam",
+    "bias_correction": "it is always on here",
+    "correct_bias": "it is always on here",
+    "max_grad_norm": "clipping is the framework's ('gradient_clipping')",
+    "ns_method": "it belongs to DeepSpeed's Muon",
+}
+"""Options of other optimizers that have no meaning in ours, and why: left over in a block whose type was changed."""
 VALUE_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",

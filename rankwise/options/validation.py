@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rankwise.options.hints import OPTION_WORDS, nearest, shown
+from rankwise.options.hints import LEFT_OVER, OPTION_WORDS, nearest, shown
 
 __all__ = ["OptionError", "check_given", "check_keys", "check_preset"]
 
@@ -23,7 +23,10 @@ def check_keys(given: Collection[str], valid: Collection[str], owner: str) -> No
     for key in given:
         if key not in valid:
             near = nearest(key, valid, OPTION_WORDS)
-            hint = f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
+            if key in LEFT_OVER:
+                hint = f"remove it; {LEFT_OVER[key]}"
+            else:
+                hint = f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
             raise OptionError(f"{owner} has no option {shown(key)}: {hint}")
 
 
@@ -41,9 +44,11 @@ def check_preset(given: Mapping[str, Any], preset: Mapping[str, Any], owner: str
     """
     for key in preset:
         if key in given:
+            other = (
+                "" if given[key] == preset[key] else f", or choose {key}={shown(given[key])} under the name '{instead}'"
+            )
             raise OptionError(
-                f"{owner} has no option '{key}', which the name fixes ({key}={preset[key]!r}): leave it out, or choose "
-                f"{key}={shown(given[key])} under the name '{instead}'"
+                f"{owner} has no option '{key}', which the name fixes ({key}={preset[key]!r}): leave it out{other}"
             )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -49,6 +50,8 @@ def text(tmp_path: Path) -> Path:
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--sead", "1"], "No such option: --sead"),
         (["--config", "CONFIG"], "optimizer type 'MARS-M' has no option 'gama': did you mean 'gamma'?"),
+        (["--config", "LEFT"], "has no option 'torch_adam': remove it; it chooses a form of DeepSpeed's AdamW"),
+        (["--config", "UNREAD"], "momentum=0.9 is invalid: backend='adamw' does not read it"),
         (["--optimizer", "mkor", "--lr", "-1"], "lr=-1.0 is invalid"),
     ],
 )
@@ -56,8 +59,13 @@ def test_train_refuses_bad_options_before_any_rank_starts(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankwise.launch.spawn.run_ranks", lambda *_: pytest.fail("a run was started"))
-    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "MARS-M", "params": {"lr": "auto", "gama": 0.1}}}')
-    arguments = [str(tmp_path / "ds.json") if argument == "CONFIG" else argument for argument in arguments]
+    for name, kind, params in (
+        ("CONFIG", "MARS-M", {"lr": "auto", "gama": 0.1}),
+        ("LEFT", "LDAdam", {"torch_adam": True}),
+        ("UNREAD", "MKOR", {"momentum": 0.9}),
+    ):
+        (tmp_path / name).write_text(json.dumps({"optimizer": {"type": kind, "params": params}}))
+    arguments = [str(tmp_path / argument) if (tmp_path / argument).exists() else argument for argument in arguments]
     status, output = run("train", *arguments)
     assert status == 2 and message in output
 
@@ -172,6 +180,7 @@ def test_megatron_command_puts_the_files_flags_before_the_typed_ones(
 ) -> None:
     script, flags = tmp_path / "pretrain_gpt.py", tmp_path / "flags.yaml"
     script.write_text("")
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
     flags.write_text("optimizer: mkor\nlr: 0.1\n")
     seen: list[tuple] = []
     monkeypatch.delenv("RANK", raising=False)
@@ -188,6 +197,10 @@ def test_megatron_command_puts_the_files_flags_before_the_typed_ones(
 def test_megatron_command_without_a_gpu_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pretrain_gpt.py").write_text("")
     monkeypatch.delenv("RANK", raising=False)
+    status, output = run("megatron", str(tmp_path / "pretrain_gpt.py"))
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+        assert status == 2 and "pip's megatron-core does not have it" in output
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     status, output = run("megatron", str(tmp_path / "pretrain_gpt.py"))
     assert status == 2 and "torch sees no GPU; use --cpu" in output
@@ -199,6 +212,7 @@ def test_megatron_command_runs_in_process_under_a_launcher_and_for_help(
 ) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("")
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
     seen: list[tuple] = []
     monkeypatch.setenv("RANK", "0") if rank else monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("rankwise.launch.megatron_shim.run_script", lambda *given: seen.append(given))

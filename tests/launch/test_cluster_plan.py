@@ -165,7 +165,8 @@ def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
         *("--max-overhead", "0.1%"),
     )
     assert status == 1 and "Nothing that was tried meets it" in output
-    assert run("--optimizer", "mars-m", "--max-overhead", "99%", "--max-state-gb", "10")[0] == 0
+    status, output = run("--optimizer", "mars-m", "--max-overhead", "99%", "--max-state-gb", "10", "--gpu", "100:1.5")
+    assert status == 0 and "│ 100:1.5 │" in output
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,8 @@ def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
         (["--tp", "2", "--stage", "1"], "stage is 1, which is ZeRO's"),
         (["--ep", "2"], "experts cut over ranks are not planned yet"),
         (["--max-overhead", "lots"], "'lots' must be a share such as 2%"),
-        (["--device", "B300"], "device is 'B300': it must be one of A100"),
+        (["--gpu", "B300"], "gpu is 'B300': it must be one of A100"),
+        (["--gpu", "0:1"], "or TFLOP/s:TB/s such as 989:3.35"),
         (["--", "--optimizer", "adam"], "--optimizer is 'adam': it must be one of ours"),
         (["--", "--optimizer", "ldadam", "--ldadam-rank", "-3"], "rank=-3 is invalid"),
         (["--", "--optimizer", "ldadam", "--ldadam-rnk", "3"], "has no option 'rnk': did you mean 'rank'?"),

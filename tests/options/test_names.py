@@ -11,6 +11,7 @@ from torch import nn
 import rankwise
 from rankwise import MARS, MKOR
 from rankwise.names import BY_NAME, BY_SPELLING, CLASSES
+from rankwise.options.hints import LEFT_OVER
 from rankwise.options.validation import OptionError
 
 
@@ -39,7 +40,20 @@ def test_a_name_completes_its_options(name: str) -> None:
         named.complete({"betaz": 1}, "x", "y")
     for key, value in named.preset.items():
         with pytest.raises(OptionError, match=f"'{key}', which the name fixes .* under the name 'y'"):
+            named.complete({key: f"not {value}"}, "x", "y")
+        with pytest.raises(OptionError, match=f"'{key}', which the name fixes .*: leave it out$"):
             named.complete({key: value}, "x", "y")
+    with pytest.raises(OptionError, match="valid keys are") as caught:
+        named.complete({"nothing": 1}, "x", "y")
+    offered = str(caught.value).removesuffix(".").partition("valid keys are ")[2].split(", ")
+    assert set(offered) == set(named.optimizer.options_type.names()) - set(named.preset)
+
+
+@pytest.mark.parametrize("key", LEFT_OVER)
+def test_what_another_optimizer_has_left_is_to_be_removed(key: str) -> None:
+    for name, named in BY_NAME.items():
+        with pytest.raises(OptionError, match=f"^{name} has no option '{key}': remove it; "):
+            named.complete({key: True}, name, "y")
 
 
 @pytest.mark.parametrize("name", BY_NAME)
