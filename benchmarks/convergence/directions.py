@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.convergence.autoencoders import E2
 from benchmarks.convergence.optimizers import make_optimizer
+from benchmarks.convergence.plots import COLORS
 from benchmarks.convergence.rivals.dense import Layer
 from benchmarks.convergence.runner import schedule
 from benchmarks.convergence.tasks import Autoencoder, make_task
@@ -168,12 +169,13 @@ def draw_directions(rows: list[Row], path: Path) -> None:
         path: PNG file to write.
     """
     figure, axes = plt.subplots(figsize=(9, 5))
+    axes.set_prop_cycle(color=COLORS)
     steps = sorted({row["step"] for row in rows})
     for name in SHADOWS:
         axes.plot(steps, [mean_of(rows, "cosine", step=step, name=name) for step in steps], marker="o", label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("cosine with dense K-FAC's direction, mean over layers")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)

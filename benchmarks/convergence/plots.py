@@ -14,7 +14,10 @@ from benchmarks.convergence.search import final_runs, tried
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["draw"]
+__all__ = ["COLORS", "draw"]
+
+COLORS = [*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2]]
+"""Twenty, the strong ones first."""
 
 
 def draw(experiment: Experiment, results: Results, path: Path) -> bool:
@@ -29,6 +32,7 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
         Whether there was something.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
+    left.set_prop_cycle(color=COLORS)
     names: list[str] = []
     for contender in experiment.contenders:
         best: dict[int, float] = {}
