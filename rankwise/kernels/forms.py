@@ -3,7 +3,7 @@
 On CPUs they are compiled C++ (:mod:`.native`), or go through memory block by block (:mod:`.blocked`) where there is no
 compiler; on CUDA, with Triton installed and in fp32, a launch serves all fragments (:mod:`.triton`); everything else
 takes ``torch._foreach_*`` (:mod:`.lists`). All of them do what the pure functions of :mod:`rankwise.updates` and of the
-papers' rooms do, which are their oracle in tests. What one paper alone needs is chosen in its own room.
+papers' rooms do, or oracles of the tests alone. What one paper alone needs is chosen in its own room.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,16 @@ def test_an_optimizer_is_gone_when_nobody_names_it(case: Case) -> None:
         gc.enable()
 
 
+def _settles_its_own(twin: Any, optimizer: Any) -> None:
+    """Plans are forgotten when the counts of the copy are known, not those of the original."""
+    settled = []
+    for each in (twin, optimizer):
+        each.undo.unsettled["unit"] = SimpleNamespace(settle=lambda each=each: settled.append(each))
+    twin.planner.forget()
+    assert settled == [twin]
+    optimizer.undo.unsettled.clear()
+
+
 @cases(exact=False)
 def test_copies_share_nothing_and_have_nothing_planned(case: Case) -> None:
     model, optimizer = setup(case)
@@ -154,3 +165,4 @@ def test_copies_share_nothing_and_have_nothing_planned(case: Case) -> None:
         assert not twin.planned_units and not twin.planner.owner_of and not twin.undo.unsettled
         assert twin.table.parameters.keys() == optimizer.table.parameters.keys()
         assert twin.reports is not optimizer.reports and twin.saved is not optimizer.saved
+        _settles_its_own(twin, optimizer)
