@@ -22,7 +22,7 @@ OPTION_WORDS: Mapping[str, str] = {
 """Our option for what others call it."""
 LEFT_OVER: Mapping[str, str] = {
     "adam_w_mode": "decay is decoupled here anyway",
-    "torch_adam": "it chooses a form of DeepSpeed's AdamW",
+    "torch_adam": "it chooses a form of the framework's AdamW",
     "fused": "which kernels run is found out here",
     "foreach": "which kernels run is found out here",
     "set_grad_none": "zero_grad(set_to_none=...) says it here",
@@ -32,7 +32,7 @@ LEFT_OVER: Mapping[str, str] = {
     "bias_correction": "it is always on here",
     "correct_bias": "it is always on here",
     "max_grad_norm": "clipping is the framework's ('gradient_clipping')",
-    "ns_method": "it belongs to DeepSpeed's Muon",
+    "ns_method": "it belongs to the framework's Muon",
 }
 """Options of other optimizers that have no meaning in ours, and why: left over in a block whose type was changed."""
 VALUE_WORDS: Mapping[str, str] = {

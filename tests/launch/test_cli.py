@@ -50,7 +50,7 @@ def text(tmp_path: Path) -> Path:
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--sead", "1"], "No such option: --sead"),
         (["--config", "CONFIG"], "optimizer type 'MARS-M' has no option 'gama': did you mean 'gamma'?"),
-        (["--config", "LEFT"], "has no option 'torch_adam': remove it; it chooses a form of DeepSpeed's AdamW"),
+        (["--config", "LEFT"], "has no option 'torch_adam': remove it; it chooses a form of the framework's AdamW"),
         (["--config", "UNREAD"], "momentum=0.9 is invalid: backend='adamw' does not read it"),
         (["--optimizer", "mkor", "--lr", "-1"], "lr=-1.0 is invalid"),
     ],

@@ -300,7 +300,7 @@ def test_options_common_to_all_groups(cls: type, key: str, value: Any) -> None:
         ("learning_rate", "did you mean 'lr'?"),
         ("epsilon", "did you mean 'eps'?"),
         ("zzz", "valid keys are betas, betas_1d, blocks, capturable, clip, "),
-        ("amsgrad", "valid keys are"),
+        ("amsgrad", "remove it; it belongs to Adam"),
         (3, "valid keys are"),
     ],
 )
