@@ -116,6 +116,7 @@ def memory_section(rows: Sequence[Row]) -> str:
 
 _TOKENS = 65536
 _WINDOW, _BATCH = 256, 8
+_PASSES = 5
 _TYPES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("AdamW, fused", "adamw", {"fused": True}),
     ("Muon, torch", "muon", {}),
@@ -133,7 +134,7 @@ _TYPES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def measure_costs(steps: int = 10, layers: int = 4, hidden: int = 192) -> list[Row]:
-    """Time steps of optimizers, and one micro-batch of forward and backward passes to be taken as often as it needs.
+    """Time steps of optimizers, and a micro-batch's forward and backward pass, to be taken as often as it needs.
 
     Times are of the processor, not of the clock: other work on the machine does not count.
 
@@ -145,21 +146,23 @@ def measure_costs(steps: int = 10, layers: int = 4, hidden: int = 192) -> list[R
     Returns:
         A row per type.
     """
+    task = LanguageModel(layers, hidden, 4, _WINDOW, _BATCH, 1.0, 0)
+    passes = [_seconds(partial(task.gradient, step)) for step in range(1 + _PASSES)][1:]
+    batch = statistics.median(passes) * _TOKENS / (_WINDOW * _BATCH)
     rows = []
     for name, kind, options in _TYPES:
-        task = LanguageModel(layers, hidden, 4, _WINDOW, _BATCH, 1.0, 0)
+        # What a step takes does not depend on the number of tokens.
+        task = LanguageModel(layers, hidden, 4, _WINDOW, 1, 1.0, 0)
         optimizer = make_optimizer(kind, task.model, 1e-4, options)
-        passes, updates = [], []
+        updates = []
         for step in range(steps + 2):
             optimizer.zero_grad()
-            passes.append(_seconds(partial(task.gradient, step)))
+            task.gradient(step)
             updates.append(_seconds(optimizer.step))
         count = sum(parameter.numel() for parameter in task.model.parameters())
-        times = {"pass": statistics.median(passes[2:]), "step": statistics.fmean(updates[2:])}
+        times = {"step": statistics.fmean(updates[2:]), "batch": batch}
         rows.append({"name": name, "parameters": count, **times, **environment(torch.device("cpu"))})
-    # One figure for everybody: the passes of plain layers do not depend on the optimizer.
-    passes = statistics.median(row["pass"] for row in rows)
-    return [{**row, "batch": passes * _TOKENS / (_WINDOW * _BATCH)} for row in rows]
+    return rows
 
 
 def _seconds(work: Callable[[], Any]) -> float:
