@@ -80,7 +80,7 @@ def split_heads() -> Any:
     return option(
         False,
         Flag(),
-        "Each attention head of a fused weight is a matrix of its own, where the heads are known.",
+        "Each attention head of a fused weight is a matrix of its own, where heads are known and not too small.",
     )
 
 

@@ -48,6 +48,9 @@ def idle_allowed() -> Iterator[None]:
         _allowances -= 1
 
 
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+
+
 class ParameterTable:
     """Names an optimizer's parameters and picks their rules.
 
@@ -162,6 +165,21 @@ class ParameterTable:
             key = key.rpartition("[")[0]
         return key
 
+    def matrix_info(self, key: str) -> ParameterInfo | None:
+        """What is known of the matrix that has states under a key; None for slices, and for what is none here."""
+        name = self.base_name(key)
+        info, _ = self.catalog[name]
+        place, *rest = _BRACKETS.findall(key[len(name) :]) or [""]
+        blocks = {block.name: block for block in self.blocks.get(name, ())} if self._declared.owns_blocks else {}
+        if len(info.shape) > 2:
+            if not place.isdecimal():
+                return None
+        elif place:
+            rest = [place, *rest]
+        if not blocks:
+            return None if rest else info
+        return block_info(info, blocks[rest[0]]) if len(rest) == 1 and rest[0] in blocks else None
+
     def _turn_by_name(self) -> None:
         """Take GPT-2's ``Conv1D`` weights for what they are where nobody has shown the modules."""
         turned = transposed_by_name(info for info, _ in self.catalog.values() if not info.transposed)
@@ -183,7 +201,7 @@ class ParameterTable:
         """Pick a parameter's rule by the options of its group."""
         info, index = self.catalog[name]
         self.routes[name] = self.choose(info, groups[index])
-        blocks = self._blocks(info, groups[index])
+        blocks, _ = self._divided(info, groups[index])
         if blocks:
             self.blocks[name] = blocks
         else:
@@ -204,23 +222,35 @@ class ParameterTable:
         """The rule that a parameter would take in a group."""
         if self.parameters[info.name].is_complex():
             return Route("fallback", "complex")
-        blocks = self._blocks(info, group)
+        blocks, obstacle = self._divided(info, group)
         # All of them take the rule, each by its shape; that of the whole says nothing then.
-        return self._route(block_info(info, blocks[0]) if blocks else info, group)
+        chosen = self._route(block_info(info, blocks[0]) if blocks else info, group)
+        return replace(chosen, reason=f"{chosen.reason}, undivided: {obstacle}") if obstacle else chosen
 
     def _route(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
         declared = self._declared
         return declared.adjust_route(info, group, route(info, declared.policy, group.get("fallback")))
 
-    def _blocks(self, info: ParameterInfo, group: Mapping[str, Any]) -> tuple[Block, ...]:
-        """A weight's logical matrices, if each of them takes the rule in a group; else it is one, as it is stored."""
+    def _divided(self, info: ParameterInfo, group: Mapping[str, Any]) -> tuple[tuple[Block, ...], str]:
+        """A weight's logical matrices, if each of them takes the rule in a group; else it is one, as it is stored.
+
+        Heads that are too small for the rule are taken together.
+
+        Returns:
+            The blocks, and what kept a fused weight from being divided as asked.
+        """
         options, declared = self._declared.options, self._declared
         if not declared.splits(info) or self.parameters[info.name].is_complex():
-            return ()
-        layouts, split_heads = getattr(options, "blocks", None), getattr(options, "split_heads", False)
-        blocks = blocks_of(declared.name, info, layouts, split_heads)
-        rules = (self._route(block_info(info, block), group).rule for block in blocks)
-        return blocks if all(rule == "matrix" for rule in rules) else ()
+            return (), ""
+        layouts, obstacle = getattr(options, "blocks", None), ""
+        for split_heads in (True, False) if getattr(options, "split_heads", False) else (False,):
+            blocks = blocks_of(declared.name, info, layouts, split_heads)
+            routes = ((block, self._route(block_info(info, block), group)) for block in blocks)
+            obstacles = (f"{block.name}: {chosen.reason}" for block, chosen in routes if chosen.rule != "matrix")
+            obstacle = next(obstacles, "")
+            if not obstacle:
+                return blocks, ""
+        return (), obstacle
 
     def choose_in(self, groups: Groups, name: str, group: Mapping[str, Any]) -> Route:
         """A parameter's rule if its group had these values."""

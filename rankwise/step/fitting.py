@@ -197,10 +197,9 @@ class SavedFit:
                 if states:
                     self._refuse_misfit(present, tensor, states, groups[-1])
         for key, states in matrices.items():
-            name = self._table.base_name(key)
-            info, position = self._table.catalog[name]
+            info, (_, position) = self._table.matrix_info(key), self._table.catalog[self._table.base_name(key)]
             # Slices of a matrix are compared with what their owner expects.
-            if (key == name) == (len(info.shape) < 3) and position < len(groups):
+            if info is not None and position < len(groups):
                 for state, shapes in declared.matrix_state_shapes(info, groups[position]).items():
                     if state in states:
                         check_shape(declared.identity, key, state, states[state].shape, shapes)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fused_networks import CASES, LAYERS, Network, build, distance, train
 
+from rankwise import MARS, LDAdam
 from rankwise.routing.fused import Fused
+from rankwise.routing.roles import ParameterInfo, attach_info
+from rankwise.step.optimizer import ShardedOptimizer
 
 STEPS = 5
 
@@ -36,3 +41,67 @@ def test_another_table_is_noticed(case: str, name: str) -> None:
     found = distance(train(network, build(case, network), STEPS), case, torch.float64, STEPS)
     assert found.pop(f"{name}.weight") > 1e-5
     assert max(value for own, value in found.items() if not own.startswith(f"{name}.")) < 1e-10
+
+
+class Experts(torch.nn.Module):
+    """Two experts in a stack, gate and up fused, beside a projection whose keys are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_up = torch.nn.Parameter(torch.randn(2, 24, 12))
+        self.qkv = torch.nn.Parameter(torch.randn(22, 12))
+        parts = Fused((("q", 16), ("k", 3), ("v", 3)), heads=(2, 1, 1))
+        attach_info(self.gate_up, ParameterInfo("gate_up", (2, 24, 12), fused=Fused((("gate", 12), ("up", 12)))))
+        attach_info(self.qkv, ParameterInfo("qkv", (22, 12), fused=parts))
+
+    def step(self, optimizer: ShardedOptimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def _optimizers(model: Experts) -> dict[str, ShardedOptimizer]:
+    return {
+        "ldadam": LDAdam(model.parameters(), rank=2, error_feedback=False),
+        "muon": MARS(model.parameters(), variant="muon", ns_dtype="float32"),
+    }
+
+
+@pytest.mark.parametrize("case", ["ldadam", "muon"])
+def test_stacks_of_fused_weights_resume_before_the_first_step(case: str) -> None:
+    model, other = Experts(), Experts()
+    optimizer, resumed = _optimizers(model)[case], _optimizers(other)[case]
+    model.step(optimizer, 1)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    model.step(optimizer, 2)
+    other.step(resumed, 2)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_states_of_another_block_are_refused() -> None:
+    model = Experts()
+    optimizer = _optimizers(model)["ldadam"]
+    model.step(optimizer, 1)
+    saved = optimizer.state_dict()
+    saved["matrix_states"]["gate_up[1][up]"]["basis"] = torch.zeros(11, 2)
+    with pytest.raises(ValueError, match=r"'basis' of 'gate_up\[1\]\[up\]' has the shape \(11, 2\)"):
+        _optimizers(Experts())["ldadam"].load_state_dict(saved)
+
+
+def test_what_is_too_small_to_be_divided_says_so() -> None:
+    """A rank that saves nothing on keys: the weight is one matrix; nothing on heads: its parts are."""
+    model = Experts()
+
+    def reasons(rank: int, **options: Any) -> dict[str, str]:
+        optimizer = LDAdam(model.parameters(), rank=rank, error_feedback=False, **options)
+        return {each.name: each.reason for each in optimizer.explain() if each.name.startswith("qkv")}
+
+    assert set(reasons(1, split_heads=True)) == {"qkv[q.0]", "qkv[q.1]", "qkv[k.0]", "qkv[v.0]"}
+    assert list(reasons(3)) == ["qkv"] and "undivided: k: rank 3 saves nothing" in reasons(3)["qkv"]
+    wide = torch.nn.Parameter(torch.randn(36, 12))
+    attach_info(wide, ParameterInfo("wide", (36, 12), fused=Fused((("q", 12), ("k", 12), ("v", 12)), heads=(6, 6, 6))))
+    optimizer = LDAdam([wide], rank=2, error_feedback=False, split_heads=True)
+    assert {each.name for each in optimizer.explain()} == {"wide[q]", "wide[k]", "wide[v]"}
