@@ -32,15 +32,18 @@ def explain_table(asked: Asked) -> Table:
         model = stage_model(stage_parts(asked.sizes, asked.cluster, 0))
     assert model is not None
     optimizer = built(asked.picked, model)
+    # One for each parameter, whether its rule takes it as one matrix or as several.
+    rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
     states = _state_bytes(optimizer)
     table = Table(title=f"{asked.picked.name}, one rank")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
         table.add_column(heading)
     table.add_column("state, bytes", justify="right")
-    for row in optimizer.explain():
-        table.add_row(row.name, " x ".join(map(str, row.shape)), row.rule, row.reason, f"{states[row.name]:,}")
-    total, adamw = sum(states.values()), 8 * sum(prod(row.shape) for row in optimizer.explain())
+    for name, row in rows.items():
+        shape = " x ".join(map(str, optimizer.parameters_by_name[name].shape))
+        table.add_row(name, shape, row.rule, row.reason, f"{states[name]:,}")
+    total, adamw = sum(states.values()), 8 * sum(optimizer.parameters_by_name[name].numel() for name in rows)
     table.add_section()
     table.add_row("all", "", "", "", f"{total:,}")
     table.caption = f"{total / _MEBIBYTE:,.1f} MiB; AdamW's would be {adamw / _MEBIBYTE:,.1f} MiB"
@@ -48,9 +51,10 @@ def explain_table(asked: Asked) -> Table:
 
 
 def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
-    """By parameter, of all states it would have in one process; a bias that rides along has its matrix's share."""
+    """By parameter, of all states it would have in one process; a bias that rides along is its matrix's."""
     found = dict.fromkeys(optimizer.parameters_by_name, 0)
     name_of = optimizer.table.base_name
+
     for unit in imagined_units(optimizer, 1, 1):
         work = optimizer.work(unit)
         for key, shape in unit.layout.shapes.items():
