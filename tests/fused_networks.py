@@ -136,6 +136,16 @@ class Network(nn.Module):
         for name, info in self.annotations.items():
             attach_info(named[name], info)
 
+    def forward(self, step: int, share: slice = slice(None), scale: float = 1.0) -> Tensor:
+        """The loss of some of a step's tokens."""
+        dtype = next(self.parameters()).dtype
+        loss = torch.zeros((), dtype=dtype)
+        for name in (*LAYERS, "plain"):
+            x, dy = (value[share].to(dtype) for value in tokens(step, name))
+            if len(x):
+                loss = loss + (self.outputs(name, x) * (scale * dy)).sum()
+        return loss
+
     def outputs(self, name: str, x: Tensor) -> Tensor:
         """Of a layer, in the order of the fused one."""
         if self.fused or name == "plain":
@@ -161,12 +171,7 @@ def tokens(step: int, name: str) -> tuple[Tensor, Tensor]:
 
 def backward(network: Network, step: int, share: slice = slice(None), scale: float = 1.0) -> None:
     """A forward and backward pass over some of the tokens."""
-    dtype = next(network.parameters()).dtype
-    loss = torch.zeros((), dtype=dtype)
-    for name in (*LAYERS, "plain"):
-        x, dy = (value[share].to(dtype) for value in tokens(step, name))
-        if len(x):
-            loss = loss + (network.outputs(name, x) * (scale * dy)).sum()
+    loss = network(step, share, scale)
     if loss.requires_grad:
         loss.backward()
 

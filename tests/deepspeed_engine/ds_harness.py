@@ -331,7 +331,7 @@ def digest(optimizer: Any) -> str:
     """A hash of every byte of optimizer state and of the weights the optimizer updates."""
     found = hashlib.sha256()
     for unit in optimizer.planner.units.values():
-        for fragment in (entry.fragment for entry in unit.entries):
+        for fragment in (entry.fragment for entry in unit.stored_entries):
             # Not the whole tensor: ZeRO-3 pads with whatever the memory held.
             run = slice(fragment.offset, fragment.offset + fragment.numel)
             found.update(unit.tensors[fragment.tensor].detach().reshape(-1)[run].numpy().tobytes())

@@ -1,39 +1,87 @@
-"""Under DeepSpeed the same matrices are found in fused weights as in plain PyTorch, in placeholders, too."""
+"""Under DeepSpeed a network with fused weights follows its twin with a weight for each matrix, which torch trains."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import deepspeed
+import ds_harness as ds
+import numpy as np
+import pytest
+import torch
+from fused_networks import LAYERS, TOKENS, Network, as_fused
 from ranks import run_ranks
 
-import deepspeed_plugin
-from benchmarks.architectures import ARCHITECTURES
-from rankwise.routing.roles import ParameterInfo, describe, info_of
+import deepspeed_plugin  # noqa: F401
+from rankwise import MARS, MKOR, LDAdam, annotate
 
-TITLES = ("GPT-2", "Falcon 40B, 180B", "DBRX")
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "MARS-M", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+STEPS = 4
+# As a JSON has them: DeepSpeed hands over parameters whose modules say nothing of what is fused in them.
+BLOCKS: dict[str, Any] = {
+    "qkv.weight": {"q": 12, "k": 8, "v": 6},
+    "conv.weight": "qkv",
+    "groups.weight": {"q": 12, "k": 3, "v": 3, "groups": 2},
+    "gate_up.weight": [16, 16],
+    "alternating.weight": {"gate": 1, "up": 1, "groups": 8},
+}
+SHARED = {"lr": 1e-2, "weight_decay": 0.1}
+TYPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "MARS-M": (MARS, {"ns_dtype": "float32", **SHARED}, {"variant": "muon"}),
+    "MARS-Shampoo": (MARS, {"ns_dtype": "float32", **SHARED}, {"variant": "shampoo"}),
+    "LDAdam": (LDAdam, {"rank": 2, **SHARED}, {}),
+    "MKOR": (MKOR, {"update_interval": 2, "factor_dtype": "float32", "backend": "sgd", **SHARED}, {}),
 }
 
 
-def _found(rank: int, world: int) -> list[dict[str, ParameterInfo]]:
+def _engines(rank: int, world: int, stage: int) -> dict[str, tuple[dict[str, np.ndarray], set[str]]]:
     deepspeed.init_distributed("gloo")
-    deepspeed_plugin.register()
-    found = []
-    for title in TITLES:
-        with deepspeed.zero.Init(config_dict_or_path=CONFIG):
-            model = ARCHITECTURES[title].build()
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
-        found.append({name: info_of(weight, None, "") for name, weight in engine.module.named_parameters()})
-        assert not any(weight.numel() for weight in engine.module.parameters())
+    found = {}
+    for name, (_, params, _) in TYPES.items():
+        network = Network(torch.float32, True)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": name, "params": {**params, "blocks": BLOCKS}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+        }
+        engine, *_ = deepspeed.initialize(model=network, model_parameters=network.named_parameters(), config=config)
+        share = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world)
+        for step in range(STEPS):
+            engine.backward(engine(step, share, float(world)))
+            engine.step()
+        found[name] = ds.master_weights(engine), {line.name for line in engine.basic_optimizer.explain()}
         engine.destroy()
     return found
 
 
-def test_placeholders_are_described_like_weights() -> None:
-    plain = [{info.name: info for info in describe(ARCHITECTURES[title].build()).values()} for title in TITLES]
-    assert all(any(info.fused is not None for info in infos.values()) for infos in plain)
-    assert run_ranks(2, _found) == [plain, plain]
+@functools.cache
+def _twin(name: str) -> tuple[dict[str, np.ndarray], float]:
+    kind, params, more = TYPES[name]
+    network = Network(torch.float32, False)
+    annotate(network)  # as the plugin does: which weights are (inputs, outputs)
+    optimizer = kind(network.named_parameters(), **params, **more)
+    optimizer.capture(network)
+    start = as_fused(network)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        network(step).backward()
+        optimizer.step()
+    final = {key: value.numpy() for key, value in as_fused(network).items()}
+    return final, max(float(np.abs(final[key] - start[key].numpy()).max()) for key in final)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (0, 1))])
+def test_engines_follow_the_twin(stage: int) -> None:
+    for name in TYPES:
+        _twin(name)
+    ranks = run_ranks(2, _engines, stage)
+    for name in TYPES:
+        final, change = _twin(name)
+        for found in ranks:
+            weights, lines = found[name]
+            errors = {key: float(np.abs(weights[key] - final[key]).max()) / change for key in final}
+            assert max(errors.values()) <= 1e-5, (name, errors)
+            assert {f"{layer}.weight[{part}]" for layer in ("qkv", "groups") for part in LAYERS[layer].rows} <= lines

@@ -1,0 +1,71 @@
+"""What dividing a fused weight costs and saves, counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_networks import CASES, LAYERS, Network, build, train
+from torch import nn
+
+from rankwise import MKOR
+from rankwise.estimate import estimate
+
+WIDTH = 24
+WHOLE = {"blocks": {"*": "none"}}
+
+
+def joined(**options: Any) -> tuple[MKOR, Any]:
+    """MKOR on a projection to queries, keys and values of equal widths, stepped once."""
+    network = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))
+    optimizer = MKOR(network.named_parameters(), factor_dtype="float32", **options)
+    optimizer.capture(network)
+    network(torch.randn(5, WIDTH)).square().mean().backward()
+    optimizer.step()
+    (unit,) = optimizer.planned_units
+    assert unit.exchange is not None
+    return optimizer, unit.exchange.owned()[0]
+
+
+def test_mkor_keeps_and_computes_less() -> None:
+    whole, task = joined()
+    # A factor of all outputs, and one of the inputs with the bias's column; their products with the gradient.
+    inputs, outputs = WIDTH + 1, 3 * WIDTH
+    failures = 4
+    assert whole.state_bytes()["matrix"] == 4 * (outputs**2 + inputs**2) + failures
+    assert task.cost == 2 * outputs * inputs * (outputs + inputs)
+    divided, own = joined(blocks={"0.weight": "qkv"})
+    assert divided.state_bytes()["matrix"] == 4 * (3 * WIDTH**2 + inputs**2) + failures
+    assert own.cost == 3 * 2 * WIDTH * inputs * (WIDTH + inputs)
+    # 72^2 + 25^2 = 5809 numbers have become 2353, and 349,200 operations 176,400.
+    assert (4 * 2353 + failures, own.cost) == (divided.state_bytes()["matrix"], 176_400)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("ldadam")])
+@pytest.mark.parametrize("stage", [0, 3])  # where what owners are sent does not depend on who they are
+def test_no_more_is_sent(case: str, stage: int) -> None:
+    """The elements of a weight travel as before; MARS adds a number for each block to the sums of norms."""
+    found = []
+    for options in ({}, WHOLE):
+        ranks = estimate(build(case, Network(torch.float64, True), **options), world=4, stage=stage)
+        found.append([rank.bytes_sent + rank.periodic_bytes / rank.period for rank in ranks])
+    blocks = sum(len(layer.rows) for layer in LAYERS.values()) - len(LAYERS)
+    sums = 8 * blocks * case.startswith("mars")
+    assert sum(found[0]) <= sum(found[1]) + 4 * sums
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_estimates_are_what_is_kept(case: str) -> None:
+    network = Network(torch.float64, True)
+    optimizer = build(case, network)
+    (rank,) = estimate(optimizer, world=1, stage=0)
+    train(network, optimizer, 1)
+    assert rank.matrix_state_bytes == optimizer.state_bytes()["matrix"]
+    lines = optimizer.explain()
+    held = optimizer.state_bytes()
+    assert sum(line.state_bytes for line in lines) == held["element"] + held["matrix"]
+    names = [line.name for line in lines]
+    for name, layer in LAYERS.items():
+        assert [own for own in names if own.startswith(f"{name}.weight")] == [f"{name}.weight[{p}]" for p in layer.rows]
+    assert all(line.owner == 0 for line in lines if line.rule == "matrix")
