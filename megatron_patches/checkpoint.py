@@ -6,6 +6,7 @@ is read back depends on names and positions alone, so that data-, tensor- and pi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_tensors_metadata
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
 from rankwise.sharding import Fragment
+from rankwise.step.carrying import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.portable import (
     SlicePlace,
@@ -38,6 +40,7 @@ __all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
 
 # Megatron rounds their rows up to a multiple of the tensor-parallel size, as many as the vocabulary has or not.
 _PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+logger = logging.getLogger(__name__)
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -113,8 +116,12 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
             piece.values.copy_(loaded.view_as(piece.values))
     matrices: dict[str, dict[str, Tensor]] = {}
     for key, values in owned_states(inner).items():
+        # What the checkpoint has of other logical matrices alone was not asked for.
+        filled = {name: state["matrices"].get(f"{key}/{name}") for name in values}
         matrices[key] = {
-            name: state["matrices"][f"{key}/{name}"].reshape(value.shape).to(value) for name, value in values.items()
+            name: value.reshape(values[name].shape).to(values[name])
+            for name, value in filled.items()
+            if value is not None
         }
     resume(inner, matrices, saved["step"], saved["extra"])
 
@@ -144,6 +151,7 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
     _refuse_another(wanted, saved, "optimizer" in stored)
     for place, record in wanted_records(placed, theirs).items():
         match_groups(_recorded_groups(placed[place]), _recorded_groups(record))
+    _leave_out_divided_otherwise(requested, placed, folder)
     try:
         yield partial(relocate_records, requested=placed, stored=theirs)
     except (KeyboardInterrupt, SystemExit):
@@ -155,6 +163,28 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
         if reason is None:
             raise
         raise ValueError(reason) from error
+
+
+def _leave_out_divided_otherwise(
+    requested: Mapping[str, Any], placed: Mapping[Any, Mapping[str, Any]], folder: str
+) -> None:
+    """Ask for no state of a matrix that the checkpoint has of others in the same weight alone: it starts afresh."""
+    wanted = []
+    for place in placed:
+        holder: Any = requested
+        for step in place:
+            holder = holder[step]
+        wanted += [(holder["matrices"], key, value.key) for key, value in holder.get("matrices", {}).items()]
+    if not wanted:
+        return
+    stored = set(load_tensors_metadata(folder))
+    weights = {without_blocks(key) for key in stored}
+    lost = [item for item in wanted if item[2] not in stored and without_blocks(item[2]) in weights]
+    for matrices, key, _ in lost:
+        del matrices[key]
+    if lost:
+        names = list(dict.fromkeys(without_blocks(key.rpartition("/")[0]) for _, key, _ in lost))
+        logger.warning("rankwise: %s", start_afresh(names, dict.fromkeys(key.rpartition("/")[2] for _, key, _ in lost)))
 
 
 def _common_state(requested: Mapping[str, Any], folder: str) -> Mapping[str, Any]:

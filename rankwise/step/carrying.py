@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from rankwise.planning.declared import Declared
 from rankwise.planning.table import ParameterTable
 
-__all__ = ["StateCarrier"]
+__all__ = ["StateCarrier", "start_afresh", "without_blocks"]
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -43,18 +43,11 @@ class StateCarrier:
             own = {name: value for name, value in state.items() if self.belongs(key, name)}
             if len(own) < len(state):
                 lost[self._table.base_name(key)] = None
-                names |= {name.partition("[")[0]: None for name in state if name not in own}
+                names |= {name: None for name in state if name not in own}
             if own:
                 kept[key] = own
         if lost and announce:
-            logger.warning(
-                "%s: the checkpoint has the states (%s) of %s for other logical matrices than these weights are made "
-                "of now (option 'blocks'; \"none\" takes a weight for one matrix): they start afresh. Weights and the "
-                "states of their elements go on.",
-                self._declared.name,
-                ", ".join(names),
-                _listed(list(lost)),
-            )
+            logger.warning("%s: %s", self._declared.name, start_afresh(lost, names))
         return kept
 
     def belongs(self, key: str, state: str) -> bool:
@@ -77,5 +70,23 @@ class StateCarrier:
         return tags[-1] in blocks if tags else not blocks
 
 
-def _listed(names: list[Any]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def start_afresh(weights: Collection[str], states: Collection[str]) -> str:
+    """What is said of states that do not go on.
+
+    Args:
+        weights: Of the matrices.
+        states: Names of the states.
+    """
+    names = list(weights)
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    lost = ", ".join(dict.fromkeys(map(without_blocks, states)))
+    return (
+        f"the checkpoint has the states ({lost}) of {listed} for other logical matrices than these weights are made of "
+        "now (option 'blocks'; \"none\" takes a weight for one matrix): they start afresh. Weights and the states of "
+        "their elements go on."
+    )
+
+
+def without_blocks(key: str) -> str:
+    """The key of a matrix or of a state, without the names of blocks."""
+    return _TAG.sub("", key)
