@@ -27,11 +27,12 @@ def explain_table(asked: Asked) -> Table:
     Raises:
         ValueError: The optimizer refuses its params.
     """
-    model = asked.model
     if asked.sizes is not None:
-        model = stage_model(stage_parts(asked.sizes, asked.cluster, 0))
-    assert model is not None
-    optimizer = built(asked.picked, model)
+        parts = stage_parts(asked.sizes, asked.cluster, 0)
+        optimizer = built(asked.picked, stage_model(parts), {part.name: part.fused for part in parts if part.fused})
+    else:
+        assert asked.model is not None
+        optimizer = built(asked.picked, asked.model)
     # One for each parameter, whether its rule takes it as one matrix or as several.
     rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
     states = _state_bytes(optimizer)

@@ -101,7 +101,7 @@ def megatron_figures(picked: Chosen, sizes: Sizes, cluster: Cluster) -> Figures:
     for stage in range(cluster.pp):
         parts = stage_parts(sizes, cluster, stage)
         model = stage_model(parts)
-        optimizer = built(picked, model)
+        optimizer = built(picked, model, {part.name: part.fused for part in parts if part.fused})
         optimizer.attach(StageSource(cluster))
         groups = dict.fromkeys((part.name for part in parts), 0)
         ranks = rank_contents(parts, groups, cluster, stage)

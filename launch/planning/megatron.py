@@ -15,6 +15,7 @@ from torch import nn
 
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.described import Sizes
+from rankwise.routing.fused import Fused
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
 
 __all__ = ["Part", "StageSource", "rank_contents", "stage_model", "stage_parts", "vocabulary"]
@@ -33,6 +34,7 @@ class Part(NamedTuple):
         dim: That tensor parallelism cuts; None where every rank has the whole.
         strips: Equal sections, of each of which a rank has a piece.
         apart: Has a bucket of its own: the embedding that the last stage shares.
+        fused: Its logical matrices, if it holds several.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Part(NamedTuple):
     dim: int | None = None
     strips: int = 1
     apart: bool = False
+    fused: Fused | None = None
 
     def shard(self, tp: int) -> int:
         """Elements on one tensor-parallel rank."""
@@ -96,8 +99,10 @@ def _norm(sizes: Sizes, name: str) -> list[Part]:
     return [Part(f"{name}.{end}", (sizes.hidden,)) for end in names]
 
 
-def _linear(sizes: Sizes, name: str, shape: tuple[int, int], dim: int, strips: int = 1) -> list[Part]:
-    weight = Part(f"{name}.weight", shape, dim, strips)
+def _linear(
+    sizes: Sizes, name: str, shape: tuple[int, int], dim: int, strips: int = 1, fused: Fused | None = None
+) -> list[Part]:
+    weight = Part(f"{name}.weight", shape, dim, strips, fused=fused)
     if sizes.family != "gpt2":
         return [weight]
     return [weight, Part(f"{name}.bias", shape[:1], 0 if dim == 0 else None)]
@@ -106,13 +111,16 @@ def _linear(sizes: Sizes, name: str, shape: tuple[int, int], dim: int, strips: i
 def _layer(sizes: Sizes, prefix: str) -> list[Part]:
     hidden, size = sizes.hidden, sizes.hidden // sizes.heads
     gated = 2 if sizes.family == "llama" else 1
+    shared = sizes.heads // sizes.kv_heads
+    queries = Fused((("q", shared * size), ("k", size), ("v", size)), groups=sizes.kv_heads, heads=(shared, 1, 1))
+    halves = Fused((("gate", sizes.ffn), ("up", sizes.ffn))) if gated == 2 else None
     attention, mlp = f"{prefix}self_attention.linear_", f"{prefix}mlp.linear_"
     return [
         *_norm(sizes, f"{prefix}input_layernorm"),
         *_linear(sizes, f"{attention}proj", (hidden, sizes.heads * size), 1),
-        *_linear(sizes, f"{attention}qkv", ((sizes.heads + 2 * sizes.kv_heads) * size, hidden), 0),
+        *_linear(sizes, f"{attention}qkv", ((sizes.heads + 2 * sizes.kv_heads) * size, hidden), 0, 1, queries),
         *_norm(sizes, f"{prefix}pre_mlp_layernorm"),
-        *_linear(sizes, f"{mlp}fc1", (gated * sizes.ffn, hidden), 0, gated),
+        *_linear(sizes, f"{mlp}fc1", (gated * sizes.ffn, hidden), 0, gated, halves),
         *_linear(sizes, f"{mlp}fc2", (hidden, sizes.ffn), 1),
     ]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,8 @@ from rankwise.launch.flags import read_flags
 from rankwise.launch.plan import check_options, read_config
 from rankwise.names import BY_NAME, BY_SPELLING
 from rankwise.options.validation import check_keys
-from rankwise.routing.roles import annotate
+from rankwise.routing.fused import Fused
+from rankwise.routing.roles import annotate, attach_info, info_of
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["Chosen", "built", "chosen", "flag_value"]
@@ -115,17 +117,21 @@ def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
     return None if value is None or isinstance(value, bool) else str(value)
 
 
-def built(picked: Chosen, model: nn.Module) -> ShardedOptimizer:
+def built(picked: Chosen, model: nn.Module, fused: Mapping[str, Fused] = MappingProxyType({})) -> ShardedOptimizer:
     """The optimizer on a model's parameters, which may be on the meta device; MKOR has captured it.
 
     Args:
         picked: What was chosen.
         model: The model.
+        fused: What is known of weights that hold several matrices, by name, beyond what modules show.
 
     Raises:
         ValueError: It refuses its options, or would take no matrix.
     """
     annotate(model)
+    for name, known in fused.items():
+        parameter = model.get_parameter(name)
+        attach_info(parameter, replace(info_of(parameter, name, name), fused=known))
     named = BY_NAME[picked.name]
     params = {key: value for key, value in picked.params.items() if value != "auto"}
     keywords = named.complete(params, picked.name, instead=named.optimizer.__name__)

@@ -58,7 +58,11 @@ def _planned(name: str, cell: Cell, world: int, stage: int) -> Answer:
         overlap=cell.overlap_grad_reduce,
     )
     parts = stage_parts(sizes, cluster, stage, VOCABULARY)
-    optimizer = built(Chosen(name, {"lr": 5e-3, **TYPES[name]}), stage_model(parts))
+    optimizer = built(
+        Chosen(name, {"lr": 5e-3, **TYPES[name]}),
+        stage_model(parts),
+        {part.name: part.fused for part in parts if part.fused},
+    )
     optimizer.attach(StageSource(cluster))
     ranks = rank_contents(parts, dict.fromkeys((part.name for part in parts), 0), cluster, stage, cell.bucket_size)
     (unit,) = optimizer.imagine([ranks])
