@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankwise.names import BY_NAME, BY_SPELLING
+from rankwise.names import BY_NAME, BY_SPELLING, READY
 
 __all__ = ["OPTIMIZERS", "STAGES", "VALUES", "contents", "write"]
 
@@ -20,7 +20,7 @@ STAGES: tuple[int, ...] = (0, 1, 2, 3)
 
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1, "torch_adam": True},
-    **{name: named.ready for name, named in BY_NAME.items()},
+    **READY,
 }
 """Options of each optimizer, for the small model of ``rankwise train``."""
 

@@ -22,12 +22,10 @@ class Named(NamedTuple):
     Attributes:
         optimizer: The class.
         preset: Options that the name fixes.
-        ready: Options of the ready configurations, for the small model of ``rankwise train``.
     """
 
     optimizer: type[ShardedOptimizer]
     preset: Mapping[str, Any] = MappingProxyType({})
-    ready: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "weight_decay": 0.1})
 
     def complete(
         self, given: Mapping[str, Any], owner: str, instead: str, valid: Collection[str] | None = None
@@ -49,22 +47,35 @@ class Named(NamedTuple):
         return {**self.preset, **{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}}
 
 
-_MARS = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
-_MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
 BY_SPELLING: Mapping[str, Named] = {
-    "MARS": Named(MARS, ready={"lr": 0.006, "variant": "adamw", **_MARS}),
-    "MARS-AdamW": Named(MARS, {"variant": "adamw"}, {"lr": 0.006, **_MARS}),
-    "MARS-Lion": Named(MARS, {"variant": "lion"}, {"lr": 0.001, **_MARS}),
-    "MARS-Shampoo": Named(MARS, {"variant": "shampoo"}, {"lr": 0.03, **_MARS}),
-    "MARS-M": Named(MARS, {"variant": "muon"}, {"lr": 0.012, **_MARS}),
-    "SONew": Named(SONew, ready={"lr": 0.003, "band": 1, "betas": [0.9, 0.99], "weight_decay": 0.1}),
-    "LDAdam": Named(LDAdam, ready={"lr": 0.006, "rank": 32, "weight_decay": 0.1}),
-    "MKOR": Named(MKOR, ready=_MKOR),
-    "MKOR-H": Named(MKOR, {"hybrid": True}, _MKOR),
+    "MARS": Named(MARS),
+    "MARS-AdamW": Named(MARS, {"variant": "adamw"}),
+    "MARS-Lion": Named(MARS, {"variant": "lion"}),
+    "MARS-Shampoo": Named(MARS, {"variant": "shampoo"}),
+    "MARS-M": Named(MARS, {"variant": "muon"}),
+    "SONew": Named(SONew),
+    "LDAdam": Named(LDAdam),
+    "MKOR": Named(MKOR),
+    "MKOR-H": Named(MKOR, {"hybrid": True}),
 }
 """By the spelling of a JSON's ``"type"``."""
 
 BY_NAME: Mapping[str, Named] = {spelling.lower(): named for spelling, named in BY_SPELLING.items()}
 """By the name on command lines and of files."""
+
+_MARS = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
+_MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
+READY: Mapping[str, Mapping[str, Any]] = {
+    "mars": {"lr": 0.006, "variant": "adamw", **_MARS},
+    "mars-adamw": {"lr": 0.006, **_MARS},
+    "mars-lion": {"lr": 0.001, **_MARS},
+    "mars-shampoo": {"lr": 0.03, **_MARS},
+    "mars-m": {"lr": 0.012, **_MARS},
+    "sonew": {"lr": 0.003, "band": 1, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    "ldadam": {"lr": 0.006, "rank": 32, "weight_decay": 0.1},
+    "mkor": _MKOR,
+    "mkor-h": _MKOR,
+}
+"""Options of the ready configurations, for the small model of ``rankwise train``, by the same."""
 
 CLASSES: tuple[type[ShardedOptimizer], ...] = tuple(dict.fromkeys(named.optimizer for named in BY_NAME.values()))

@@ -29,7 +29,7 @@ def blocks() -> list[dict[str, Any]]:
     folder = deepspeed_config_path("LDAdam").parent
     found = [json.loads(path.read_text())["optimizer"] for path in sorted(folder.glob("*.json"))]
     found = [block for block in found if block["type"] in types_by_spelling()]
-    for name, (cls, preset, _) in JSON_TYPES.items():
+    for name, (cls, preset) in JSON_TYPES.items():
         full = {key: default for key, default in vars(cls.options_type()).items() if key not in preset}
         full |= {key: list(default) for key, default in full.items() if isinstance(default, tuple)}
         found.append({"type": name, "params": full})
@@ -45,7 +45,7 @@ def blocks() -> list[dict[str, Any]]:
 
 
 def _options_of_all() -> list[str]:
-    return sorted({key for cls, *_ in JSON_TYPES.values() for key in cls.options_type.names()} | {"params", "name"})
+    return sorted({key for cls, _ in JSON_TYPES.values() for key in cls.options_type.names()} | {"params", "name"})
 
 
 def mutate(rng: random.Random, block: dict[str, Any]) -> set[str]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import rankwise
 from rankwise import MARS, MKOR
-from rankwise.names import BY_NAME, BY_SPELLING, CLASSES
+from rankwise.names import BY_NAME, BY_SPELLING, CLASSES, READY
 from rankwise.options.hints import LEFT_OVER
 from rankwise.options.validation import OptionError
 
@@ -27,8 +27,9 @@ def test_every_framework_reads_the_same_table() -> None:
 
     assert blocks.JSON_TYPES is BY_SPELLING and registry.NAMES is BY_NAME
     assert OPTIMIZERS == {"adamw": "AdamW", **{spelling.lower(): spelling for spelling in BY_SPELLING}}
+    assert list(READY) == list(BY_NAME)
     assert set(CLASSES) == {getattr(rankwise, name) for name in rankwise.__all__ if name[0].isupper()}
-    for name, (cls, preset, _) in BY_NAME.items():
+    for name, (cls, preset) in BY_NAME.items():
         assert cls.options_type(**preset).owner == cls.__name__ and name.startswith(cls.__name__.lower())
 
 
@@ -59,7 +60,7 @@ def test_what_another_optimizer_has_left_is_to_be_removed(key: str) -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_any_optimizer_takes_the_calls_of_a_loop_that_serves_all(name: str) -> None:
     """A training loop need not know which of them it has: what a rule has no use for changes nothing."""
-    (cls, preset, _), model = BY_NAME[name], network()
+    (cls, preset), model = BY_NAME[name], network()
     optimizer = cls(list(model.named_parameters()), **preset)
     assert optimizer.needs_capture == (cls is MKOR) and optimizer.needs_loss == (name == "mkor-h")
     assert not optimizer.switched
@@ -76,7 +77,7 @@ def test_any_optimizer_takes_the_calls_of_a_loop_that_serves_all(name: str) -> N
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_what_no_engine_serves_is_named_with_the_reason(name: str) -> None:
-    cls, preset, _ = BY_NAME[name]
+    cls, preset = BY_NAME[name]
     assert cls.options_type(**preset).beyond_engines() == {}
     modes: dict[str, Any] = {"exact": True} if cls is MARS else {}
     assert set(cls.options_type(**preset, **modes).beyond_engines()) == set(modes)
