@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron_cells import HEADS, HIDDEN, Cell
-from megatron_harness import Trainer, opened
+from megatron_harness import Trainer, opened, trained
 from megatron_types import maker
 from megatron_weights import reduced_gradient
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 
@@ -89,3 +91,38 @@ def test_blocks_follow_weights_of_their_own(label: str) -> None:
     for name, (gap, blocks) in zip(NAMES, run_ranks(world, _all, cell)[0], strict=True):
         assert len(blocks) == 2 * 5, (name, blocks)
         assert gap <= 1e-5, (name, gap)
+
+
+def _divided_otherwise(rank: int, world: int, folder: Path) -> dict[str, set[str]]:
+    """Saved with fused weights as one matrix each, continued with their blocks."""
+    cell, found = CELLS["TP2"][1], {}
+    megatron_patches.apply()
+    with cpu_megatron():
+        for name in ("ldadam", "mkor"):
+            (folder / name).mkdir(exist_ok=True)
+            options = {"rank": 4} if name == "ldadam" else {}
+            with opened(cell, maker(name, blocks={"*": "none"}, **options)) as trainer:
+                trained(trainer, 1)
+                trainer.save(folder / name)
+            with opened(cell, maker(name, **options)) as trainer:
+                trainer.load(folder / name)
+                inner = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0].optimizer
+                found[name] = {
+                    f"{key.removeprefix('decoder.layers.')} {state}"
+                    for key, states in inner.matrix_states.everything().items()
+                    for state in states
+                    if key.startswith("decoder.layers.0") and bool(states[state].count_nonzero())
+                }
+                trained(trainer, 1)
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_matrices_continues(tmp_path: Path) -> None:
+    found = [ranks for ranks in run_ranks(2, _divided_otherwise, tmp_path)]
+    for name in ("ldadam", "mkor"):
+        states = set().union(*(ranks[name] for ranks in found))
+        assert any("linear_proj" in key for key in states), (name, states)
+        own = {key.rpartition(" ")[2] for key in states if "linear_qkv" in key}
+        # All blocks see the same inputs; else what blocks keep starts afresh.
+        assert own == ({"right"} if name == "mkor" else set()), (name, own)
