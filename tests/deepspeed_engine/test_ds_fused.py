@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -34,7 +35,9 @@ TYPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _engines(rank: int, world: int, stage: int) -> dict[str, tuple[dict[str, np.ndarray], set[str]]]:
+def _engines(
+    rank: int, world: int, stage: int, steps: range = range(STEPS), load: str | None = None, save: str | None = None
+) -> dict[str, tuple[dict[str, np.ndarray], set[str]]]:
     deepspeed.init_distributed("gloo")
     found = {}
     for name, (_, params, _) in TYPES.items():
@@ -48,9 +51,16 @@ def _engines(rank: int, world: int, stage: int) -> dict[str, tuple[dict[str, np.
         }
         engine, *_ = deepspeed.initialize(model=network, model_parameters=network.named_parameters(), config=config)
         share = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world)
-        for step in range(STEPS):
+        if load is not None:
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter.data.zero_()  # nothing but the checkpoint can make the runs agree
+            engine.load_checkpoint(f"{load}/{name}")
+        for step in steps:
             engine.backward(engine(step, share, float(world)))
             engine.step()
+        if save is not None:
+            engine.save_checkpoint(f"{save}/{name}")
         found[name] = ds.master_weights(engine), {line.name for line in engine.basic_optimizer.explain()}
         engine.destroy()
     return found
@@ -79,9 +89,26 @@ def test_engines_follow_the_twin(stage: int) -> None:
         _twin(name)
     ranks = run_ranks(2, _engines, stage)
     for name in TYPES:
-        final, change = _twin(name)
         for found in ranks:
             weights, lines = found[name]
-            errors = {key: float(np.abs(weights[key] - final[key]).max()) / change for key in final}
-            assert max(errors.values()) <= 1e-5, (name, errors)
+            _assert_followed(name, weights)
             assert {f"{layer}.weight[{part}]" for layer in ("qkv", "groups") for part in LAYERS[layer].rows} <= lines
+
+
+def _assert_followed(name: str, weights: dict[str, np.ndarray]) -> None:
+    final, change = _twin(name)
+    errors = {key: float(np.abs(weights[key] - final[key]).max()) / change for key in final}
+    assert max(errors.values()) <= 1e-5, (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 3)), ((3, 3), (1, 0))])
+def test_blocks_go_on_in_another_layout(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
+    """Ranks and stage before and after: the states of every block are found, whoever owns it now."""
+    for name in TYPES:
+        _twin(name)
+    (ranks, stage), (others, other) = before, after
+    run_ranks(ranks, _engines, stage, range(STEPS // 2), None, str(tmp_path))
+    for found in run_ranks(others, _engines, other, range(STEPS // 2, STEPS), str(tmp_path)):
+        for name in TYPES:
+            _assert_followed(name, found[name][0])
