@@ -16,7 +16,7 @@ from rankwise.planning.declared import Declared
 from rankwise.planning.logical_matrices import block_info, blocks_of
 from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
 from rankwise.routing.roles import ParameterInfo, Role, Route, describe, info_of, route
-from rankwise.routing.stored_shapes import transposed_by_name
+from rankwise.routing.stored_shapes import parts_by_name, transposed_by_name
 from rankwise.sharding import Block
 from rankwise.sharding.sources import WholeParameters, real_view, refuse_unreadable
 
@@ -119,7 +119,7 @@ class ParameterTable:
             self.parameters[info.name] = parameter
             self.route_by(groups, info.name)
             self.plain.register(parameter, info.name, index)
-        self._turn_by_name()
+        self._know_by_name(groups)
 
     def name_again(self, groups: Groups) -> None:
         """Name and route all parameters by what is known of them by now."""
@@ -180,12 +180,17 @@ class ParameterTable:
             return None if rest else info
         return block_info(info, blocks[rest[0]]) if len(rest) == 1 and rest[0] in blocks else None
 
-    def _turn_by_name(self) -> None:
-        """Take GPT-2's ``Conv1D`` weights for what they are where nobody has shown the modules."""
+    def _know_by_name(self, groups: Groups) -> None:
+        """Take GPT-2's ``Conv1D`` weights, and what is fused, for what they are where nobody has shown the modules."""
         turned = transposed_by_name(info for info, _ in self.catalog.values() if not info.transposed)
         for name in turned:
             info, position = self.catalog[name]
             self.catalog[name] = (replace(info, transposed=True), position)
+        for name, (info, position) in self.catalog.items():
+            parts = parts_by_name(info)
+            if parts is not None:
+                self.catalog[name] = (replace(info, fused=parts), position)
+                self.route_by(groups, name)
         if turned:
             logger.info(
                 "%s: %s and %d more are taken for (inputs, outputs), as GPT-2's Conv1D stores them, by their names and "

@@ -1,16 +1,17 @@
-"""Which weights are stored as (inputs, outputs), where only names and shapes are known."""
+"""How weights are stored and what they hold, where only names and shapes are known and leave no doubt."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
+from rankwise.routing.fused import Fused
 from rankwise.routing.roles import ParameterInfo, Role
 
-__all__ = ["transposed_by_name"]
+__all__ = ["parts_by_name", "transposed_by_name"]
 
 _GPT2 = re.compile(
-    r"(?P<model>(?:.*\.)?)h\.\d+\.(?:attn|crossattention|mlp)\.(?P<layer>c_attn|q_attn|c_fc|c_proj)\.weight"
+    r"(?P<model>(?:.*\.)?)h\.\d+\.(?P<block>attn|crossattention|mlp)\.(?P<layer>c_attn|q_attn|c_fc|c_proj)\.weight"
 )
 
 
@@ -35,3 +36,25 @@ def transposed_by_name(infos: Iterable[ParameterInfo]) -> list[str]:
         if found["layer"] == "c_attn" and info.shape[1] == 3 * info.shape[0]:
             lying.add(found["model"])
     return [info.name for model in sorted(lying) for info in named[model]]
+
+
+def parts_by_name(info: ParameterInfo) -> Fused | None:
+    """The logical matrices of GPT-2's ``c_attn`` and of ``torch.nn.MultiheadAttention``'s ``in_proj_weight``.
+
+    As modules would tell them, so that a run in plain PyTorch does what one under an engine does, which sees the model.
+
+    Args:
+        info: A parameter of which no module is known; whether it is transposed is.
+    """
+    if info.role is not Role.UNKNOWN or info.fused is not None or len(info.shape) != 2:
+        return None
+    outputs, inputs = info.logical_matrix_shape
+    found = _GPT2.fullmatch(info.own_name)
+    names = ""
+    if info.own_name.rpartition(".")[2] == "in_proj_weight" and not info.transposed:
+        names = "qkv"
+    elif found is not None and found["layer"] == "c_attn" and info.transposed:
+        names = "kv" if found["block"] == "crossattention" else "qkv"
+    if not names or outputs != len(names) * inputs:
+        return None
+    return Fused(tuple((name, inputs) for name in names), -1 if info.transposed else -2)
