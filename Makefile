@@ -54,7 +54,7 @@ test: setup
 	$(LIMITS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(PYTEST_ARGS)
 
 # Not the frameworks, and nothing that starts ranks.
-QUICK := tests/test_architecture.py $(addprefix tests/,mars sonew ldadam mkor options routing sharding statistics updates step)
+QUICK := tests/test_architecture.py $(addprefix tests/,mars sonew ldadam mkor options routing sharding statistics updates planning step)
 
 quick: setup
 	$(LIMITS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive and not slow" $(PARALLEL) $(QUICK) $(PYTEST_ARGS)
