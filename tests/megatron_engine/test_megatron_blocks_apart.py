@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from megatron_cells import HEADS, HIDDEN, Cell
 from megatron_harness import Trainer, opened, trained
+from megatron_statistics import Seen, inner_optimizers, watch
 from megatron_types import maker
-from megatron_weights import reduced_gradient
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -18,7 +18,8 @@ from megatron_patches.cpu import cpu_megatron
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 
 STEPS = 3
-NAMES = ("mars-shampoo", "mars-m", "ldadam")
+NAMES = ("mars-shampoo", "mars-m", "ldadam", "mkor")
+OPTIONS = {"ldadam": {"rank": 4}, "mkor": {"update_interval": 1}}
 CELLS = {"TP2": (2, Cell(tp=2, clip=0.0)), "TP2 DP2": (4, Cell(tp=2, clip=0.0, use_distributed_optimizer=True))}
 _HEAD, _GROUPS = HIDDEN // HEADS, HEADS // 2
 # For each group of query heads, two of these, a key and a value; then a gate over what it multiplies.
@@ -32,54 +33,67 @@ ROWS = {
 }
 
 
-def _twin(inner: Any, weights: dict[str, Tensor]) -> tuple[dict[tuple[str, str], nn.Parameter], Any]:
-    """A parameter for each block, and an optimizer like Megatron's of them."""
-    parts = {}
-    for name, weight in weights.items():
-        for part, rows in ROWS.get(name.split(".")[-2] if "." in name else "", {}).items():
-            if name.endswith("weight"):
-                parts[name, part] = nn.Parameter(weight[rows].clone())
-                own = f"{name}.{part}"
-                attach_info(parts[name, part], ParameterInfo(own, tuple(parts[name, part].shape), Role.LINEAR))
-    options = {name: getattr(inner.options, name) for name in inner.options.names()}
-    return parts, type(inner)(list(parts.values()), **options)
+class _Twin:
+    """A linear layer for each block, and an optimizer like Megatron's of them."""
+
+    def __init__(self, inner: Any, weights: dict[str, Tensor]) -> None:
+        self.inner, self.layers = inner, nn.ModuleDict()
+        self.rows: dict[str, tuple[str, list[int]]] = {}
+        for name, weight in weights.items():
+            for part, rows in ROWS.get(name.split(".")[-2] if "." in name else "", {}).items():
+                if name.endswith("weight"):
+                    self._add(f"{name}[{part}]", name, rows, weight)
+        options = {name: getattr(inner.options, name) for name in inner.options.names()}
+        self.optimizer = type(inner)([layer.weight for layer in self.layers.values()], **options)
+        self.optimizer.capture(self.layers)
+
+    def _add(self, block: str, name: str, rows: list[int], weight: Tensor) -> None:
+        layer = nn.Linear(weight.shape[1], len(rows), bias=False)
+        layer.weight.data.copy_(weight[rows])
+        attach_info(layer.weight, ParameterInfo(block, tuple(layer.weight.shape), Role.LINEAR))
+        self.layers[block.replace(".", " ")] = layer
+        self.rows[block] = name, rows
+
+    def step(self, seen: Seen) -> None:
+        """With the gradients and statistics of a step of Megatron's."""
+        for layer, (name, rows) in zip(self.layers.values(), self.rows.values(), strict=True):
+            if name in seen.vectors:  # One token whose input and output gradient are what Megatron's average to.
+                inputs, outputs, _ = seen.vectors[name]
+                layer(inputs[None]).backward(outputs[None, rows])
+            layer.weight.grad = seen.gradients[name][rows].clone()
+        self.optimizer.step()
+
+    def follow_rate(self) -> None:
+        """Of the weights' group, before a step."""
+        group = max(self.inner.param_groups, key=lambda group: group["weight_decay"])
+        self.optimizer.param_groups[0].update({key: group[key] for key in self.inner.declared.group_options})
+
+    def gap(self, start: dict[str, Tensor], final: dict[str, Tensor]) -> float:
+        """Of Megatron's weights, in the largest change."""
+        gaps, changes = [], []
+        for layer, (name, rows) in zip(self.layers.values(), self.rows.values(), strict=True):
+            gaps.append(float((final[name][rows] - layer.weight.detach()).abs().max()))
+            changes.append(float((final[name][rows] - start[name][rows]).abs().max()))
+        return max(gaps) / max(changes)
 
 
-def _gap(trainer: Trainer) -> tuple[float, set[str]]:
-    """How far the weights are from their twins', in the largest change; on rank 0."""
-    inner = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0].optimizer
-    found: dict[str, Any] = {"start": trainer.weights()[0]}
-    parts, twin = _twin(inner, found["start"]) if found["start"] else ({}, None)
-
-    def follow(trainer: Trainer) -> None:
-        grads, _ = trainer.weights(reduced_gradient)
-        if twin is None:
-            return
-        for (name, part), parameter in parts.items():
-            parameter.grad = grads[name][ROWS[name.split(".")[-2]][part]].clone()
-        group = max(inner.param_groups, key=lambda group: group["weight_decay"])
-        twin.param_groups[0].update({key: group[key] for key in inner.declared.group_options})
-        twin.step()
-
+def _gap(trainer: Trainer) -> tuple[float, set[str], int]:
+    """How far the weights are from their twins', their names, and of how many weights statistics came; on rank 0."""
+    start, _ = trainer.weights()
+    twin = _Twin(inner_optimizers(trainer)[0], start) if start else None
     for _ in range(STEPS):
-        trainer.train_step(follow)
+        seen = watch(trainer, None if twin is None else lambda trainer: twin.follow_rate())
+        if twin is not None:
+            twin.step(seen)
     final, _ = trainer.weights()
-    if twin is None:
-        return 0.0, set()
-    gaps, changes = [], []
-    for (name, part), parameter in parts.items():
-        rows = ROWS[name.split(".")[-2]][part]
-        gaps.append(float((final[name][rows] - parameter.detach()).abs().max()))
-        changes.append(float((final[name][rows] - found["start"][name][rows]).abs().max()))
-    return max(gaps) / max(changes), {f"{name}[{part}]" for name, part in parts}
+    return (0.0, set(), 0) if twin is None else (twin.gap(start, final), set(twin.rows), len(seen.vectors))
 
 
-def _all(rank: int, world: int, cell: Cell) -> list[tuple[float, set[str]]]:
+def _all(rank: int, world: int, cell: Cell) -> list[tuple[float, set[str], int]]:
     found = []
     with cpu_megatron():
         for name in NAMES:
-            options = {"rank": 4} if name == "ldadam" else {}
-            with opened(cell, maker(name, **options)) as trainer:
+            with opened(cell, maker(name, **OPTIONS.get(name, {}))) as trainer:
                 found.append(_gap(trainer))
     return found
 
@@ -88,8 +102,9 @@ def _all(rank: int, world: int, cell: Cell) -> list[tuple[float, set[str]]]:
 @pytest.mark.parametrize("label", ["TP2", pytest.param("TP2 DP2", marks=pytest.mark.exhaustive)])
 def test_blocks_follow_weights_of_their_own(label: str) -> None:
     world, cell = CELLS[label]
-    for name, (gap, blocks) in zip(NAMES, run_ranks(world, _all, cell)[0], strict=True):
+    for name, (gap, blocks, watched) in zip(NAMES, run_ranks(world, _all, cell)[0], strict=True):
         assert len(blocks) == 2 * 5, (name, blocks)
+        assert watched == (2 * 4 if name == "mkor" else 0), (name, watched)
         assert gap <= 1e-5, (name, gap)
 
 

@@ -15,15 +15,14 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron_cells import GLOBAL_BATCH, LENGTH, Cell
 from megatron_harness import OTHER_CUTS, Move, Trainer, move, opened, run_cells, stock_adam, worst
-from megatron_weights import bare, reduced_gradient
+from megatron_statistics import Seen, inner_optimizers, watch
+from megatron_weights import bare
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
-from rankwise import MKOR
-from rankwise.mkor.factor_steps import FactorSteps
 
 TOKENS = GLOBAL_BATCH * LENGTH
 DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
@@ -60,49 +59,7 @@ def mkor(bundled: bool = False, **options: Any) -> Callable[[dict[str, Any], lis
     return functools.partial(_build, bundled, options)
 
 
-def inner_optimizers(trainer: Trainer) -> list[MKOR]:
-    return [wrapper.optimizer for wrapper in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])]
-
-
 # --- statistics -------------------------------------------------------------------------------------------------------
-
-
-class Seen(NamedTuple):
-    """Of one step, on rank 0: vectors and tokens by weight, unsharded gradients, and whether the step was done."""
-
-    vectors: dict[str, tuple[Tensor, Tensor, float]]
-    gradients: dict[str, Tensor]
-    done: bool
-
-
-def _watch(trainer: Trainer, before: Callable[[Trainer], None] | None = None) -> Seen:
-    """One step."""
-    found: dict[str, tuple[Tensor, Tensor, float]] = {}
-    gradients: dict[str, Tensor] = {}
-    optimizers = inner_optimizers(trainer)
-
-    def recording(factor_steps: FactorSteps, unit: Any, due: Any, groups: Any) -> Any:
-        vectors = FactorSteps.reduced(factor_steps, unit, due, groups)
-        found.update({key: (a.clone(), g.clone(), float(count)) for key, (a, g, count) in vectors.items()})
-        return vectors
-
-    for inner in optimizers:
-        inner.factor_steps.reduced = functools.partial(recording, inner.factor_steps)  # type: ignore[method-assign]
-
-    def look(trainer: Trainer) -> None:
-        gradients.update(trainer.weights(reduced_gradient)[0])
-        if before is not None:
-            before(trainer)
-
-    done = trainer.train_step(look)[1] is not None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    merged: dict[str, tuple[Tensor, Tensor, float]] = {}
-    for theirs in everyone:
-        for key, (a, g, count) in theirs.items():
-            other = merged.setdefault(key, (a, g, count))
-            assert torch.equal(other[0], a) and torch.equal(other[1], g) and other[2] == count
-    return Seen(merged, gradients, done)
 
 
 def _watched(rank: int, world: int, cells: list[Cell]) -> list[list[Seen]]:
@@ -110,7 +67,7 @@ def _watched(rank: int, world: int, cells: list[Cell]) -> list[list[Seen]]:
     with cpu_megatron():
         for cell in cells:
             with opened(cell, mkor()) as trainer:
-                found.append([_watch(trainer) for _ in range(2)])
+                found.append([watch(trainer) for _ in range(2)])
     return found
 
 
@@ -192,7 +149,7 @@ def _mean_inputs(rank: int, world: int) -> float:
                 module.register_forward_pre_hook(
                     lambda _, args, name=name: kept.setdefault(f"{name}.weight", []).append(args[0].flatten(0, 1))
                 )
-        seen = _watch(trainer)
+        seen = watch(trainer)
         return max(gap(a, torch.cat(kept[key]).mean(0)) for key, (a, _, _) in seen.vectors.items())
 
 
@@ -210,7 +167,7 @@ def _overflow(trainer: Trainer) -> None:
 def _scaled_run(rank: int, world: int) -> list[Seen]:
     cell = Cell(precision="fp16", optimizer={"loss_scale_window": 1}, **BIASED)
     with cpu_megatron(), opened(cell, mkor()) as trainer:
-        found = [_watch(trainer), _watch(trainer), _watch(trainer, _overflow), _watch(trainer)]
+        found = [watch(trainer), watch(trainer), watch(trainer, _overflow), watch(trainer)]
         assert float(trainer.optimizer.get_loss_scale()) != 2.0**10
         return found
 
@@ -239,7 +196,7 @@ def _per_token(rank: int, world: int, cells: list[Cell]) -> list[tuple[Seen, lis
             with opened(cell, mkor(hybrid=True)) as trainer:
                 told = _told(trainer)
                 losses = [trainer.train_step()[0]]
-                found.append((_watch(trainer), told[:1], _mean_over_ranks(losses)))
+                found.append((watch(trainer), told[:1], _mean_over_ranks(losses)))
     return found
 
 
@@ -413,7 +370,7 @@ def test_a_loop_that_hides_its_losses_is_told() -> None:
 def _blocks(rank: int, world: int) -> tuple[list[tuple[int, ...]], str]:
     with cpu_megatron():
         with opened(Cell(tp=2), mkor(tp_mode="block")) as trainer:
-            seen = _watch(trainer)
+            seen = watch(trainer)
             shapes = sorted({(len(a), len(g)) for a, g, _ in seen.vectors.values()})
         with pytest.raises(SupportError) as refusal, opened(Cell(tp=2, sp=True), mkor(tp_mode="block")):
             pass
