@@ -126,7 +126,8 @@ def planned_configs(
 
     Args:
         config: the user's configuration, or None for the packaged one.
-        optimizers: names whose packaged block replaces the configuration's own; empty keeps its own.
+        optimizers: names whose packaged block replaces the configuration's own, unless that is of the same type;
+            empty keeps its own.
         overrides: values from the command line.
 
     Returns:
@@ -137,13 +138,11 @@ def planned_configs(
     """
     stage = 2 if overrides.stage is None else overrides.stage
     base = deepspeed_config("adamw", stage) if config is None else config
-    if optimizers:
-        blocks = {name: deepspeed_config(name)["optimizer"] for name in optimizers}
-    else:
-        block = base.get("optimizer")
-        if not isinstance(block, dict) or "type" not in block:
-            raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
-        blocks = {str(block["type"]).lower(): block}
+    block = base.get("optimizer")
+    own = {str(block["type"]).lower(): block} if isinstance(block, dict) and "type" in block else {}
+    if not optimizers and not own:
+        raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
+    blocks = {name: own.get(name) or deepspeed_config(name)["optimizer"] for name in optimizers or own}
     configs = {label: _with_values(base, block, overrides) for label, block in blocks.items()}
     for planned in configs.values():
         check_options(planned["optimizer"])

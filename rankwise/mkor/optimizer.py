@@ -79,7 +79,8 @@ class MKOR(ShardedOptimizer):
 
         Args:
             model: The model whose parameters this optimizer updates. A ``DistributedDataParallel`` model also tells
-                the optimizer its process group, over which statistics are then reduced and matrices distributed.
+                the optimizer its process group, over which statistics are then reduced and matrices distributed; one
+                that is put around the model later is found in the first forward pass.
             window: Callable that identifies the current accumulation window, so that statistics of a step the
                 framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
             loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the

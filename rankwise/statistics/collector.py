@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -58,6 +59,7 @@ class Collector:
         self.records: dict[str, Record] = {}
         self.early: BackwardReduction | None = None
         self._loss_scale: Callable[[], float] | None = None
+        self._last_micro_batch: Callable[[], bool] | None = None
         self._unscaled_by: Tensor | None = None
         self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
 
@@ -87,9 +89,9 @@ class Collector:
             describe: Recognises linear modules.
         """
         table = self._table
+        self._last_micro_batch = last_micro_batch
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._planner.attach(table.plain.replicated_over(model.process_group))
-            last_micro_batch = last_micro_batch or partial(getattr, model, "require_backward_grad_sync")
+            self._join(model)
             model = model.module
         self._loss_scale = loss_scale
         watch_gradient_scalers()
@@ -103,9 +105,9 @@ class Collector:
 
         self.release()
         self.hooks = Capture(model, wanted, window, describe)
-        self.hooks.on_training_forward = self._refuse_unknown_replicas
+        self.hooks.on_training_forward = self._find_replicas
         self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
-        self.early = self.hooks.listener = self._reduce_early(last_micro_batch)
+        self.early = self.hooks.listener = self._reduce_early()
 
     def require(self) -> None:
         """Refuse to go on without a captured model.
@@ -154,25 +156,37 @@ class Collector:
         if self.hooks is not None:
             self.hooks.is_over = is_over
 
-    def _refuse_unknown_replicas(self, weights: Sequence[nn.Parameter]) -> None:
-        """Refuse a model whose gradients are averaged over ranks of which the optimizer was told nothing.
+    def _join(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        """Learn over which ranks a wrapper averages the gradients, and which backward passes do."""
+        self._planner.attach(self._table.plain.replicated_over(wrapper.process_group))
+        self._last_micro_batch = self._last_micro_batch or partial(getattr, wrapper, "require_backward_grad_sync")
+
+    def _find_replicas(self, weights: Sequence[nn.Parameter]) -> None:
+        """Join the wrapper that runs these layers, where the model inside it was captured; a collective then.
 
         Raises:
-            OptionError: ``DistributedDataParallel`` runs these layers, and the model it wraps was captured, not itself.
+            OptionError: A rank has taken a step without the others; raised on all of them.
         """
         wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
         if wrapper is None or self._planner.source.group is not None or wrapper.process_group.size() == 1:
             return
         replicated = {id(parameter) for parameter in wrapper.parameters()}
-        if any(id(weight) in replicated for weight in weights):
+        if not any(id(weight) in replicated for weight in weights):
+            return
+        begun = torch.tensor(float(bool(self._planner.units)), device=weights[0].device)
+        dist.all_reduce(begun, group=wrapper.process_group)
+        if begun:
             raise OptionError(
-                "MKOR: capture() was given the model inside a DistributedDataParallel: every rank would precondition "
-                "the same gradients by the statistics of its own batch, and the copies drift apart. Call "
-                "optimizer.capture(ddp_model) with the wrapped model, before the first step."
+                "MKOR: the captured model was wrapped in a DistributedDataParallel after the first step: every rank "
+                "would precondition the same gradients by the statistics of its own batch, and the copies drift "
+                "apart. Wrap the model before the first step, or call optimizer.capture(ddp_model) then."
             )
+        assert self.hooks is not None
+        self._join(wrapper)
+        self.early = self.hooks.listener = self._reduce_early()
 
-    def _reduce_early(self, is_last: Callable[[], bool] | None) -> BackwardReduction | None:
-        group = self._planner.source.group
+    def _reduce_early(self) -> BackwardReduction | None:
+        group, is_last = self._planner.source.group, self._last_micro_batch
         if is_last is None or group is None or group.size() == 1 or not self.records:
             return None
         if self._twin is None or self._twin[0] is not group:

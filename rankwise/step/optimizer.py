@@ -290,6 +290,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 loss = closure()
         if _deferrals:
             return loss
+        self.saved.forget_consolidated()
         unit = self._unit()
         if self.opening.counts_on_device(unit):
             self.health.accumulate_on(unit.device)
@@ -338,12 +339,21 @@ class ShardedOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`torch.optim.Optimizer.state_dict`, plus this rank's matrix states by parameter name.
 
-        Where a framework saves only one rank's dictionary (parameters replicated), the owners' states are collected
-        first; every rank must then call this.
+        Where ranks hold the parameters alike (``DistributedDataParallel``), the owners' states are collected first;
+        every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
         """
         self.undo.settle()
         result = super().state_dict()
         return {**result, **self.saved.beside_torch(self.param_groups, self.state), **self.extra_state()}
+
+    def consolidate_state_dict(self) -> None:
+        """Collect what only owners of matrices have, so that one rank alone can call :meth:`state_dict`.
+
+        Every rank must call this, after the last step and before that rank's :meth:`state_dict`; as in
+        :class:`torch.distributed.optim.ZeroRedundancyOptimizer`. Kept until the next step.
+        """
+        self.undo.settle()
+        self.saved.consolidate()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore; matrix states go to whoever owns them now.

@@ -48,6 +48,7 @@ class SavedStates:
     ) -> None:
         self._declared, self._table = declared, table
         self._planner, self._matrix_states = planner, matrix_states
+        self._consolidated: dict[str, MatrixState] | None = None
         self.carrier = StateCarrier(declared, table)
         self.fit = SavedFit(declared, values, table, planner)
 
@@ -55,21 +56,36 @@ class SavedStates:
 
     def beside_torch(self, groups: Groups, states: States) -> dict[str, Any]:
         """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike."""
-        matrices, source = self._matrix_states.everything(), self._planner.source
-        if source.replicated and source.group is not None:
-            matrices = self._collected(matrices, source.group)
+        matrices = self._collected() if self._consolidated is None else self._consolidated
         return {
             "matrix_states": {key: dict(state) for key, state in matrices.items()},
             "rankwise": self._declared.identity,
             "layout": self._layout_records(groups, states),
         }
 
-    def _collected(self, states: Mapping[str, MatrixState], group: dist.ProcessGroup) -> dict[str, MatrixState]:
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have states of parameters that this one has, and they are not consolidated."""
+        source = self._planner.source
+        shared = source.replicated and source.group is not None and source.group.size() > 1
+        return shared and self._consolidated is None
+
+    def consolidate(self) -> None:
+        """Keep the matrix states of all ranks, until the next step; a collective."""
+        self._consolidated = self._collected()
+
+    def forget_consolidated(self) -> None:
+        """They are not the present ones any more."""
+        self._consolidated = None
+
+    def _collected(self) -> dict[str, MatrixState]:
         """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
-        planner = self._planner
+        states, planner = self._matrix_states.everything(), self._planner
+        if not planner.source.replicated or planner.source.group is None:
+            return dict(states)
         mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
-        everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(planner.source.group))]
+        dist.all_gather_object(everyone, mine, group=planner.source.group)
         return {key: state for rank_states in reversed(everyone) for key, state in rank_states.items()}
 
     def _layout_records(self, groups: Groups, states: States) -> list[dict[str, Any]]:
@@ -126,6 +142,7 @@ class SavedStates:
 
     def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
         """Take the matrix states of a dictionary."""
+        self.forget_consolidated()
         saved = self.carrier.carried(state_dict.get("matrix_states", {}))
         self._matrix_states.load(
             {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
@@ -146,6 +163,7 @@ class SavedStates:
 
     def forget(self, states: dict[Tensor, Any]) -> None:
         """Drop all states: the next step is a first one."""
+        self.forget_consolidated()
         for unit in self._planner.units.values():
             for tensor in unit.tensors:
                 states.pop(tensor, None)
@@ -169,6 +187,7 @@ class SavedStates:
         Raises:
             MisfitError: A state is not of the shape of its matrix; nothing has changed then.
         """
+        self.forget_consolidated()
         units = list(self._planner.units.values())
         matrix_states = self.carrier.carried(matrix_states)
         for unit in units:

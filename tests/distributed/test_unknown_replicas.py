@@ -1,11 +1,11 @@
-"""MKOR is told of the ranks that average its gradients, or refuses; ranks that train apart are left alone."""
+"""MKOR finds the ranks that average its gradients, or refuses; ranks that train apart are left alone."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR
@@ -28,19 +28,43 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> str:
     return ""
 
 
+def _trained(order: str, rank: int) -> tuple[list[Tensor], set[str]]:
+    """Weights after some steps, and the matrices whose factors this rank has."""
+    model = _model()
+    wrapped = DistributedDataParallel(model) if order != "wrapped after" else None
+    optimizer = MKOR(model.named_parameters(), lr=0.1, update_interval=1)
+    optimizer.capture(wrapped if order == "told" and wrapped is not None else model)
+    wrapped = wrapped or DistributedDataParallel(model)
+    with wrapped.no_sync():
+        wrapped(torch.full((1, 5), float(rank))).sum().backward()
+    assert [_step(wrapped, optimizer, rank) for _ in range(3)] == [""] * 3
+    return [weight.detach() for weight in model.parameters()], set(optimizer.matrix_states.everything())
+
+
+def _orders(rank: int, world: int) -> dict[str, tuple[list[Tensor], set[str]]]:
+    return {order: _trained(order, rank) for order in ("told", "wrapped before", "wrapped after")}
+
+
+def test_a_wrapper_around_a_captured_model_is_found() -> None:
+    first, second = run_ranks(2, _orders)
+    for found in (first, second):
+        weights, matrices = found["told"]
+        assert len(matrices) == 1
+        for order in ("wrapped before", "wrapped after"):
+            assert all(map(torch.equal, found[order][0], weights)), order
+            assert found[order][1] == matrices, order
+    assert all(map(torch.equal, first["told"][0], second["told"][0]))
+
+
 def _cases(rank: int, world: int) -> dict[str, str]:
     found = {}
-    for order in ("wrapped before", "wrapped after"):
+    for order in ("wrapped late", "wrapped late on one rank"):
         model = _model()
-        wrapped = DistributedDataParallel(model) if order == "wrapped before" else None
-        optimizer = MKOR(model.named_parameters())
-        optimizer.capture(model if wrapped is None else wrapped.module)
-        found[order] = _step(wrapped or DistributedDataParallel(model), optimizer, rank)
-    model = _model()
-    wrapped = DistributedDataParallel(model)
-    optimizer = MKOR(model.named_parameters())
-    optimizer.capture(wrapped)
-    found["told"] = _step(wrapped, optimizer, rank)
+        optimizer = MKOR(model.named_parameters(), update_interval=1)
+        optimizer.capture(model)
+        if order == "wrapped late" or rank == 1:
+            assert not _step(model, optimizer, rank)
+        found[order] = _step(DistributedDataParallel(model), optimizer, rank)
     # As in adversarial or reinforcement learning: a model of its own on each rank, and one rank's alone.
     model = _model(rank)
     optimizer = MKOR(model.named_parameters())
@@ -63,8 +87,8 @@ def _cases(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-def test_a_wrapped_model_captured_from_inside_is_refused() -> None:
+def test_a_model_wrapped_after_the_first_step_is_refused_on_all_ranks() -> None:
     for found in run_ranks(2, _cases):
         refused = {name for name, message in found.items() if message}
-        assert refused == {"wrapped before", "wrapped after"}
+        assert refused == {"wrapped late", "wrapped late on one rank"}
         assert all("capture(ddp_model)" in found[name] for name in refused)

@@ -47,6 +47,8 @@ def test_own_config_is_kept_but_for_the_overrides() -> None:
     assert own["optimizer"]["params"]["lr"] == 1.0, "the caller's configuration must not change"
     (other,) = planned_configs(own, ["ldadam"], Overrides(micro_batch=2)).values()
     assert other["optimizer"]["type"] == "LDAdam" and "train_batch_size" not in other
+    both = planned_configs(own, ["adamw", "sonew"], Overrides())
+    assert both["sonew"]["optimizer"] == own["optimizer"], "named as well, its options are still the file's"
 
 
 MEGATRON: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}

@@ -1,0 +1,131 @@
+"""What Hugging Face's Trainer needs of an optimizer that it builds itself, without DeepSpeed.
+
+With DeepSpeed nothing of this is needed: the JSON names the type, and :mod:`deepspeed_plugin` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankwise.mkor.optimizer import MKOR
+from rankwise.names import BY_NAME
+from rankwise.options.validation import OptionError
+from rankwise.routing.roles import annotate
+
+__all__ = ["CapturingMKOR", "consolidating", "optimizer_cls_and_kwargs"]
+
+
+def optimizer_cls_and_kwargs(
+    model: nn.Module, name: str, *, lr: float, **options: Any
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The Trainer's argument of this name, for one of our optimizers.
+
+    Names and types of the model's modules are written to its parameters, so that embeddings, heads and fused weights
+    are known in the Trainer's param groups, which have no names. MKOR captures the model when it is built.
+
+    Example:
+        >>> arguments = TrainingArguments(..., weight_decay=0.1)
+        >>> trainer = Trainer(
+        ...     model,
+        ...     arguments,
+        ...     optimizer_cls_and_kwargs=rankwise.hf.optimizer_cls_and_kwargs(model, "mkor", lr=3e-3),
+        ...     callbacks=[rankwise.hf.consolidating()],  # for MKOR on several ranks
+        ... )
+
+    Args:
+        model: The one that is handed to the Trainer.
+        name: ``"mars-m"``, ``"ldadam"``, ``"mkor-h"`` ...: a DeepSpeed JSON's ``"type"``, in any case.
+        lr: The learning rate. The Trainer's own argument ``learning_rate`` is not read where it is given an optimizer.
+        options: Further options of the optimizer, but for the weight decay, which is the Trainer's.
+
+    Returns:
+        The class and its keywords.
+
+    Raises:
+        OptionError: An unknown name or option, a value outside its range, or a weight decay.
+    """
+    named = BY_NAME.get(name.lower())
+    if named is None:
+        raise OptionError(f"optimizer '{name}' is not known: it must be one of {', '.join(BY_NAME)}")
+    if "weight_decay" in options:
+        raise OptionError(
+            f"weight_decay={options['weight_decay']} would not count: the Trainer's param groups carry a weight decay "
+            "of their own; set TrainingArguments(weight_decay=...) instead"
+        )
+    keywords = named.complete({"lr": lr, **options}, name, "mars" if name.lower().startswith("mars") else "mkor")
+    annotate(model)
+    if named.optimizer is MKOR:
+        return CapturingMKOR, {"captured": model, **keywords}
+    return named.optimizer, keywords
+
+
+class CapturingMKOR(MKOR):
+    """MKOR that captures the model it is built for.
+
+    Args:
+        params: Parameters, or param groups.
+        captured: The model they belong to. What it returns as ``loss`` while it trains is reported to MKOR-H.
+        options: As for :class:`rankwise.MKOR`.
+    """
+
+    def __init__(self, params: Any, captured: nn.Module, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.capture(captured)
+        if self.needs_loss:
+            captured.register_forward_hook(self._hear_of_loss)
+
+    def _hear_of_loss(self, model: nn.Module, args: Any, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            self.record_loss(loss.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As MKOR's; the Trainer calls it on one rank.
+
+        Raises:
+            RuntimeError: The other ranks' states were not collected first.
+        """
+        if self.saved.is_shared:
+            raise RuntimeError(
+                "MKOR: every rank has the factors of some matrices only, and the Trainer saves one rank's. Add "
+                "callbacks=[rankwise.hf.consolidating()] to the Trainer, or call "
+                "optimizer.consolidate_state_dict() on every rank before saving."
+            )
+        return super().state_dict()
+
+
+# Checkpoints and messages know the class by its name.
+CapturingMKOR.__name__ = MKOR.__name__
+
+
+def consolidating() -> Any:
+    """A callback of the Trainer: every rank's share of the states is collected before one rank saves them.
+
+    Returns:
+        A ``transformers.TrainerCallback``.
+    """
+    from transformers import TrainerCallback
+
+    class Consolidating(TrainerCallback):
+        """Runs on every rank, after the Trainer has decided whether to save."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            if control.should_save:
+                _consolidate(known.get("optimizer"))
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self.on_step_end(args, state, control, **known)
+
+    return Consolidating()
+
+
+def _consolidate(optimizer: Any) -> None:
+    """Of an optimizer within whatever accelerate has wrapped it in."""
+    while not isinstance(optimizer, MKOR) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, MKOR):
+        optimizer.consolidate_state_dict()
