@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import rankwise.hf
-from rankwise import MKOR
 from rankwise.names import BY_NAME
 from rankwise.options.validation import OptionError
 
