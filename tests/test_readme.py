@@ -1,0 +1,113 @@
+"""README and docs: snippets run as they stand, links lead somewhere, and what is said to be tested is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "configs/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STATES = ("yes", "partly", "no", "refused")
+
+
+def snippets(section: str, language: str) -> list[str]:
+    """Code blocks of a section of README."""
+    text = README.split(f"\n### {section}\n")[1].split("\n#")[0]
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def run(folder: Path, *command: str) -> str:
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
+    return found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("section", ["Hugging Face's Trainer", "Plain PyTorch"])
+def test_python_runs_as_it_stands(section: str, tmp_path: Path) -> None:
+    (code,) = snippets(section, "python")
+    (tmp_path / "script.py").write_text(code)
+    run(tmp_path, sys.executable, "script.py")
+
+
+@pytest.mark.slow
+def test_the_deepspeed_script_runs_as_it_stands(tmp_path: Path) -> None:
+    (config,), (script,) = snippets("DeepSpeed", "json"), snippets("DeepSpeed", "python")
+    (tmp_path / "ds.json").write_text(config)
+    (tmp_path / "train.py").write_text(script + "print('trained by', type(engine.basic_optimizer).__name__)\n")
+    launcher = shutil.which("rankwise", path=str(Path(sys.executable).parent))
+    assert launcher is not None
+    assert "trained by LDAdam" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
+
+
+def _own_loop() -> str:
+    from megatron_cells import Cell
+    from megatron_harness import opened
+
+    from megatron_patches import revert
+    from megatron_patches.cpu import cpu_megatron
+
+    (code,) = snippets("A Megatron loop of your own", "python")
+    with cpu_megatron(), opened(Cell()) as trainer:
+        names = {"model_chunks": trainer.chunks}
+        try:
+            exec(code, names)
+        finally:
+            revert()
+        trainer.optimizer = names["optimizer"]
+        trainer.train_step()
+        return type(trainer.optimizer.optimizer).__name__
+
+
+def test_the_megatron_loop_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    monkeypatch.syspath_prepend(str(ROOT / "tests/megatron_engine"))
+    from ranks import run_ranks
+
+    assert run_ranks(1, lambda rank, world: _own_loop()) == ["LDAdam"]
+
+
+def test_the_megatron_command_is_read(tmp_path: Path) -> None:
+    """By our parser, before the script it names is looked for."""
+    (command,) = snippets("Megatron-LM", "sh")
+    words = command.split()
+    assert words[:2] == ["rankwise", "megatron"]
+    from rankwise.names import BY_NAME
+
+    optimizer = words[words.index("--optimizer") + 1]
+    options = BY_NAME[optimizer].optimizer.options_type
+    known = {f"--{options.flag(name)}" for name in options.names()}
+    assert {word for word in words if word.startswith(f"--{optimizer}")} <= known
+
+
+def links_of(page: Path) -> list[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("http", "#"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent.name != "configs" else "configs")
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = [link for link in links_of(page) if not (page.parent / link.partition("#")[0]).exists()]
+    assert not missing
+
+
+def test_every_page_is_linked() -> None:
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links_of(page)}
+    assert not [page.name for page in PAGES if page.resolve() not in linked and page != ROOT / "README.md"]
+
+
+def test_what_is_supported_is_tested() -> None:
+    rows = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.count("|") == 5]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    cells = [row for row in cells if row[1] not in ("state", "---")]
+    assert len(cells) > 40
+    for what, state, _, test in cells:
+        assert state in STATES, what
+        file, _, name = test.partition("::")
+        if test or state in ("yes", "refused"):
+            assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), what
