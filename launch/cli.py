@@ -132,6 +132,7 @@ def train(
     the same values are given to megatron-core: learning rates, batch sizes and clipping.
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
+    from rankwise.launch.drawing import HOW_TO_DRAW
     from rankwise.launch.plan import Overrides, check_framework, planned_configs, read_config, split_names
     from rankwise.launch.report import plot_curves, read_summary, results_table
     from rankwise.launch.sampler import WindowSampler
@@ -191,8 +192,8 @@ def train(
             console.print(f"[red]{settings.label}: the launcher ended with status {status}; its message is above")
     if done:
         console.print(results_table([read_summary(run) for run in done]))
-        plot_curves(done, folder / "loss.png")
-        console.print(f"loss curves: {folder / 'loss.png'}")
+        drawn = plot_curves(done, folder / "loss.png")
+        console.print(f"loss curves: {folder / 'loss.png' if drawn else HOW_TO_DRAW}", markup=False)
     if failed:
         raise typer.Exit(1)
 

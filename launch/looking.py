@@ -121,11 +121,14 @@ def plan(
 
     Megatron's flags may follow after --. With a limit that is not met it ends with status 1 and says what would help.
     """
+    from rankwise.launch.drawing import HOW_TO_DRAW, pyplot_if_installed
     from rankwise.launch.planning import presentation
     from rankwise.launch.planning.asked import Question, answered
     from rankwise.launch.planning.costs import cost
     from rankwise.launch.planning.devices import DEVICES, Links, device_of
 
+    if png is not None and pyplot_if_installed() is None:
+        raise typer.BadParameter(HOW_TO_DRAW, param_hint="--png")
     most = None if max_overhead is None else _percentage(max_overhead)
     try:
         judge = device_of(gpu)

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from rankwise.launch.drawing import pyplot_if_installed
+
 __all__ = ["plot_curves", "read_metrics", "read_summary", "results_table"]
 
 _MEBIBYTE = 1 << 20
@@ -53,18 +55,19 @@ def results_table(summaries: list[dict[str, Any]]) -> Table:
     return table
 
 
-def plot_curves(runs: list[Path], path: Path) -> None:
+def plot_curves(runs: list[Path], path: Path) -> bool:
     """Draws training loss (thin) and validation loss (marked) of several runs into a PNG.
 
     Args:
         runs: folders of finished runs.
         path: the PNG to write.
+
+    Returns:
+        Whether there is matplotlib to do it.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_installed()
+    if pyplot is None:
+        return False
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for run in runs:
         summary = read_summary(run)
@@ -77,3 +80,4 @@ def plot_curves(runs: list[Path], path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+    return True

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rankwise.launch.drawing import HOW_TO_DRAW, pyplot_if_installed
 from rankwise.launch.planning.advice import why_unbalanced
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.costs import Cost
@@ -151,12 +152,13 @@ def draw(name: str, found: Figures, cluster: Cluster, path: Path) -> None:
         found: The plan.
         cluster: Its ranks.
         path: The PNG to write.
+
+    Raises:
+        ModuleNotFoundError: There is no matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_if_installed()
+    if pyplot is None:
+        raise ModuleNotFoundError(HOW_TO_DRAW)
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")
     above.plot([size / _GIB for size in found.states()], drawstyle="steps-mid", label=name)
     above.plot([size / _GIB for size in found.adamw], drawstyle="steps-mid", label="AdamW", color="grey")

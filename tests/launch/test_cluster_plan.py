@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.described import KNOWN, build
 from rankwise.launch.planning.figures import deepspeed_figures, megatron_figures
 from rankwise.launch.planning.optimizers import Chosen
+from rankwise.launch.report import plot_curves
 
 pytest.importorskip("transformers")
 LLAMA = "llama-70b"
@@ -147,6 +149,13 @@ def test_megatrons_flags_and_yaml(tmp_path: Path) -> None:
     assert typed == found
     other = plan("--config", str(flags), "--ranks", "8", "--tp", "2", "--pp", "2", "--", "--ldadam-rank", "32")
     assert other["bytes"]["optimizer states"]["mean"] > found["bytes"]["optimizer states"]["mean"]
+
+
+def test_a_picture_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--png", str(tmp_path / "load.png"))
+    assert status == 2 and 'pip install "rankwise[plots]"' in output and "GiB" not in output
+    assert not plot_curves([tmp_path], tmp_path / "loss.png")
 
 
 def test_table_picture_limits_and_advice(tmp_path: Path) -> None:

@@ -283,7 +283,8 @@ def test_unedited_megatron_script_takes_our_name_and_flags(launcher: str, tmp_pa
 
 
 def copy_of_the_checkout(folder: Path) -> Path:
-    names = "rankwise deepspeed_plugin megatron_patches launch configs setup.cfg pyproject.toml LICENSE".split()
+    names = "rankwise deepspeed_plugin megatron_patches launch configs tests docs benchmarks".split()
+    names += "setup.cfg pyproject.toml MANIFEST.in LICENSE CHANGELOG.md Makefile".split()
     archive = folder / "checkout.tar"
     with tarfile.open(archive, "w") as tar:
         for name in [*names, "README.md"]:
@@ -296,8 +297,16 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_wheel_holds_the_mapped_packages_and_nothing_generic(tmp_path: Path) -> None:
+    """Made from the source distribution, as installers do that find no wheel."""
+    build = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    archive = subprocess.check_output(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=copy_of_the_checkout(tmp_path), text=True, timeout=120
+    ).split()[-1]
+    with tarfile.open(tmp_path / archive) as sources:
+        held = {name.partition("/")[2] for name in sources.getnames()}
+    assert {"tests/ranks.py", "docs/choose.md", "benchmarks/step.py", "CHANGELOG.md", "Makefile"} <= held
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path)]
-    subprocess.run([*pip, str(copy_of_the_checkout(tmp_path))], check=True, timeout=300)
+    subprocess.run([*pip, str(tmp_path / archive)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("rankwise-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -313,6 +322,7 @@ def test_wheel_holds_the_mapped_packages_and_nothing_generic(tmp_path: Path) -> 
         "rankwise/configs/megatron/mkor-h.yaml",
     }
     assert expected | {"rankwise/configs/README.md", "rankwise/py.typed"} <= names
+    assert {"deepspeed_plugin/py.typed", "megatron_patches/py.typed"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     # Every subpackage must be listed in setup.cfg: setuptools leaves out silently what is not.
     for source in (ROOT / "rankwise").rglob("*.py"):
