@@ -105,6 +105,40 @@ def products(
             output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
 
 
+@app.command()
+def counts(
+    models: Annotated[list[str] | None, typer.Option("--model", help="Default: llama-1b and llama-7b.")] = None,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
+) -> None:
+    """Bytes, launches and waits of a steady step with Triton, counted without a device."""
+    from benchmarks.counts import TYPES, counted
+
+    rows = []
+    for model in models or ("llama-1b", "llama-7b"):
+        table = Table(title=f"{model}: one steady step, now / goal")
+        for heading in ("type", "bytes a parameter", "outside products", "launches + operations", "waits"):
+            table.add_column(heading, justify="right")
+        for name in types or TYPES:
+            row = counted(name, model)
+            rows.append(row)
+            table.add_row(name, *_counts_cells(row))
+        console.print(table)
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _counts_cells(row: dict[str, Any]) -> list[str]:
+    goal = row["goal"] or {}
+    aims = dict.fromkeys(("bytes_per_parameter", "outside_products", "launches", "waits"), "")
+    if goal:
+        aims["outside_products" if goal["outside_products"] else "bytes_per_parameter"] = f" / {goal['bytes']:g}"
+        aims |= {name: f" / {goal[name]}" for name in ("launches", "waits")}
+    launches = f"{row['kernels']} + {row['operations']} = {row['launches']}"
+    moved = [f"{row[name]:.1f}{aims[name]}" for name in ("bytes_per_parameter", "outside_products")]
+    return [*moved, launches + aims["launches"], f"{row['waits']}{aims['waits']}"]
+
+
 def _step_line(row: dict[str, Any]) -> str:
     rival = f", published / ours {row['official_ratio']:.2f}" if "official_ratio" in row else ""
     floor = "" if row["of_floor"] is None else f" ({row['of_floor']:.2f} x the floor)"

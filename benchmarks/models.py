@@ -70,6 +70,7 @@ MODELS: dict[str, Callable[[], _LayerSet]] = {
     # No embedding: all but the norms is the matrix rule's. Short enough for CPUs with slow products.
     "gpt2-layers": lambda: _gpt2(2, 384, embeddings=False),
     "llama-1b": lambda: _llama(16, 2048, 8192, 512, 128256),
+    "llama-7b": lambda: _llama(32, 4096, 11008, 4096, 32000),
     # Four of the 32 blocks and no embedding: what a rank of a sharded run holds.
     "llama-7b-layers": lambda: _llama(4, 4096, 11008, 4096, 0),
 }

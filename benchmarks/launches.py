@@ -1,0 +1,166 @@
+"""Launches of Triton kernels, counted in place of being done."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels import triton
+
+__all__ = ["Counts", "Records", "bytes_of", "kernel_modules", "recorded_launches"]
+
+_PRODUCT_KERNELS = {"_symmetric_kernel"}
+
+
+@dataclass
+class Counts:
+    """Of one step.
+
+    Attributes:
+        kernels: Launches of Triton kernels, by name.
+        operations: Operations of torch that start something on a device, by name.
+        waits: Places where the host waits for the device, by what they are.
+        bytes: Read and written.
+        product_bytes: Those of matrix products among them.
+    """
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    product_bytes: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Kernels and operations together."""
+        return self.kernels.total() + self.operations.total()
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Of its elements; those that strides of zero repeat are there once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else min(size, 1)
+    return elements * tensor.itemsize
+
+
+class Records:
+    """Where launches are counted; None: nowhere."""
+
+    to: Counts | None = None
+
+    def __init__(self) -> None:
+        self.tables: dict[int, tuple[int, ...]] = {}
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any
+    ) -> None:
+        """Count a launch that does not take place."""
+        if self.to is None or min(grid) == 0:
+            return
+        name = kernel.fn.__name__
+        self.to.kernels[name] += 1
+        by_name = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        moved = sum(
+            bytes_of(value) for value in arguments if isinstance(value, Tensor) and id(value) not in self.tables
+        )
+        table = next((self.tables[id(value)] for value in arguments if id(value) in self.tables), ())
+        moved += _of_runs(name, table, by_name)
+        self.to.bytes += moved
+        if name in _PRODUCT_KERNELS:
+            self.to.product_bytes += moved
+
+
+def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
+    """Bytes of what a kernel finds by the addresses in its table."""
+    if name in ("update_kernel", "norm_kernel"):
+        fields = given["FIELDS"]
+        writes = 0
+        if name == "update_kernel":
+            writes = {0: 1, 1: 2, 2: 3, 3: 1}[given["RULE"]] + (given["CORRECT"] and given["ADVANCE"])
+        return 4 * (fields + writes) * sum(table[fields :: fields + 1])
+    if name in ("_norms_kernel", "_rescale_kernel"):
+        # Two fields are read; or one of them, and one is written.
+        return 4 * 2 * sum(table[2::3])
+    if name.startswith("sonew"):
+        return _of_sonew(name, table)
+    if name == "_step_kernel":
+        lengths, rank = sum(table[6::8]), given["rank"]
+        errors = 2 if given["ERROR"].primitive_bitwidth == 16 else 4
+        moved = lengths * (8 + ((4 + errors) if given["FEEDBACK"] else 0))
+        # Every matrix's factors; of a piece of a matrix only as many of its rows.
+        cols, other = given["cols"], (2 if given["FEEDBACK"] else 1)
+        rows = [length // cols for length in table[6::8]]
+        short_first = not given["RIGHT"]
+        thin = sum(row * (1 if short_first else other) + cols * (other if short_first else 1) for row in rows)
+        return moved + 4 * rank * thin
+    if name in ("_measure_kernel", "_move_kernel"):
+        size = given["ELEMENT"].primitive_bitwidth // 8
+        passes = 1 if name == "_measure_kernel" else 2
+        return len(table) * given["length"] ** 2 * size * passes
+    return 0
+
+
+def _of_sonew(name: str, table: Sequence[int]) -> int:
+    """Gradient, momentum, diagonal and covariances are read; all but the first, and the direction, written."""
+    band = int(name.split("_")[1])
+    fields = 4 + band  # with the direction's; length, place, chain and two margins follow
+    return 4 * 2 * (3 + band) * sum(table[fields :: fields + 5])
+
+
+@contextmanager
+def recorded_launches() -> Iterator[Records]:
+    """Record the launches of all kernels, and what is in their tables."""
+    from rankwise.kernels.triton import segments, tables
+
+    records = Records()
+    make, here = tables.Table.__init__, tables.Table.here
+
+    def making(self: Any, values: tuple[int, ...], device: torch.device) -> None:
+        self.values = values
+        make(self, values, device)
+
+    def looking(self: Any) -> Tensor:
+        found = here(self)
+        records.tables[id(found)] = self.values
+        return found
+
+    caches = (tables.table_of, segments.tiles_of)
+    for cache in caches:
+        cache.cache_clear()
+    modules = [module for module in kernel_modules() if hasattr(module, "launch")]
+    patches = [
+        mock.patch.object(tables.Table, "__init__", making),
+        mock.patch.object(tables.Table, "here", looking),
+        *(mock.patch.object(module, "launch", records.launch) for module in modules),
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield records
+    finally:
+        for patch in patches:
+            patch.stop()
+        for cache in caches:
+            cache.cache_clear()
+
+
+def kernel_modules() -> list[ModuleType]:
+    """The modules with Triton kernels."""
+    rooms = [importlib.import_module(f"rankwise.{room}") for room in ("ldadam", "mars", "mkor", "sonew")]
+    return [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for package in (triton, *rooms)
+        for module in pkgutil.iter_modules(package.__path__)
+        if package is triton or module.name.startswith("cuda")
+    ]

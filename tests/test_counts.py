@@ -1,0 +1,68 @@
+"""Bytes, launches and waits of a steady step on a device, none of which may become more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.counts import GOALS, META, TYPES, Values, counted  # noqa: E402
+from benchmarks.launches import Counts  # noqa: E402
+
+# Bytes of a parameter (of MARS-M and MKOR those outside products), launches and operations, waits: Llama 1B, 7B.
+BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
+    "MARS-AdamW": ((44.1, 22, 0), (44.1, 22, 0)),
+    "MARS-Lion": ((36.1, 22, 0), (36.1, 22, 0)),
+    "MARS-M": ((80.6, 1478, 0), (92.2, 5526, 0)),
+    "SONew, tridiagonal": ((44.4, 25, 0), (44.4, 25, 0)),
+    "SONew, band 4": ((69.1, 25, 0), (69.1, 25, 0)),
+    "LDAdam, rank 16": ((45.2, 4124, 58), (48.6, 15746, 224)),
+    "LDAdam, rank 256": ((62.3, 3978, 56), (61.5, 15746, 224)),
+    "MKOR": ((75.2, 694, 0), (81.9, 2466, 0)),
+    "MKOR, factor step": ((93.8, 3276, 1), (97.8, 10758, 1)),
+}
+
+
+def test_every_type_has_bounds() -> None:
+    assert set(BOUNDS) == set(TYPES) >= set(GOALS)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("model", ["llama-1b", pytest.param("llama-7b", marks=pytest.mark.exhaustive)])
+def test_a_step_does_no_more_than_this(name: str, model: str) -> None:
+    of_bytes, launches, waits = BOUNDS[name][model == "llama-7b"]
+    row = counted(name, model)
+    outside = name.startswith(("MARS-M", "MKOR"))
+    moved = row["outside_products" if outside else "bytes_per_parameter"]
+    assert moved <= of_bytes and moved > of_bytes - 0.3, "lower the bound to what is counted now"
+    assert (row["launches"], row["waits"]) == (launches, waits), f"{row['places']}, {row['by_name']}"
+
+
+@pytest.mark.parametrize(
+    ("call", "moved", "operations", "waits"),
+    [
+        (lambda x, y: x + y, 12, 1, 0),
+        (lambda x, y: x.add_(y), 12, 1, 0),
+        (lambda x, y: x.copy_(y), 8, 1, 0),
+        (lambda x, y: torch._foreach_add_([x, y], [y, y], alpha=2.0), 16, 1, 0),
+        (lambda x, y: x.view(10, 10).mT, 0, 0, 0),
+        (lambda x, y: torch.empty_like(x), 0, 0, 0),
+        (lambda x, y: torch.zeros_like(x), 4, 1, 0),
+        (lambda x, y: x.expand(7, 100) * y, 8 + 28, 1, 0),
+        (lambda x, y: x[0].item(), 0, 0, 1),
+        (lambda x, y: bool(y[0]), 0, 0, 1),
+        (lambda x, y: x.cpu(), 0, 0, 1),
+        (lambda x, y: x.nonzero(), 0, 0, 1),
+        (lambda x, y: x.view(10, 10) @ y.view(10, 10), 12, 1, 0),
+    ],
+)
+def test_the_counter(call: Callable[..., Any], moved: int, operations: int, waits: int) -> None:
+    x, y = torch.empty(100, device=META), torch.empty(100, device=META)
+    counts = Counts()
+    with Values(counts):
+        call(x, y)
+    assert (counts.bytes / 100, counts.launches, counts.waits.total()) == (moved, operations, waits)
