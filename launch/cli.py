@@ -30,6 +30,9 @@ console = Console()
 _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
 _Ranks = Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or two on a CPU.")]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the command that would start the ranks, and its environment, and end.")
+]
 _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 _Model = Annotated[ModelFamily, typer.Option(help="Shape of the language model.", rich_help_panel=_SHAPE)]
 _Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.", rich_help_panel=_SHAPE)]
@@ -125,6 +128,7 @@ def train(
     cache: Annotated[Path, typer.Option(help="Folder of the tokenized text.", rich_help_panel=_TEXT)] = Path(
         "runs/.cache"
     ),
+    dry_run: _DryRun = False,
 ) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
@@ -137,7 +141,7 @@ def train(
     from rankwise.launch.report import plot_curves, read_summary, results_table
     from rankwise.launch.sampler import WindowSampler
     from rankwise.launch.settings import Settings
-    from rankwise.launch.spawn import choose_device, run_ranks
+    from rankwise.launch.spawn import choose_device, described_ranks, run_ranks
 
     try:
         names = split_names(optimizer or [])
@@ -171,6 +175,11 @@ def train(
             )
             for label, deepspeed in configs.items()
         ]
+        script = "megatron_pretrain" if framework == "megatron" else "pretrain"
+        if dry_run:
+            for settings in runs:
+                typer.echo(described_ranks(script, [str(settings.write())], processes, cpu))
+            return
         with console.status("reading the text"):
             corpus = load_corpus(data, load_tokenizer(tokenizer), cache)
         for tokens in (corpus.train, corpus.validation):
@@ -183,7 +192,6 @@ def train(
     done: list[Path] = []
     failed: list[str] = []
     for settings in runs:
-        script = "megatron_pretrain" if framework == "megatron" else "pretrain"
         status = run_ranks(script, [str(settings.write())], processes, cpu)
         if status == 0:
             done.append(Path(settings.output))
@@ -206,6 +214,7 @@ def deepspeed(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     ranks: _Ranks = None,
     device: _Device = "auto",
+    dry_run: _DryRun = False,
 ) -> None:
     """Run an unedited DeepSpeed script with our optimizer types known to its JSON.
 
@@ -222,7 +231,7 @@ def deepspeed(
         cpu, processes = choose_device(device, ranks)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    exec_ranks("shim", [str(script), *(arguments or [])], processes, cpu)
+    exec_ranks("shim", [str(script), *(arguments or [])], processes, cpu, dry_run)
 
 
 @app.command(
@@ -242,6 +251,7 @@ def megatron(
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Trial run without a GPU: CPU tensors, gloo, no fused kernels.")
     ] = False,
+    dry_run: _DryRun = False,
 ) -> None:
     """Run an unedited Megatron-LM script whose --optimizer takes our names and flags.
 
@@ -262,7 +272,7 @@ def megatron(
         _, processes = choose_device("cpu" if cpu else "cuda", ranks)
     except ValueError as error:
         raise typer.BadParameter(f"{error}".replace("--device cpu", "--cpu")) from error
-    exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu)
+    exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu, dry_run)
 
 
 @app.command(epilog="Example: rankwise universal checkpoints/global_step100 checkpoints/universal")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from rankwise.launch.environment import rank_environment
 
-__all__ = ["choose_device", "exec_ranks", "run_ranks", "torchrun_command"]
+__all__ = ["choose_device", "described_ranks", "exec_ranks", "run_ranks", "torchrun_command"]
 
 _GRACE_SECONDS = 30.0
 
@@ -61,6 +62,14 @@ def torchrun_command(module: str, arguments: list[str], ranks: int) -> list[str]
     return [*torchrun, *rendezvous, "--module", f"{package}.{module}", *arguments]
 
 
+def described_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> str:
+    """What would be started, as a line for a shell: the variables that are not this process's own, and the command."""
+    environment = rank_environment(ranks, cpu)
+    changed = {name: value for name, value in sorted(environment.items()) if os.environ.get(name) != value}
+    variables = [f"{name}={shlex.quote(value)}" for name, value in changed.items()]
+    return " ".join([*variables, shlex.join(torchrun_command(module, arguments, ranks))])
+
+
 def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
     """Runs a module on every rank and waits for it; ends the ranks when this process is interrupted or terminated.
 
@@ -85,8 +94,19 @@ def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
                 process.kill()
 
 
-def exec_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> NoReturn:
-    """Replaces this process by the launcher, so that signals and the exit status are the launcher's own."""
+def exec_ranks(module: str, arguments: list[str], ranks: int, cpu: bool, dry_run: bool = False) -> None:
+    """Replaces this process by the launcher, so that signals and the exit status are the launcher's own.
+
+    Args:
+        module: see :func:`torchrun_command`, as for the next two.
+        arguments: of the module.
+        ranks: number of processes.
+        cpu: train on the CPU even where there are GPUs.
+        dry_run: print what would be started and return.
+    """
+    if dry_run:
+        print(described_ranks(module, arguments, ranks, cpu))
+        return
     command = torchrun_command(module, arguments, ranks)
     sys.stdout.flush()
     sys.stderr.flush()
