@@ -70,7 +70,8 @@ _LOSSES = Path(__file__).resolve().parent.parent / "docs/data/fused-weights.json
 _TRIED = """
 ## What it does to the loss
 
-Validation loss of the small GPT of `make train`, whose fused weights are the `c_attn`s alone ({command}; commit {commit}):
+Validation loss of the small GPT of `make train`, whose fused weights are the `c_attn`s alone
+({command}; commit {commit}):
 
 | type | blocks: q, k, v | one matrix | a matrix for each head |
 |---|---|---|---|
