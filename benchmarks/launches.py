@@ -104,6 +104,12 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         short_first = not given["RIGHT"]
         thin = sum(row * (1 if short_first else other) + cols * (other if short_first else 1) for row in rows)
         return moved + 4 * rank * thin
+    if name == "_grouped_product_kernel":
+        rows, columns, depth = given["rows"], given["columns"], given["depth"]
+        operands = rows * depth if given["SCALED"] else (rows + columns) * depth
+        return 4 * len(table) // 4 * (operands + rows * columns * (2 if given["ADDED"] else 1))
+    if name == "_moments_in_place_kernel":
+        return 4 * len(table) // 2 * 4 * given["rank"] * given["length"]
     if name in ("_measure_kernel", "_move_kernel"):
         size = given["ELEMENT"].primitive_bitwidth // 8
         passes = 1 if name == "_measure_kernel" else 2

@@ -344,7 +344,7 @@ def test_these_checks_themselves() -> None:
 
 # --- matrix rules ----------------------------------------------------------------------------------------------------
 
-BACKENDS = ("native", "triton", "blocked", "cuda", "cuda_fragments", "cuda_rescale")
+BACKENDS = ("native", "triton", "blocked", "cuda", "cuda_fragments", "cuda_matrices", "cuda_rescale")
 CHOICES = ("kernels_for", "is_for_cpus", "MatrixExchange", "HaloExchange")
 
 

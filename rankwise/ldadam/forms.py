@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,16 +11,14 @@ from rankwise.kernels import native, triton
 from rankwise.kernels.forms import kernels_for
 from rankwise.ldadam import formulas
 from rankwise.ldadam import native as compiled
-from rankwise.ldadam.native import LowRankStep, takes
+from rankwise.ldadam.in_place import StepsInPlace
 
 __all__ = [
-    "LowRankStep",
     "fragments_step_for",
     "moments_for",
     "step_for",
     "steps_in_place_for",
     "subtract_for",
-    "takes",
 ]
 
 
@@ -38,7 +36,7 @@ def fragments_step_for(device: torch.device, dtype: torch.dtype) -> Callable[...
         return None
     from rankwise.ldadam.cuda_fragments import low_rank_step_
 
-    return low_rank_step_
+    return partial(low_rank_step_, precision=_precision(device))
 
 
 def moments_for(device: torch.device, dtype: torch.dtype) -> formulas.Moments:
@@ -52,7 +50,7 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> formulas.Moments:
         return formulas.low_rank_moments
     from rankwise.ldadam.cuda import low_rank_moments
 
-    return low_rank_moments
+    return partial(low_rank_moments, precision=_precision(device))
 
 
 def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -67,16 +65,28 @@ def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[to
     return partial(formulas.ldadam_step, moments=moments_for(device, dtype))
 
 
-def steps_in_place_for(
-    device: torch.device, dtype: torch.dtype
-) -> Callable[[Sequence[LowRankStep]], list[float | None]] | None:
-    """:func:`rankwise.ldadam.native.ldadam_steps_`, or None where there is no such form.
+def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
+    """What steps many whole matrices where they lie, or None where there is no such form.
 
     Args:
         device: Where the tensors lie.
         dtype: Their type.
     """
-    return compiled.ldadam_steps_ if kernels_for(device, dtype) is native else None
+    chosen = kernels_for(device, dtype)
+    if chosen is native:
+        return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place, in_stacks=False)
+    if chosen is not triton:
+        return None
+    from rankwise.ldadam.cuda_matrices import ldadam_matrices_, takes_matrices
+
+    step = partial(ldadam_matrices_, precision=_precision(device))
+    return StepsInPlace(takes_matrices, step, in_stacks=True)
+
+
+def _precision(device: torch.device) -> str:
+    """Of products of float32 on tensor cores, which take them apart where there are any for it: NVIDIA's since 8.0."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
 
 
 def subtract_for(device: torch.device, dtype: torch.dtype) -> formulas.Subtract:

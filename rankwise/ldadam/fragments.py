@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
-from rankwise.ldadam.forms import LowRankStep, fragments_step_for, subtract_for, takes
+from rankwise.ldadam.forms import fragments_step_for, subtract_for
+from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.signature import LowRankSignature, split_factors
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
@@ -65,12 +66,18 @@ class Fragments:
         """Put a fragment's gradient into its buffer, unless it is there."""
         gradient = self._missing.pop(index, None)
         if gradient is not None:
-            self._source(index).add_(gradient)
+            self.source(index).add_(gradient)
 
     def in_place(
-        self, index: int, signature: LowRankSignature, state: MatrixState, step: int, group: Mapping[str, Any]
+        self,
+        index: int,
+        signature: LowRankSignature,
+        state: MatrixState,
+        step: int,
+        group: Mapping[str, Any],
+        takes: Callable[..., bool],
     ) -> LowRankStep | None:
-        """A whole matrix for :func:`rankwise.ldadam.forms.steps_in_place_for`.
+        """A whole matrix to be stepped where it lies.
 
         Args:
             index: Of its one fragment.
@@ -78,19 +85,21 @@ class Fragments:
             state: Its states.
             step: Steps applied including this one.
             group: Hyper-parameters.
+            takes: As in :class:`rankwise.ldadam.in_place.StepsInPlace`.
 
         Returns:
-            None if that takes no such tensors.
+            None if no form takes such tensors.
         """
-        gradient, source, weight = self._missing.get(index), self._source(index), self._weights[index]
+        gradient, source, weight = self._missing.get(index), self.source(index), self._weights[index]
         states = [state[name] for name in ("basis", "exp_avg", "exp_avg_sq")]
-        own_error = index not in self._errors or self._errors[index] is source
+        error = self._errors.get(index)
+        error = None if error is source else error
         tensors = [weight, source, *states, *([] if gradient is None else [gradient])]
-        if not own_error or not takes(signature.rank, *tensors):
+        if not takes(signature.rank, *tensors, error=error):
             return None
         self._missing.pop(index, None)
         shape = (signature.rows, signature.columns)
-        return LowRankStep(shape, signature.right, gradient, source, weight, state, step, group)
+        return LowRankStep(shape, signature.right, gradient, source, weight, state, step, group, error)
 
     def step(
         self,
@@ -121,7 +130,7 @@ class Fragments:
         subtract_scaled_([self._weights[index] for index, _ in arrived], [product[0] for product in products], lr)
         for (index, _), product in zip(arrived, products, strict=True):
             if index in self._errors:
-                self._source(index).sub_(product[1])
+                self.source(index).sub_(product[1])
                 self._keep_error(index)
 
     def _step_at_once(self, arrived: list[tuple[int, Tensor]], signature: LowRankSignature, lr: Scalar) -> bool:
@@ -142,7 +151,7 @@ class Fragments:
         fused(
             [self._weights[index] for index in indices],
             factors,
-            [self._source(index) for index in indices] if feedback else None,
+            [self.source(index) for index in indices] if feedback else None,
             [self._errors[index] for index in indices] if feedback else None,
             cols=signature.columns,
             right=signature.right,
@@ -156,7 +165,7 @@ class Fragments:
         basis, (direction, *kept) = _own_factors(result, signature, part)
         self._subtract(self._weights[index], basis, direction * lr, signature, part)
         if kept:
-            self._subtract(self._source(index), basis, kept[0], signature, part)
+            self._subtract(self.source(index), basis, kept[0], signature, part)
             self._keep_error(index)
 
     def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: LowRankSignature, part: Fragment) -> None:
@@ -171,14 +180,15 @@ class Fragments:
         assert self._unit.exchange is not None
         return self._unit.exchange.layout.mine[index]
 
-    def _source(self, index: int) -> Tensor:
+    def source(self, index: int) -> Tensor:
+        """What the owner of a fragment's matrix gathers of it."""
         source = self.sources[index]
         assert source is not None
         return source
 
     def _keep_error(self, index: int) -> None:
-        if self._errors[index] is not self._source(index):
-            self._errors[index].copy_(self._source(index))
+        if self._errors[index] is not self.source(index):
+            self._errors[index].copy_(self.source(index))
 
 
 def _own_factors(factors: Tensor, signature: LowRankSignature, part: Fragment) -> tuple[Tensor, Tensor]:

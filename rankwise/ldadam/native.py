@@ -8,8 +8,7 @@ same bits wherever it lies and however many threads there are.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from torch import Tensor
 from rankwise.kernels.native.building import FAST, library
 from rankwise.kernels.sizes import check_shapes
 from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.in_place import InPlace, LowRankStep
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
-__all__ = ["LowRankStep", "ldadam_step", "ldadam_steps_", "subtract_product_", "takes"]
+__all__ = ["ldadam_step", "ldadam_steps_", "ldadam_steps_in_place", "subtract_product_", "takes"]
 
 _SOURCE = Path(__file__).with_name("ldadam.cpp")
 _LANES = 16
@@ -43,39 +43,15 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-@dataclass
-class LowRankStep:
-    """A matrix to be stepped where it lies, from its second step on.
-
-    Attributes:
-        shape: Of the parameter.
-        right: What :func:`rankwise.ldadam.formulas.projects_right` says for it.
-        gradient: 1-D; None: ``source`` has it already.
-        source: The error buffer, 1-D, changed in place; without error feedback the gradient, left as it is.
-        weight: 1-D, changed in place.
-        state: ``basis``, ``exp_avg`` and ``exp_avg_sq``, changed in place.
-        step: Steps applied including this one.
-        group: Hyper-parameters.
-    """
-
-    shape: tuple[int, int]
-    right: bool
-    gradient: Tensor | None
-    source: Tensor
-    weight: Tensor
-    state: Mapping[str, Tensor]
-    step: int
-    group: Mapping[str, Any]
-
-
-def takes(rank: int, *tensors: Tensor) -> bool:
+def takes(rank: int, *tensors: Tensor, error: Tensor | None = None) -> bool:
     """Whether there is a form for matrices of this rank, made of these tensors.
 
     Args:
         rank: Of the subspace: 16 or 32.
         tensors: Weights, gradients, states: contiguous and float32.
+        error: There is none for those with a buffer besides the source.
     """
-    known = rank % _LANES == 0 and 0 < rank <= _MAX_RANK
+    known = error is None and rank % _LANES == 0 and 0 < rank <= _MAX_RANK
     return (
         known
         and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
@@ -101,6 +77,13 @@ def ldadam_steps_(jobs: Sequence[LowRankStep]) -> list[float | None]:
         matrix.matrix, matrix.weight = job.source.data_ptr(), job.weight.data_ptr()
         matrix.feedback, matrix.lr = int(job.group["error_feedback"]), float(job.group["lr"])
     return _run(found)
+
+
+def ldadam_steps_in_place(jobs: Sequence[LowRankStep]) -> InPlace:
+    """:func:`ldadam_steps_` as :class:`rankwise.ldadam.in_place.StepsInPlace` has it."""
+    shares = ldadam_steps_(jobs)
+    done = [share for share in shares if share is not None]
+    return InPlace([place for place, share in enumerate(shares) if share is None], len(done) - sum(done), 0.0)
 
 
 def ldadam_step(

@@ -1,8 +1,8 @@
-"""LDAdam's matrices whose step counts only the device knows: a step that a graph can repeat."""
+"""LDAdam's matrices on a device for which the host does not wait: a step that a graph can repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import moments_for
-from rankwise.planning.matrix_states import MatrixState
+from rankwise.updates.adamw import Scalar, Step
 
 __all__ = ["SubspaceStep", "Triple", "step_on_device"]
 
@@ -35,24 +35,21 @@ class SubspaceStep(NamedTuple):
 
 
 def step_on_device(
-    matrices: Tensor, old: Triple, states: Sequence[MatrixState], group: Mapping[str, Any]
+    matrices: Tensor, old: Triple, step: Step, written: Scalar, group: Mapping[str, Any]
 ) -> SubspaceStep:
     """Advance matrices that have taken a step before; nothing is read on the host.
 
     A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
-    step, which is orthonormal; elsewhere Householder reflections are tried instead.
+    step, which is orthonormal; on CPUs Householder reflections are tried instead.
 
     Args:
         matrices: ``C`` (..., m, n), of one matrix or a stack of them.
         old: Their states.
-        states: Of each matrix, where ``step`` and ``beta1``, on the device of the matrices, are advanced in place.
+        step: Steps applied including this one: a number, or (...) numbers on the device.
+        written: The ``beta1`` of the step before, alike.
         group: Param group.
     """
     basis, M, V = old
-    steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
-    alone = matrices.dim() == 2
-    step, written = (counts[0] if alone else torch.stack(counts) for counts in (steps, written_betas))
-    step = step + 1
     beta1, feedback = group["betas"][0], group["error_feedback"]
     of_matrix, of_momentum = updates.basis_weights(step, beta1, group["rho"], feedback, written)
     found, failed = updates.try_next_basis(matrices, basis, M, of_matrix, updates.per_matrix(of_momentum, M))
@@ -64,8 +61,8 @@ def step_on_device(
     if feedback:
         # What kept_factor() says, of the product that is there already.
         share = beta1 / (1 - beta1)
-        factors.append(torch.where((written == beta1)[..., None, None], new_M, projected - share * new_M))
-    torch._foreach_add_(steps, 1)
-    torch._foreach_zero_(written_betas)
-    torch._foreach_add_(written_betas, beta1)
+        if isinstance(written, Tensor):
+            factors.append(torch.where((written == beta1)[..., None, None], new_M, projected - share * new_M))
+        else:
+            factors.append(new_M if written == beta1 else projected - share * new_M)
     return SubspaceStep((new_basis, new_M, new_V), factors, rotation, failed.sum())

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.kernels.forms import is_for_cpus
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.declared import LDAdamDeclared
+from rankwise.ldadam.forms import steps_in_place_for
 from rankwise.ldadam.joint import holders_of
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
@@ -61,9 +63,9 @@ class LDAdam(ShardedOptimizer):
         self._unstepped: set[str] = set()
 
     def read_health(self) -> dict[str, float]:
-        """See the base class; ``kept_bases``, of a capturable optimizer: where no new basis could be factored."""
+        """See the base class; ``kept_bases``, but for CPUs: where no new basis could be factored."""
         found = super().read_health()
-        if not self.declared.capturable:
+        if not self.declared.capturable and all(is_for_cpus(unit.kernels) for unit in self.planner.units.values()):
             found.pop("kept_bases")
         return found
 
@@ -91,7 +93,9 @@ class LDAdam(ShardedOptimizer):
             cut: Cut = "long" if right == (matrix.axis == 0) else "short"
             signature = LowRankSignature(*matrix.shape, rank, position, right, cut)
             tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
-        self.planner.choose_owners(unit, tasks, slices)
+        # Those that lie whole on their owner are then stepped together; a captured step takes stacks of them.
+        form = steps_in_place_for(unit.device, unit.dtype)
+        self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.declared.capturable)
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the returned factors, and what owners of slices tell each other."""

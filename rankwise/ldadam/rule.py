@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rankwise.kernels.lists import decay_
-from rankwise.ldadam.forms import LowRankStep, steps_in_place_for
+from rankwise.ldadam.forms import steps_in_place_for
 from rankwise.ldadam.fragments import Fragments
+from rankwise.ldadam.in_place import LowRankStep, StepsInPlace
 from rankwise.ldadam.joint import step_slices
 from rankwise.ldadam.signature import LowRankSignature, in_reply, reply_of
 from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.sharding import Batch, MatrixTask, Reply
+from rankwise.sharding import BATCH_ELEMENTS, Batch, MatrixTask, Reply
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 
@@ -34,8 +36,6 @@ class LDAdamRule(MatrixRule):
         holders: Gives those that own slices of the same matrices as this rank.
     """
 
-    separately = True
-
     def __init__(
         self,
         unit: StepUnit,
@@ -49,7 +49,10 @@ class LDAdamRule(MatrixRule):
         self._subspaces, self._holders = subspaces, holders
         self._fragments = Fragments(unit)
         self._steps_in_place = steps_in_place_for(unit.device, unit.dtype)
+        # Products of stacks round otherwise.
+        self.separately = self._steps_in_place is None or not self._steps_in_place.in_stacks
         self._taken: list[tuple[MatrixTask, int, LowRankStep]] = []
+        self._others: dict[LowRankSignature, list[tuple[MatrixTask, int]]] = {}
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """``C``, the gradient with what is left of earlier ones; the weights have decayed then."""
@@ -83,33 +86,48 @@ class LDAdamRule(MatrixRule):
         count = int(state["step"])
         # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
         steady = not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]
-        ready = self._fragments.in_place(index, task.signature, state, count + 1, group) if count and steady else None
-        if ready is None:
-            self._fragments.complete(index)
-            self._step_alone(task, index, source)
-        else:
+        ready = None
+        if count and steady:
+            takes = self._steps_in_place.takes
+            ready = self._fragments.in_place(index, task.signature, state, count + 1, group, takes)
+        if ready is not None:
             self._taken.append((task, index, ready))
+            return True
+        self._fragments.complete(index)
+        if self.separately:
+            self._step_others([(task, index)])
+        else:
+            self._others.setdefault(task.signature, []).append((task, index))
         return True
 
     def finish(self) -> None:
         """Step what has been taken."""
-        if self._steps_in_place is None or not self._taken:
-            return
-        shares = self._steps_in_place([ready for _, _, ready in self._taken])
-        kept = [share for share in shares if share is not None]
-        for (task, index, ready), share in zip(self._taken, shares, strict=True):
-            if share is None:
-                self._step_alone(task, index, ready.source)
+        if self._steps_in_place is not None and self._taken:
+            self._step_taken(self._steps_in_place)
+        for signature, others in self._others.items():
+            chunk = max(1, BATCH_ELEMENTS // (signature.rows * signature.columns))
+            for first in range(0, len(others), chunk):
+                self._step_others(others[first : first + chunk])
+
+    def _step_taken(self, form: StepsInPlace) -> None:
+        found = form.step([ready for _, _, ready in self._taken])
+        left = set(found.left)
+        for place, (task, index, ready) in enumerate(self._taken):
+            if place in left:
+                self._step_others([(task, index)])
                 continue
             ready.state["step"] += 1
             ready.state["beta1"].fill_(ready.group["betas"][0])
-        if kept:
-            self.health.add("subspace_rotation", len(kept) - sum(kept), len(kept))
+        if len(left) < len(self._taken):
+            self.health.add("subspace_rotation", found.rotation, len(self._taken) - len(left))
+        self.health.add("kept_bases", found.kept)
 
-    def _step_alone(self, task: MatrixTask, index: int, source: Tensor) -> None:
-        """A matrix that lies whole here, in the way of the others; its source is complete."""
-        factors = self._subspaces.advance([task], source.view(1, -1))
-        self._step(task.signature, [index], [factors[0]], as_factors=True)
+    def _step_others(self, matrices: Sequence[tuple[MatrixTask, int]]) -> None:
+        """Matrices of one signature that lie whole here, in the way of those that travel."""
+        tasks, indices = [task for task, _ in matrices], [index for _, index in matrices]
+        sources = [self._fragments.source(index) for index in indices]
+        factors = self._subspaces.advance(tasks, sources[0].view(1, -1) if len(sources) == 1 else torch.stack(sources))
+        self._step(tasks[0].signature, indices, list(factors), as_factors=True)
 
     def _step(
         self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import graphs
+from rankwise.kernels.forms import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import step_for
@@ -124,11 +125,12 @@ class Subspaces:
             states[0][name] if alone else torch.stack([state[name] for state in states]) for name in _TENSORS
         )
         old = (basis, exp_avg, exp_avg_sq)
-        new, factors = (
-            self._step_on_device(matrices, old, states, group)
-            if past is None
-            else self._step_on_host(matrices, old, *past, group)
-        )
+        first = past is not None and past[0] == 0
+        if first or is_for_cpus(kernels_for(matrices.device, matrices.dtype)):
+            assert past is not None
+            new, factors = self._step_on_host(matrices, old, *past, group)
+        else:
+            new, factors = self._step_on_device(matrices, old, past, states, group)
         for name, value in zip(_TENSORS, new, strict=True):
             copy_([state[name] for state in states], [value] if alone else list(value.unbind()))
         for state in states if past is not None else ():
@@ -137,10 +139,19 @@ class Subspaces:
         return torch.cat([part.reshape(len(states), -1) for part in (new[0], *factors)], dim=1)
 
     def _step_on_device(
-        self, matrices: Tensor, old: Triple, states: list[MatrixState], group: Mapping[str, Any]
+        self, matrices: Tensor, old: Triple, past: _Past, states: list[MatrixState], group: Mapping[str, Any]
     ) -> tuple[Triple, list[Tensor]]:
-        """New states and the factors beside the basis, of matrices whose counts the host does not know."""
-        found = step_on_device(matrices, old, states, group)
+        """New states and the factors beside the basis, without waiting."""
+        if past is not None:
+            found = step_on_device(matrices, old, past[0] + 1, past[1], group)
+        else:
+            steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
+            counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
+            step, written = counts
+            found = step_on_device(matrices, old, step + 1, written, group)
+            torch._foreach_add_(steps, 1)
+            torch._foreach_zero_(written_betas)
+            torch._foreach_add_(written_betas, group["betas"][0])
         self._health.add("kept_bases", found.kept)
         self.report_rotation(found.rotation)
         return found.states, found.factors

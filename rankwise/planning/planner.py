@@ -245,13 +245,26 @@ class Planner:
         return found
 
     def choose_owners(
-        self, unit: StepUnit, tasks: Sequence[MatrixTask], slices: Mapping[str, SlicedMatrix] | None = None
+        self,
+        unit: StepUnit,
+        tasks: Sequence[MatrixTask],
+        slices: Mapping[str, SlicedMatrix] | None = None,
+        alone: bool = False,
     ) -> None:
-        """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before."""
+        """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before.
+
+        Args:
+            unit: The unit.
+            tasks: Of its matrices.
+            slices: See :meth:`StepUnit.plan_exchange`.
+            alone: Alike.
+        """
         if tasks:
             comm_dtype = getattr(self._declared.options, "comm_dtype", None)
             # The loads of ranks outside the unit would be unknown to its own.
-            loads = unit.plan_exchange(tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices)
+            loads = unit.plan_exchange(
+                tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices, alone
+            )
             self.loads = self.loads if unit.apart else loads
             assert unit.exchange is not None
             self.owner_of.update(unit.exchange.plan.owners)

@@ -202,6 +202,7 @@ class StepUnit:
         comm_dtype: str | None = None,
         kept: Mapping[str, int] | None = None,
         slices: Mapping[str, SlicedMatrix] | None = None,
+        alone: bool = False,
     ) -> list[float]:
         """Choose owners for ``tasks``.
 
@@ -211,6 +212,8 @@ class StepUnit:
             comm_dtype: Type in which matrices travel; None: that of the computation.
             kept: Owners of matrices that have states already, the same on every rank.
             slices: Matrices of which ``tasks`` has the slices.
+            alone: Whether the rule takes whole matrices where they lie on every device; else it does so on those where
+                stacks are no faster.
 
         Returns:
             The ranks' loads including these tasks.
@@ -219,7 +222,7 @@ class StepUnit:
         layout = in_slices(self.layout, self.slices)
         plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
         wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
-        self.exchange = MatrixExchange(layout, plan, self.device, self.dtype, wire_dtype)
+        self.exchange = MatrixExchange(layout, plan, self.device, self.dtype, wire_dtype, alone or None)
         return loads
 
     def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:

@@ -7,7 +7,7 @@ from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .inside import Block, cut_into_blocks, in_blocks
 from .layout import Fragment, Layout, LayoutError, Place
-from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
+from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
 from .reduce import FragmentSums
 from .slices import SlicedMatrix, find_slices, in_slices
@@ -15,6 +15,7 @@ from .traffic import Traffic
 from .volume import halo_volume, matrix_volume, sums_volume
 
 __all__ = [
+    "BATCH_ELEMENTS",
     "Batch",
     "BatchPlan",
     "Block",

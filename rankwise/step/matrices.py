@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class MatrixRule(ABC):
         health: Counts the matrices that were updated, and what the rule itself reports.
     """
 
-    separately: ClassVar[bool] = False
+    separately: bool = False
     """For rules that round a matrix otherwise in a stack: where matrices are computed one by one, those that have
     travelled together are, too."""
 

@@ -119,6 +119,20 @@ def low_rank_step(right: bool) -> None:
     low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
 
 
+def low_rank_matrices(rank: int) -> None:
+    from rankwise.ldadam.cuda_moments import advance_moments_
+    from rankwise.ldadam.cuda_products import Operand, grouped_product_, keep_, places_of
+
+    stack = torch.zeros(2, rank, 256)
+    for strides, scales in (((256, 1), None), ((1, 256), torch.ones(2, rank))):
+        operand = Operand(places_of(stack), strides)
+        grouped_product_(torch.zeros(2, rank, rank), operand, operand.turned, 256, scales=scales, precision="tf32x3")
+    keep_(stack, places_of(stack), torch.zeros(2, dtype=torch.bool))
+    settings: dict[str, Any] = {"step": 2, "betas": (0.9, 0.99), "eps": 1e-8, "error_feedback": True}
+    rotation = torch.zeros(2, rank, rank)
+    advance_moments_(stack, rotation, list(stack), list(stack), precision="tf32x3", **settings)
+
+
 CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (mars_adamw, (False,)),
     (mars_adamw, (True,)),
@@ -137,11 +151,14 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (rescale, ()),
     (moments, ()),
     (low_rank_step, (False,)),
+    (low_rank_matrices, (256,)),
 ]
 MORE = [
     *((sonew, (band,)) for band in range(2, 9)),
     *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
     (low_rank_step, (True,)),
+    (low_rank_matrices, (16,)),
+    (low_rank_matrices, (512,)),
 ]
 
 

@@ -1,0 +1,251 @@
+r"""LDAdam's step on whole matrices where they lie, many at once: the host waits for nothing.
+
+What is large is read where it is, by kernels that serve all matrices of a shape in one launch; the small problems of
+all shapes, r x r, are solved together. A basis that cannot be factored stays what it was, which only the device knows.
+
+Bytes (fp32) per element: 12 for the sum with the gradient, 12 for three products, 16 for weight and error buffer, and
+about 22 per element of (r, n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.lists import add_, copy_
+from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
+from rankwise.ldadam.cuda_moments import MAX_RANK, advance_moments_
+from rankwise.ldadam.cuda_products import Operand, grouped_product_, keep_, places_of
+from rankwise.ldadam.formulas import basis_weights
+from rankwise.ldadam.in_place import InPlace, LowRankStep
+from rankwise.updates.orthonormal import MIN_SECOND_DIAGONAL, triangular_factor
+
+__all__ = ["ldadam_matrices_", "takes_matrices"]
+
+ELEMENTS_AT_ONCE = 1 << 27
+"""Of (r, n) coordinates in one call: what bounds the scratch memory, of twice as many."""
+
+
+def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> bool:
+    """Whether :func:`ldadam_matrices_` takes matrices of this rank, made of these tensors.
+
+    Args:
+        rank: Of the subspace.
+        tensors: Weights, gradients, states: contiguous and float32.
+        error: An error buffer of its own, contiguous, in float32 or bfloat16.
+    """
+    known = error is None or (error.dtype in (torch.float32, torch.bfloat16) and error.is_contiguous())
+    fits = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+    return known and fits and rank <= MAX_RANK
+
+
+def ldadam_matrices_(jobs: Sequence[LowRankStep], precision: str) -> InPlace:
+    """Step matrices.
+
+    Args:
+        jobs: The matrices; :func:`takes_matrices` must say yes to the tensors of each.
+        precision: Of the products, as :func:`rankwise.ldadam.cuda_products.grouped_product_` takes it.
+    """
+    late = [job for job in jobs if job.gradient is not None]
+    add_([job.source for job in late], [job.gradient for job in late if job.gradient is not None])
+    found = [_step_together(families, precision) for families in _calls(jobs)]
+    rotation, kept = (torch.stack(list(values)).sum() for values in zip(*found, strict=True))
+    return InPlace([], rotation, kept)
+
+
+def _calls(jobs: Sequence[LowRankStep]) -> Iterator[list[_Family]]:
+    """Families of one rank that are computed together."""
+
+    def sign(job: LowRankStep) -> tuple[Any, ...]:
+        return job.state["basis"].shape[1], job.shape, job.step, id(job.group)
+
+    together: list[_Family] = []
+    elements = 0
+    for _, found in groupby(sorted(jobs, key=sign), sign):
+        alike = list(found)
+        rank, size = alike[0].state["basis"].shape[1], alike[0].state["exp_avg"].numel()
+        chunk = max(1, ELEMENTS_AT_ONCE // size)
+        for first in range(0, len(alike), chunk):
+            family = _Family(alike[first : first + chunk])
+            if together and (together[0].rank != rank or elements + family.elements > ELEMENTS_AT_ONCE):
+                yield together
+                together, elements = [], 0
+            together.append(family)
+            elements += family.elements
+    if together:
+        yield together
+
+
+class _Family:
+    """Matrices of one shape, param group and step.
+
+    Attributes:
+        rank: r.
+        elements: Of all their coordinates.
+        place: Where they are among those that are computed together.
+    """
+
+    def __init__(self, jobs: list[LowRankStep]) -> None:
+        self.jobs, first = jobs, jobs[0]
+        rows, columns = first.shape
+        self.short, self.long = (columns, rows) if first.right else (rows, columns)
+        self.rank = first.state["basis"].shape[1]
+        self.elements = len(jobs) * self.rank * self.long
+        self.place = slice(0, 0)
+        group, self.step = first.group, first.step
+        self.group: Mapping[str, Any] = group
+        self.feedback: bool = group["error_feedback"]
+        weights = basis_weights(self.step, group["betas"][0], group["rho"], self.feedback)
+        self.weights = float(weights[0]), float(weights[1])
+        # C (m, n), U (m, r) and M (r, n), each where it lies.
+        strides = (1, self.short) if first.right else (self.long, 1)
+        self.matrix = Operand([job.source.data_ptr() for job in jobs], strides)
+        self.basis = Operand([job.state["basis"].data_ptr() for job in jobs], (self.rank, 1))
+        self.momentum = Operand([job.state["exp_avg"].data_ptr() for job in jobs], (self.long, 1))
+
+    def empty(self, *shape: int) -> Tensor:
+        """A stack for a small matrix each."""
+        return torch.empty(len(self.jobs), *shape, dtype=torch.float32, device=self.jobs[0].weight.device)
+
+
+def _rows(stack: Tensor) -> Operand:
+    """The entries of a stack, which a solver may have stored by columns."""
+    return Operand(places_of(stack), (stack.stride(-2), stack.stride(-1)))
+
+
+def _step_together(families: Sequence[_Family], precision: str) -> tuple[Tensor, Tensor]:
+    """Step the matrices of some families of one rank; what is left of their subspaces, and how many keep theirs."""
+    count = 0
+    for family in families:
+        family.place = slice(count, count + len(family.jobs))
+        count += len(family.jobs)
+    rank, device = families[0].rank, families[0].jobs[0].weight.device
+    grams = torch.empty(count, rank, rank, dtype=torch.float32, device=device)
+    coordinates = [_coordinates(family, precision) for family in families]
+    lower, failed = _scaled_factor(families, coordinates, grams, _rows, -1, precision)
+    images = [
+        _image(family, _solved_across(lower[family.place], x), precision)
+        for family, x in zip(families, coordinates, strict=True)
+    ]
+    del coordinates
+    lower, failed_image = _scaled_factor(families, images, grams, lambda y: _rows(y).turned, -2, precision)
+    bases = [_solved(lower[family.place], y) for family, y in zip(families, images, strict=True)]
+    for family, found in zip(families, bases, strict=True):
+        grouped_product_(grams[family.place], _rows(found).turned, _rows(found), family.short, precision=precision)
+    lower, failed_again = triangular_factor(grams, MIN_SECOND_DIAGONAL)
+    failed = failed | failed_image | failed_again
+    rotations = grams  # Its memory: nobody needs the products any more.
+    for family, found in zip(families, bases, strict=True):
+        _finish(family, _solved(lower[family.place], found), failed[family.place], rotations[family.place], precision)
+    return count - rotations.square().sum() / rank, failed.sum()
+
+
+def _coordinates(family: _Family, precision: str) -> Tensor:
+    """``X^T = w_C U^T C + w_M M`` (b, r, n)."""
+    found = family.empty(family.rank, family.long)
+    alpha, beta = family.weights
+    grouped_product_(
+        found,
+        family.basis.turned,
+        family.matrix,
+        family.short,
+        alpha=alpha,
+        beta=beta,
+        added=family.momentum.places,
+        precision=precision,
+    )
+    return found
+
+
+def _image(family: _Family, x: Tensor, precision: str) -> Tensor:
+    """``Y = w_C C X + w_M U (M X)`` (b, m, r) of ``X^T`` (b, r, n)."""
+    small, found = family.empty(family.rank, family.rank), family.empty(family.short, family.rank)
+    alpha, beta = family.weights
+    columns = _rows(x).turned
+    grouped_product_(small, family.momentum, columns, family.long, precision=precision)
+    grouped_product_(found, family.basis, _rows(small), family.rank, precision=precision)
+    grouped_product_(
+        found,
+        family.matrix,
+        columns,
+        family.long,
+        alpha=alpha,
+        beta=beta,
+        added=places_of(found),
+        precision=precision,
+    )
+    return found
+
+
+def _scaled_factor(
+    families: Sequence[_Family], stacks: Sequence[Tensor], grams: Tensor, operand: Any, axis: int, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Factors of the Gram matrices, for columns as they are but made of scaled ones; and where they are no use.
+
+    Scaling columns to a largest entry of one keeps squares in range and makes graded columns harmless, see
+    :func:`rankwise.updates.orthonormal.cholesky_qr`.
+    """
+    peaks = torch.empty(grams.shape[:2], dtype=torch.float32, device=grams.device)
+    for family, stack in zip(families, stacks, strict=True):
+        torch.linalg.vector_norm(stack, ord=float("inf"), dim=axis, out=peaks[family.place])
+    peaks = torch.where(peaks > 0, peaks, 1.0)
+    scales = peaks.reciprocal()
+    for family, stack in zip(families, stacks, strict=True):
+        left, depth = operand(stack), family.long if axis == -1 else family.short
+        grouped_product_(
+            grams[family.place], left, left.turned, depth, scales=scales[family.place], precision=precision
+        )
+    lower, failed = triangular_factor(grams)
+    return lower * peaks.unsqueeze(-1), failed
+
+
+# Solvers go by columns: what is handed to them so they need not turn before, and give back as it is wanted.
+
+
+def _solved(lower: Tensor, y: Tensor) -> Tensor:
+    """``Y L^-T`` (b, m, r)."""
+    return torch.linalg.solve_triangular(lower, y.mT, upper=False).mT
+
+
+def _solved_across(lower: Tensor, x: Tensor) -> Tensor:
+    """``L^-1 X^T`` (b, r, n)."""
+    return torch.linalg.solve_triangular(lower.mT, x.mT, upper=True, left=False).mT
+
+
+def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, precision: str) -> None:
+    """Moments, states, weights and error buffers, now that there is a basis (b, m, r)."""
+    jobs, group = family.jobs, family.group
+    keep_(basis, family.basis.places, failed)
+    new = _rows(basis).turned
+    grouped_product_(rotation, new, family.basis, family.short, precision=precision)
+    coordinates = family.empty(family.rank, family.long)
+    grouped_product_(coordinates, new, family.matrix, family.short, precision=precision)
+    momenta = [job.state["exp_avg"] for job in jobs]
+    advance_moments_(
+        coordinates,
+        rotation,
+        momenta,
+        [job.state["exp_avg_sq"] for job in jobs],
+        step=family.step,
+        betas=group["betas"],
+        eps=group["eps"],
+        error_feedback=family.feedback,
+        precision=precision,
+    )
+    copy_([job.state["basis"] for job in jobs], list(basis.unbind()))
+    kept = momenta if family.feedback else [None] * len(jobs)
+    low_rank_step_(
+        [job.weight for job in jobs],
+        [Factors(0, *parts) for parts in zip(basis.unbind(), coordinates.unbind(), kept, strict=True)],
+        [job.source for job in jobs] if family.feedback else None,
+        [job.source if job.error is None else job.error for job in jobs] if family.feedback else None,
+        cols=jobs[0].shape[1],
+        right=jobs[0].right,
+        lr=group["lr"],
+        weight_decay=0.0,  # applied before
+        precision=precision,
+    )
