@@ -19,6 +19,13 @@ __all__ = ["doctor", "explain", "list_types", "plan"]
 _MODEL, _SIZES = "The model", "The cluster"
 _ANSWER = "The answer"
 
+_Config = Annotated[
+    Path | None, typer.Option(help="DeepSpeed JSON, or YAML file of Megatron's flags.", exists=True, dir_okay=False)
+]
+_Optimizer = Annotated[
+    str | None, typer.Option(help="Name, with its packaged options; by default the config's, or mkor.")
+]
+
 console = Console()
 
 
@@ -59,13 +66,8 @@ def _percentage(text: str) -> float:
 
 def plan(
     context: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="DeepSpeed JSON, or YAML file of Megatron's flags.", exists=True, dir_okay=False),
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="Name, with its packaged options; by default the config's, or mkor.")
-    ] = None,
+    config: _Config = None,
+    optimizer: _Optimizer = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -206,13 +208,8 @@ def list_types(
 
 
 def explain(
-    config: Annotated[
-        Path | None,
-        typer.Option(help="DeepSpeed JSON, or YAML file of Megatron's flags.", exists=True, dir_okay=False),
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="Name, with its packaged options; by default the config's, or mkor.")
-    ] = None,
+    config: _Config = None,
+    optimizer: _Optimizer = None,
     model: Annotated[
         str | None,
         typer.Option(help="gpt2-small to llama-405b, a Hugging Face config.json, module:function, or gpt2 or llama."),

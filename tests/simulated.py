@@ -35,8 +35,8 @@ class Conv1D(nn.Module):
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
         self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.empty(nx, nf))
-        self.bias = nn.Parameter(torch.empty(nf))
+        self.weight = nn.Parameter(torch.randn(nx, nf) / nx**0.5)
+        self.bias = nn.Parameter(torch.zeros(nf))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias

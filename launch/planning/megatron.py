@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron_patches.fused_weights import fused_parts
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.described import Sizes
 from rankwise.routing.fused import Fused
@@ -84,7 +86,7 @@ def stage_parts(sizes: Sizes, cluster: Cluster, stage: int, vocab: int | None = 
             found.append(Part("embedding.position_embeddings.weight", (sizes.positions, sizes.hidden)))
     count = sizes.layers // cluster.pp
     for layer in range(stage * count, (stage + 1) * count):
-        found += _layer(sizes, f"decoder.layers.{layer}.")
+        found += _layer(sizes, cluster, f"decoder.layers.{layer}.")
     if stage == cluster.pp - 1:
         found += _norm(sizes, "decoder.final_layernorm")
         if not sizes.tied:
@@ -108,19 +110,30 @@ def _linear(
     return [weight, Part(f"{name}.bias", shape[:1], 0 if dim == 0 else None)]
 
 
-def _layer(sizes: Sizes, prefix: str) -> list[Part]:
+def _layer(sizes: Sizes, cluster: Cluster, prefix: str) -> list[Part]:
     hidden, size = sizes.hidden, sizes.hidden // sizes.heads
     gated = 2 if sizes.family == "llama" else 1
-    shared = sizes.heads // sizes.kv_heads
-    queries = Fused((("q", shared * size), ("k", size), ("v", size)), groups=sizes.kv_heads, heads=(shared, 1, 1))
-    halves = Fused((("gate", sizes.ffn), ("up", sizes.ffn))) if gated == 2 else None
+    config = SimpleNamespace(
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        kv_channels=size,
+        ffn_hidden_size=sizes.ffn,
+        gated_linear_unit=gated == 2,
+    )
+    owner: Any = SimpleNamespace(config=config)
+
+    def joined(layer: str, rows: int, strips: int = 1) -> list[Part]:
+        name = f"{prefix}{'mlp' if layer == 'linear_fc1' else 'self_attention'}.{layer}"
+        shape = (rows, hidden)
+        return _linear(sizes, name, shape, 0, strips, fused_parts(layer, owner, shape, cluster.tp, strips))
+
     attention, mlp = f"{prefix}self_attention.linear_", f"{prefix}mlp.linear_"
     return [
         *_norm(sizes, f"{prefix}input_layernorm"),
         *_linear(sizes, f"{attention}proj", (hidden, sizes.heads * size), 1),
-        *_linear(sizes, f"{attention}qkv", ((sizes.heads + 2 * sizes.kv_heads) * size, hidden), 0, 1, queries),
+        *joined("linear_qkv", (sizes.heads + 2 * sizes.kv_heads) * size),
         *_norm(sizes, f"{prefix}pre_mlp_layernorm"),
-        *_linear(sizes, f"{mlp}fc1", (gated * sizes.ffn, hidden), 0, gated, halves),
+        *joined("linear_fc1", gated * sizes.ffn, gated),
         *_linear(sizes, f"{mlp}fc2", (hidden, sizes.ffn), 1),
     ]
 

@@ -19,6 +19,7 @@ from preconditioning import (
     preconditioned,
     problem,
 )
+from simulated import Conv1D
 from torch import Tensor, nn
 
 from rankwise import MKOR
@@ -148,26 +149,10 @@ def test_a_workspace_grows_and_is_reused() -> None:
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-class Turned(nn.Module):
-    """GPT-2's linear layer: its weight is (inputs, outputs)."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.nf, self.nx = outputs, inputs
-        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-Turned.__name__ = "Conv1D"
-
-
 def trained(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and factors after four steps, every other one a factor step, and the starting weights."""
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), Turned(8, 5), nn.Linear(5, 4, bias=False)]
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), Conv1D(5, 8), nn.Linear(5, 4, bias=False)]
     model = nn.Sequential(*layers).to(dtype)
     optimizer = MKOR(model.named_parameters(), lr=1e-2, backend="sgd", update_interval=2, output_gain=5.0, **options)
     optimizer.capture(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import Conv1D
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,26 +25,10 @@ WIDTH = 48
 BACKENDS = ("adamw", "sgd", "lamb")
 
 
-class Turned(nn.Module):
-    """GPT-2's linear layer: its weight is (inputs, outputs)."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.nf, self.nx = outputs, inputs
-        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-Turned.__name__ = "Conv1D"
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, WIDTH, bias=False)
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), plain, Turned(WIDTH, 9))
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), plain, Conv1D(9, WIDTH))
 
 
 def started(model: nn.Module, **options: Any) -> MKOR:
