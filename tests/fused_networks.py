@@ -82,6 +82,7 @@ LAYERS = {
 }
 CASES: dict[str, tuple[Callable[..., ShardedOptimizer], dict[str, Any]]] = {
     "mars-shampoo": (MARS, {"variant": "shampoo", "ns_dtype": "DTYPE", "clip": 0.5}),
+    "mars-shampoo-rms": (MARS, {"variant": "shampoo", "scale": "rms", "ns_dtype": "DTYPE", "clip": 0.5}),
     "mars-m": (MARS, {"variant": "muon", "ns_dtype": "DTYPE", "clip": 0.5}),
     "ldadam": (LDAdam, {"rank": 2}),
     "ldadam-plain": (LDAdam, {"rank": 2, "error_feedback": False}),

@@ -153,6 +153,7 @@ def _cases() -> list[Case]:
         Case(f"mars-{variant}", MARS, {"variant": variant, "ns_dtype": "DTYPE"}, variant in ("adamw", "lion"))
         for variant in ("adamw", "lion", "shampoo", "muon")
     ]
+    cases.append(Case("mars-shampoo-rms", MARS, {"variant": "shampoo", "scale": "rms", "ns_dtype": "DTYPE"}))
     cases += [
         Case(f"sonew-{band}-{chain}-{graft}", SONew, {"band": band, "chain": chain, "graft": graft}, True)
         for band in (0, 1, 4)

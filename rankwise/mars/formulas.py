@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from rankwise.updates.newton_schulz import newton_schulz
 
 __all__ = [
     "MatrixVariant",
+    "Scale",
     "clip_coefficient",
     "correction_factor",
     "orthogonal_direction",
@@ -35,6 +36,9 @@ __all__ = [
 
 MatrixVariant = Literal["shampoo", "muon"]
 """``"shampoo"``: MARS-Shampoo of the first paper. ``"muon"``: MARS-M of the second. Both use Newton-Schulz."""
+
+Scale = Literal["published", "rms"]
+"""``"published"``: as the variant's paper has it. ``"rms"``: as large as AdamW's updates."""
 
 _SHAMPOO_EPS = 1e-8
 _MUON_EPS = 1e-7
@@ -74,29 +78,36 @@ def clip_coefficient(squared_norm: Tensor, clip: float) -> Tensor:
     return clip / squared_norm.sqrt().clamp(min=clip)
 
 
-def shape_factor(variant: MatrixVariant, rows: int, cols: int) -> float:
+def shape_factor(variant: MatrixVariant, rows: int, cols: int, scale: Scale = "published") -> float:
     r"""What the orthogonal factor of a (rows, cols) matrix is multiplied by.
 
-    ``"shampoo"``: :math:`\sqrt{\max(1, rows / cols)}`, as in the authors' code (the paper has none). ``"muon"``:
-    :math:`0.2 \sqrt{\max(rows, cols)}`, which brings the root mean square of the update to that of AdamW.
+    ``"shampoo"``: :math:`\sqrt{\max(1, rows / cols)}`, as in the authors' code (the paper has none). ``"muon"``, and
+    either with the scale ``"rms"``: :math:`0.2 \sqrt{\max(rows, cols)}` (arXiv 2502.16982, section 2.2). The entries of
+    an orthogonal factor have the root mean square :math:`1 / \sqrt{\max(rows, cols)}`: it becomes 0.2, about that of
+    AdamW's updates.
 
     Args:
         variant: Which of the two rules.
         rows: Rows of the logical matrix: before any sharding, and before any transposition for the computation.
         cols: Columns of the logical matrix.
+        scale: Whose.
 
     Raises:
-        ValueError: If ``variant`` is neither of the two, or a side is below 1.
+        ValueError: If ``variant`` or ``scale`` is none of those known, or a side is below 1.
     """
     if rows < 1 or cols < 1:
         raise ValueError(
             f"rows and cols must be at least 1, got ({rows}, {cols}); pass the logical shape of one matrix"
         )
-    if variant == "shampoo":
+    if variant not in get_args(MatrixVariant):
+        raise ValueError(
+            f"variant must be 'shampoo' or 'muon', got {variant!r}; 'adamw' and 'lion' are not matrix rules"
+        )
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale must be 'published' or 'rms', got {scale!r}; 'published' is the default")
+    if variant == "shampoo" and scale == "published":
         return math.sqrt(max(1.0, rows / cols))
-    if variant == "muon":
-        return 0.2 * math.sqrt(max(rows, cols))
-    raise ValueError(f"variant must be 'shampoo' or 'muon', got {variant!r}; 'adamw' and 'lion' are not matrix rules")
+    return 0.2 * math.sqrt(max(rows, cols))
 
 
 def norm_offset(variant: MatrixVariant, beta1: float, eps: float | None = None) -> float:
@@ -120,6 +131,7 @@ def orthogonal_direction(
     cols: int,
     *,
     beta1: float,
+    scale: Scale = "published",
     eps: float | None = None,
     ns_steps: int = 5,
     ns_dtype: torch.dtype | None = None,
@@ -136,6 +148,7 @@ def orthogonal_direction(
         rows: Rows of the logical matrix, for :func:`shape_factor`.
         cols: Columns of the logical matrix.
         beta1: Decay rate of the momentum, for :func:`norm_offset`.
+        scale: Whose, for :func:`shape_factor`.
         eps: As there.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: Dtype of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.
@@ -147,5 +160,5 @@ def orthogonal_direction(
     Raises:
         ValueError: As :func:`shape_factor` and :func:`rankwise.updates.newton_schulz.newton_schulz`.
     """
-    factor, norm_eps = shape_factor(variant, rows, cols), norm_offset(variant, beta1, eps)
+    factor, norm_eps = shape_factor(variant, rows, cols, scale), norm_offset(variant, beta1, eps)
     return orthogonalise(exp_avg, ns_steps, ns_dtype, norm_eps) * factor

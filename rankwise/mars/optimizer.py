@@ -134,10 +134,9 @@ class MARS(ShardedOptimizer):
                     orthogonal.append(part.bucket)
                 else:
                     self.health.add("matrices_updated", len(part.bucket.entries))
-        product, variant = self.declared.product_type(unit.device, unit.dtype), self.options.variant
+        product = self.declared.product_type(unit.device, unit.dtype)
         if product is not None:
-            rule = MARSRule(unit, orthogonal, self.param_groups, self.health, variant, product)  # type: ignore[arg-type]
-            step_matrices(rule)
+            step_matrices(MARSRule(unit, orthogonal, self.param_groups, self.health, self.options, product))
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group = bucket.group
@@ -236,7 +235,7 @@ def _factor(bucket: Bucket) -> float:
 
 def _fallback_lr_ratio(options: MARSOptions) -> float:
     if options.lr_1d is None:
-        return 1.0 if options.variant == "muon" else 0.5
+        return options.fallback_ratio
     if float(options.lr) == 0.0:
         raise OptionError(
             f"MARS: lr_1d={options.lr_1d!r} is invalid with lr=0: the fallback's rate is a multiple of lr; pass the "

@@ -38,6 +38,13 @@ class MARSOptions(Options):
         'The rule behind the correction; "shampoo": orthogonalised momentum with the factor sqrt(max(1, rows / '
         'columns)), "muon": MARS-M, with the factor 0.2 sqrt(max(rows, columns)).',
     )
+    scale: str = option(
+        "published",
+        Choice("published", "rms"),
+        'Factor of orthogonalised updates. "published": the variant\'s. "rms": 0.2 sqrt(max(rows, columns)) of each '
+        "whole logical matrix, as in Moonlight (arXiv 2502.16982): a root mean square of 0.2, about AdamW's, so that "
+        'its lr suits matrices and fallback alike; with "muon" that is the published one.',
+    )
     betas: tuple[float, float] = shared.betas((0.95, 0.99), "Decay rates; Lion, Shampoo and Muon use the first alone.")
     eps: float = shared.eps("Added to the bias-corrected root.")
     weight_decay: float = shared.weight_decay("Decoupled decay, times lr.")
@@ -57,8 +64,8 @@ class MARSOptions(Options):
     lr_1d: float | None = option(
         None,
         OrNone(Number()),
-        'Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon": lr). The ratio to lr is '
-        "kept under schedules.",
+        'Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon" and scale "rms": lr). The '
+        "ratio to lr is kept under schedules.",
     )
     betas_1d: tuple[float, float] = shared.betas((0.9, 0.95), "Decay rates of the fallback.")
     weight_decay_1d: float = option(
@@ -77,5 +84,18 @@ class MARSOptions(Options):
         """Exact mode."""
         return {"exact": "exact mode needs the next batch's gradient too"} if self.exact else {}
 
+    @property
+    def fallback_ratio(self) -> float:
+        """The fallback's rate over lr where none is given."""
+        return 1.0 if self.variant == "muon" or self.scale == "rms" else 0.5
+
+    def unread(self) -> Mapping[str, tuple[str, str]]:
+        """The scale, by variants without a matrix rule."""
+        if self.variant in ("shampoo", "muon"):
+            return {}
+        reason = f"variant={self.variant!r} orthogonalises nothing, and its steps are those of AdamW or Lion"
+        return {"scale": (reason, 'leave it out, or choose the variant "shampoo" or "muon"')}
+
     def _check_together(self) -> None:
+        self._refuse_unread()
         self._refuse_capturable_skips(self.capturable)

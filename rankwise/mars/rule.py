@@ -11,6 +11,7 @@ from torch import Tensor
 from rankwise.kernels.forms import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.mars import formulas as updates
+from rankwise.mars.options import MARSOptions
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.step.health import Health
@@ -43,7 +44,7 @@ class MARSRule(MatrixRule):
         buckets: Of what is orthogonalised.
         groups: Param groups.
         health: Counts.
-        variant: "shampoo" or "muon".
+        options: With the variant "shampoo" or "muon".
         product: Type of the products.
     """
 
@@ -53,11 +54,13 @@ class MARSRule(MatrixRule):
         buckets: Sequence[Bucket],
         groups: Sequence[Mapping[str, Any]],
         health: Health,
-        variant: updates.MatrixVariant,
+        options: MARSOptions,
         product: torch.dtype,
     ) -> None:
         super().__init__(unit, buckets, groups, health)
-        self._variant, self._product = variant, product
+        self._product = product
+        self._variant: updates.MatrixVariant = options.variant  # type: ignore[assignment]
+        self._scaled_as: updates.Scale = options.scale  # type: ignore[assignment]
         self._steps_in_place = orthogonal_steps_for(unit.device, unit.dtype, product)
         self._taken: list[OrthogonalStep] = []
 
@@ -101,6 +104,7 @@ class MARSRule(MatrixRule):
             self._variant,
             *signature.logical,
             beta1=group["betas"][0],
+            scale=self._scaled_as,
             eps=self._eps(group),
             ns_steps=group["ns_steps"],
             ns_dtype=self._product,
@@ -115,7 +119,7 @@ class MARSRule(MatrixRule):
             exp_avg,
             weight,
             eps=updates.norm_offset(self._variant, group["betas"][0], self._eps(group)),
-            factor=updates.shape_factor(self._variant, *signature.logical),
+            factor=updates.shape_factor(self._variant, *signature.logical, self._scaled_as),
             lr=float(group["lr"]),
             steps=group["ns_steps"],
         )

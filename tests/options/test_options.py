@@ -43,6 +43,7 @@ HUGE = [10**400, 10**5000]  # no float; not even text
 
 # (class, key, values, rule, fix)
 CHECKS: list[tuple[type, str, list[Any], str, str]] = [
+    (MARS, "scale", ["RMS", "adamw", None], "it must be one of 'published', 'rms'", ""),
     (MARS, "variant", ["adam", "Muon", None], "it must be one of 'adamw', 'lion', 'shampoo', 'muon'", ""),
     (MARS, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.95, 0.99\]"),
     (MARS, "betas_1d", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.95\]"),
