@@ -167,8 +167,15 @@ class Collector:
         Raises:
             OptionError: A rank has taken a step without the others; raised on all of them.
         """
-        wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-        if wrapper is None or self._planner.source.group is not None or wrapper.process_group.size() == 1:
+        if self._planner.source.group is None:
+            wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+            if wrapper is not None:
+                self._ask(wrapper, weights)
+
+    @torch.compiler.disable
+    def _ask(self, wrapper: nn.parallel.DistributedDataParallel, weights: Sequence[nn.Parameter]) -> None:
+        """See above; out of the way of compilers, which cannot follow process groups."""
+        if wrapper.process_group.size() == 1:
             return
         replicated = {id(parameter) for parameter in wrapper.parameters()}
         if not any(id(weight) in replicated for weight in weights):

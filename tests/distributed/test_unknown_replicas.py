@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rankwise import MKOR
 from rankwise.options.validation import OptionError
 
+ORDERS = ("told", "wrapped before", "wrapped after", "compiled")
+
 
 def _model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -35,14 +37,15 @@ def _trained(order: str, rank: int) -> tuple[list[Tensor], set[str]]:
     optimizer = MKOR(model.named_parameters(), lr=0.1, update_interval=1)
     optimizer.capture(wrapped if order == "told" and wrapped is not None else model)
     wrapped = wrapped or DistributedDataParallel(model)
+    called = torch.compile(wrapped, backend="eager") if order == "compiled" else wrapped
     with wrapped.no_sync():
-        wrapped(torch.full((1, 5), float(rank))).sum().backward()
-    assert [_step(wrapped, optimizer, rank) for _ in range(3)] == [""] * 3
+        called(torch.full((1, 5), float(rank))).sum().backward()
+    assert [_step(called, optimizer, rank) for _ in range(3)] == [""] * 3
     return [weight.detach() for weight in model.parameters()], set(optimizer.matrix_states.everything())
 
 
 def _orders(rank: int, world: int) -> dict[str, tuple[list[Tensor], set[str]]]:
-    return {order: _trained(order, rank) for order in ("told", "wrapped before", "wrapped after")}
+    return {order: _trained(order, rank) for order in ORDERS}
 
 
 def test_a_wrapper_around_a_captured_model_is_found() -> None:
@@ -50,7 +53,7 @@ def test_a_wrapper_around_a_captured_model_is_found() -> None:
     for found in (first, second):
         weights, matrices = found["told"]
         assert len(matrices) == 1
-        for order in ("wrapped before", "wrapped after"):
+        for order in ORDERS[1:]:
             assert all(map(torch.equal, found[order][0], weights)), order
             assert found[order][1] == matrices, order
     assert all(map(torch.equal, first["told"][0], second["told"][0]))
