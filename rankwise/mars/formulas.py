@@ -135,7 +135,8 @@ def orthogonal_direction(
     eps: float | None = None,
     ns_steps: int = 5,
     ns_dtype: torch.dtype | None = None,
-    orthogonalise: Callable[[Tensor, int, torch.dtype | None, float], Tensor] = newton_schulz,
+    ns_coefficients: str = "published",
+    orthogonalise: Callable[[Tensor, int, torch.dtype | None, float, str], Tensor] = newton_schulz,
 ) -> Tensor:
     r"""Direction of the two matrix rules from the momentum: its orthogonal factor, scaled by the shape.
 
@@ -152,6 +153,7 @@ def orthogonal_direction(
         eps: As there.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: Dtype of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.
+        ns_coefficients: Name of their polynomials.
         orthogonalise: What runs them: :func:`rankwise.updates.newton_schulz.newton_schulz` or a faster form of it.
 
     Returns:
@@ -161,4 +163,4 @@ def orthogonal_direction(
         ValueError: As :func:`shape_factor` and :func:`rankwise.updates.newton_schulz.newton_schulz`.
     """
     factor, norm_eps = shape_factor(variant, rows, cols, scale), norm_offset(variant, beta1, eps)
-    return orthogonalise(exp_avg, ns_steps, ns_dtype, norm_eps) * factor
+    return orthogonalise(exp_avg, ns_steps, ns_dtype, norm_eps, ns_coefficients) * factor

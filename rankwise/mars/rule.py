@@ -108,6 +108,7 @@ class MARSRule(MatrixRule):
             eps=self._eps(group),
             ns_steps=group["ns_steps"],
             ns_dtype=self._product,
+            ns_coefficients=group["ns_coefficients"],
             orthogonalise=newton_schulz_for(self.unit.device),
         )
         return directions.reshape(len(exp_avgs), -1)
@@ -122,6 +123,7 @@ class MARSRule(MatrixRule):
             factor=updates.shape_factor(self._variant, *signature.logical, self._scaled_as),
             lr=float(group["lr"]),
             steps=group["ns_steps"],
+            coefficients=group["ns_coefficients"],
         )
 
     def _eps(self, group: Mapping[str, Any]) -> float | None:

@@ -1,6 +1,7 @@
 r"""Newton-Schulz orthogonalisation, batched and without host synchronisation.
 
-The iteration costs ``steps * (4 m^2 n + 2 m^3)`` floating-point operations for m <= n, all of them matrix products.
+The iteration costs ``steps * (4 m^2 n + 2 m^3)`` floating-point operations for m <= n, all of them matrix products;
+on the Gram matrices of long ones (:mod:`.polynomial_steps`) it costs less.
 """
 
 from __future__ import annotations
@@ -8,21 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["NEWTON_SCHULZ_COEFFICIENTS", "newton_schulz"]
+from rankwise.updates.polynomial_steps import orthogonalise
+from rankwise.updates.polynomials import quintics
 
-NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients ``(a, b, c)`` of the quintic: chosen for the slope at zero, not for convergence to exactly one."""
+__all__ = ["newton_schulz"]
 
 
-def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
+def newton_schulz(
+    matrix: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-7,
+    coefficients: str = "published",
+) -> Tensor:
     r"""Nearly orthogonal factor of every matrix of a stack, by quintic Newton-Schulz iteration.
 
     .. math:: X_0 = \frac{M}{\lVert M \rVert_F + \epsilon}, \qquad A = X X^T, \qquad
               X \leftarrow a X + (b A + c A^2) X
 
-    The singular vectors of ``M`` stay and each singular value goes through the same odd polynomial. With five steps,
-    those of at least 0.002 of the Frobenius norm end between 0.68 and 1.21; smaller ones are multiplied by at most
-    485. The zero matrix gives zero. Each matrix has its own norm, however many are stacked.
+    The singular vectors of ``M`` stay and each singular value goes through the same odd polynomials. With five of the
+    published one, those of at least 0.002 of the Frobenius norm end between 0.68 and 1.21; smaller ones are multiplied
+    by at most 485. The zero matrix gives zero. Each matrix has its own norm, however many are stacked.
 
     Source: MARS, arXiv 2411.10438 (a surrogate for the SVD of its Algorithm 4), with the coefficients of Muon. The
     product order is the cheap one of MARS-M, arXiv 2510.21800; that of MARS-Shampoo differs from it by rounding only.
@@ -34,13 +41,14 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
         dtype: Dtype of the products; ``torch.bfloat16`` leaves a relative error of 1 to 2 %. ``None`` keeps the
             dtype of ``matrix``, in full precision unless TF32 was switched on for the process.
         eps: Added to the norm, which is taken in the dtype of ``matrix``, or in float32 if that is narrower.
+        coefficients: Name of the polynomials, one of :data:`rankwise.updates.polynomials.COEFFICIENT_SETS`.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
 
     Raises:
         ValueError: If ``matrix`` has fewer than two dimensions, if it or ``dtype`` is not floating point, or if
-            ``steps`` is below 1.
+            ``steps`` is below 1 or not among those of ``coefficients``.
     """
     _require_matrix(matrix)
     dtype = matrix.dtype if dtype is None else dtype
@@ -48,12 +56,13 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
         raise ValueError(f"newton_schulz needs floating-point dtypes, got matrix {matrix.dtype} and dtype {dtype}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}; 5 is the published number")
+    table = quintics(coefficients, steps)
     if matrix.numel() == 0:
         return torch.empty_like(matrix)
     tall = matrix.shape[-2] > matrix.shape[-1]
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     start = _normalized(stack.mT if tall else stack, eps).to(dtype)
-    result = _quintic_steps(start, steps).to(matrix.dtype)
+    result = orthogonalise(start, table).to(matrix.dtype)
     return (result.mT if tall else result).reshape(matrix.shape)
 
 
@@ -62,16 +71,6 @@ def _normalized(matrix: Tensor, eps: float) -> Tensor:
     wide_enough = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
     norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
     return wide_enough / (norm + eps)
-
-
-def _quintic_steps(x: Tensor, steps: int) -> Tensor:
-    """The iteration itself on (b, m, n), m <= n, of norm at most one."""
-    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    for _ in range(steps):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
 
 
 def _require_matrix(matrix: Tensor) -> None:

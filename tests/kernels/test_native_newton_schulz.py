@@ -44,17 +44,22 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @on_tiles
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize(
+    ("steps", "name"), [(1, "published"), (5, "published"), (5, "polar_express"), (8, "polar_express"), (6, "cans")]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_as_exact_as_the_library(shape: tuple[int, int], steps: int) -> None:
-    """Both round the same results to bfloat16, so that their errors are nearly the same ones."""
+def test_as_exact_as_the_library(shape: tuple[int, int], steps: int, name: str) -> None:
+    """Both round the same results to bfloat16, so that their errors are nearly the same ones; or at least as large,
+    where steeper polynomials carry on what the order of the sums has done to the first roundings."""
     stack = stack_of(3, *shape)
     before = stack.clone()
-    found, exact = tiles.newton_schulz(stack, steps, BF16), linalg.newton_schulz(stack.double(), steps)
-    library = linalg.newton_schulz(stack, steps, BF16)
+    found = tiles.newton_schulz(stack, steps, BF16, coefficients=name)
+    exact = linalg.newton_schulz(stack.double(), steps, coefficients=name)
+    library = linalg.newton_schulz(stack, steps, BF16, coefficients=name)
     assert torch.equal(stack, before) and found.dtype == torch.float32 and found.shape == stack.shape
     assert error(found, exact) < 1.05 * error(library, exact) + 1e-4
-    assert error(found, library.double()) < 0.5 * error(library, exact) + 1e-4
+    share = 0.5 if name == "published" else 1.5
+    assert error(found, library.double()) < share * error(library, exact) + 1e-4
 
 
 @on_tiles
@@ -122,19 +127,22 @@ def test_the_libraries_own_use_of_the_tiles_is_not_disturbed() -> None:
 def test_weights_are_stepped_where_they_lie() -> None:
     """Three in a row, a tall one with other steps, and the largest; each as if it were alone."""
     shapes, lengths = [(33, 50), (90, 20), (140, 170)], [3, 1, 1]
+    names = ["published", "published", "polar_express"]
     momenta = [stack_of(count, *shape) for shape, count in zip(shapes, lengths, strict=True)]
     weights = [stack_of(count, *shape) + 1.0 for shape, count in zip(shapes, lengths, strict=True)]
     eps, factors, steps = [1e-7, 3.0, 9.0], [1.0, 0.2, 5.0], [5, 2, 5]
     expected = [
-        weight - 0.1 * factor * tiles.newton_schulz(momentum, count, BF16, offset)
-        for weight, momentum, factor, count, offset in zip(weights, momenta, factors, steps, eps, strict=True)
+        weight - 0.1 * factor * tiles.newton_schulz(momentum, count, BF16, offset, name)
+        for weight, momentum, factor, count, offset, name in zip(
+            weights, momenta, factors, steps, eps, names, strict=True
+        )
     ]
     before = [momentum.clone() for momentum in momenta]
     tiles.orthogonal_steps_(
         [
-            tiles.OrthogonalStep(shape, momentum.view(-1), weight.view(-1), offset, factor, 0.1, count)
-            for shape, momentum, weight, offset, factor, count in zip(
-                shapes, momenta, weights, eps, factors, steps, strict=True
+            tiles.OrthogonalStep(shape, momentum.view(-1), weight.view(-1), offset, factor, 0.1, count, name)
+            for shape, momentum, weight, offset, factor, count, name in zip(
+                shapes, momenta, weights, eps, factors, steps, names, strict=True
             )
         ]
     )
@@ -153,7 +161,9 @@ def test_no_jobs_are_no_steps() -> None:
 )
 def test_other_types_go_to_the_library(dtype: torch.dtype, product: torch.dtype | None) -> None:
     matrix = stack_of(20, 30).to(dtype)
-    assert torch.equal(tiles.newton_schulz(matrix, 5, product), linalg.newton_schulz(matrix, 5, product))
+    for name in ("published", "cans"):
+        found = tiles.newton_schulz(matrix, 5, product, coefficients=name)
+        assert torch.equal(found, linalg.newton_schulz(matrix, 5, product, coefficients=name))
 
 
 def test_what_is_refused_is_what_the_library_refuses() -> None:

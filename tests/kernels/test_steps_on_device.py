@@ -140,6 +140,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mars-adamw": (MARS, {"variant": "adamw"}),
     "mars-lion": (MARS, {"variant": "lion"}),
     "mars-muon": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    "mars-muon-cans": (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans"}),
     "sonew-0": (SONew, {"band": 0}),
     "sonew-1": (SONew, {"band": 1}),
     "sonew-4": (SONew, {"band": 4, "graft": "momentum"}),

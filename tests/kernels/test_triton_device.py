@@ -213,6 +213,7 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (MARS, {"variant": "lion"}),
     (MARS, {"variant": "shampoo", "ns_dtype": "float32"}),
     (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans"}),
     (SONew, {"band": 0}),
     (SONew, {"band": 1}),
     (SONew, {"band": 4, "graft": "momentum"}),

@@ -60,6 +60,23 @@ def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype | None) -> Non
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "on_gram"), [((20, 35), False), ((2, 70, 30), True), ((30, 80), True)])
+@pytest.mark.parametrize("name", ["polar_express", "cans"])
+def test_a_polynomial_for_each_step(
+    name: str, shape: tuple[int, ...], on_gram: bool, dtype: torch.dtype | None, launches: list[str]
+) -> None:
+    """Two launches a step on matrices; on Gram matrices, twice as long as wide and more, one a step and one a run."""
+    from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz
+
+    matrix = torch.randn(shape, generator=generator(2))
+    found = newton_schulz(matrix, 5, dtype, coefficients=name)
+    wanted = linalg.newton_schulz(matrix.double(), 5, coefficients=name)
+    tolerance = 1e-4 if dtype is None else 0.02 if dtype == torch.float16 else 0.1
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
+    assert len(launches) == (5 + 2 if on_gram and dtype != torch.bfloat16 else 5 * 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_one_triangle_is_multiplied(
     launches: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

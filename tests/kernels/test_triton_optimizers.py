@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mars-adamw": (MARS, {"variant": "adamw"}),
     "mars-lion": (MARS, {"variant": "lion", "clip": None}),
     "mars-muon": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    "mars-muon-cans": (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans"}),
     "sonew-1": (SONew, {"band": 1}),
     "sonew-2": (SONew, {"band": 2, "graft": "momentum"}),
     "ldadam": (LDAdam, {"rank": 3}),

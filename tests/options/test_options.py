@@ -55,6 +55,13 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (MARS, "lr_1d", [-1.0], "it must be >= 0", "the default is None"),
     (MARS, "weight_decay_1d", [-0.1], "it must be >= 0", "the default is 0.1"),
     (MARS, "ns_steps", [0, 2.5, True], "it must be an integer >= 1", "the default is 5"),
+    (
+        MARS,
+        "ns_coefficients",
+        ["quintic", "Cans", None, 5],
+        "it must be one of 'published', 'polar_express', 'cans'",
+        "",
+    ),
     (MARS, "ns_dtype", [*DTYPES, None], "it must name a floating-point type.*, or be 'auto'", "write 'float32'"),
     (MARS, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (SONew, "band", [-1, 1.0, True], "it must be an integer >= 0", "the default is 1"),
@@ -254,6 +261,23 @@ def test_options_that_nothing_would_read(options: dict[str, Any], words: str) ->
     if "momentum" in options:
         with pytest.raises(OptionError, match=words):
             MKOR([{"params": [first]}, {"params": [second], **options}])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_polynomials_for_each_iteration_are_so_many(steps: int) -> None:
+    words = "MARS: ns_steps=.* is invalid: it must be from 3 to 8 with ns_coefficients='cans'.*; write 5, or set"
+    with pytest.raises(OptionError, match=words):
+        MARS(parameters(), variant="muon", ns_coefficients="cans", ns_steps=steps)
+    with pytest.raises(OptionError, match=words):
+        MARS([{"params": parameters(), "ns_coefficients": "cans"}], variant="muon", ns_steps=steps)
+    MARS(parameters(), variant="muon", ns_coefficients="cans", ns_steps=8)
+    MARS(parameters(), variant="muon", ns_steps=steps)
+
+
+def test_polynomials_that_nothing_would_read() -> None:
+    for variant in ("adamw", "lion"):
+        with pytest.raises(OptionError, match="MARS: ns_coefficients='cans' is invalid: .* orthogonalises nothing"):
+            MARS(parameters(), variant=variant, ns_coefficients="cans")
 
 
 def test_lr_1d_needs_a_peak_lr() -> None:

@@ -91,6 +91,8 @@ GROUP_VALUES = [
     ("mars-adamw", {"betas_1d": (0.5, 0.6)}),
     ("mars-adamw", {"weight_decay_1d": 0.7}),
     ("mars-shampoo", {"ns_steps": 3}),
+    ("mars-shampoo", {"ns_coefficients": "polar_express"}),
+    ("mars-m", {"ns_coefficients": "cans", "ns_steps": 4}),
     ("mars-lion", {"betas": (0.7, 0.9), "weight_decay": 0.4}),
     ("mars-adamw-exact", {"lr": 2e-3, "gamma": 0.1}),
     ("sonew-tridiagonal", {"lr": 3e-3}),

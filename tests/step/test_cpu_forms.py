@@ -27,6 +27,7 @@ CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mars-adamw": (MARS, {"weight_decay": 0.1}),
     "mars-lion": (MARS, {"variant": "lion", "weight_decay": 0.1}),
     "mars-m": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
+    "mars-m-cans": (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans", "ns_steps": 6}),
     "sonew-diagonal": (SONew, {"band": 0, "eps": 1e-4}),
     "sonew-tridiagonal": (SONew, {"weight_decay": 0.1, "eps": 1e-4}),
     "sonew-band4": (SONew, {"band": 4, "chain": "tensor", "eps": 1e-4}),
@@ -89,10 +90,15 @@ def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> No
 
 
 @pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")
-@pytest.mark.parametrize("variant", ["muon", "shampoo"])
-def test_momenta_are_orthogonalised_where_they_lie(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variant", "coefficients"), [("muon", "published"), ("shampoo", "published"), ("shampoo", "polar_express")]
+)
+def test_momenta_are_orthogonalised_where_they_lie(
+    variant: str, coefficients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one by one, through the exchange, and as the library does but for roundings to bfloat16."""
     options = {"variant": variant, "weight_decay": 0.1, "lr_1d": 1e-3, "ns_dtype": "bfloat16"}
+    options["ns_coefficients"] = coefficients
     monkeypatch.setitem(CONFIGURATIONS, "orthogonal", (MARS, options))
     taken: list[int] = []
 

@@ -25,6 +25,16 @@ def test_fused_is_apart(case: str, dtype: torch.dtype) -> None:
     assert max(found.values()) < (1e-10 if dtype is torch.float64 else 1e-6), found
 
 
+@pytest.mark.parametrize("coefficients", ["polar_express", "cans"])
+def test_polynomials_for_each_step_see_the_blocks(coefficients: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"variant": "muon", "ns_dtype": "float64", "clip": 0.5, "ns_coefficients": coefficients}
+    monkeypatch.setitem(CASES, coefficients, (MARS, options))
+    network = Network(torch.float64, True)
+    moved = train(network, build(coefficients, network), STEPS)
+    found = distance(moved, coefficients, torch.float64, STEPS)
+    assert max(found.values()) < 1e-10, found
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_another_table_is_noticed(case: str, name: str) -> None:

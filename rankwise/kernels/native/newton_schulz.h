@@ -3,6 +3,7 @@
 
 #include "blocks.h"
 
+// Of one step.
 struct Rates {
   float linear, cubic, quintic;
 };
@@ -31,12 +32,12 @@ class NewtonSchulz {
     return (rows * columns + 2 * std::min(rows, columns) * std::min(rows, columns)) * kBlock;
   }
 
-  void run(int64_t steps, const Rates& rates) {
+  void run(int64_t steps, const Rates* rates) {
     read();
     for (int64_t step = 0; step < steps; ++step) {
       square();
-      combine(rates);
-      advance(rates.linear);
+      combine(rates[step]);
+      advance(rates[step].linear);
     }
     write();
   }

@@ -21,9 +21,7 @@ int has_tiles() {
 }
 
 // Every matrix by one thread where there are enough of them, the largest first; else by all.
-void newton_schulz(int64_t count, const Orthogonal* matrices, int64_t steps, float linear, float cubic, float quintic,
-                   int threads) {
-  const Rates rates{linear, cubic, quintic};
+void newton_schulz(int64_t count, const Orthogonal* matrices, int64_t steps, const Rates* rates, int threads) {
   std::vector<int64_t> order(count), needs(count);
   std::iota(order.begin(), order.end(), 0);
   std::transform(matrices, matrices + count, needs.begin(), NewtonSchulz::needs);

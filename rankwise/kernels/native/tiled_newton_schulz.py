@@ -1,6 +1,7 @@
 """Newton-Schulz iterations in C++, with the matrix tiles of recent x86 processors (Intel AMX).
 
-Libraries compute the symmetric products twice over, and reach a fraction of the speed. The roundings to bfloat16 are
+Libraries compute the symmetric products twice over, and reach a fraction of the speed. Matrices are iterated on as they
+are, whatever the polynomials: in bfloat16 Gram matrices are not stable. The roundings to bfloat16 are
 those of :func:`rankwise.updates.newton_schulz.newton_schulz`; the order of the sums between them is not. A matrix has
 the same bits in whichever stack it lies, and however many threads there are.
 """
@@ -18,6 +19,7 @@ from rankwise.kernels.native import squared_norms
 from rankwise.kernels.native.products import products
 from rankwise.kernels.sizes import check_lengths
 from rankwise.updates import newton_schulz as linalg
+from rankwise.updates.polynomials import Quintic, quintics
 
 __all__ = ["OrthogonalStep", "newton_schulz", "orthogonal_steps_", "takes"]
 
@@ -47,6 +49,7 @@ class OrthogonalStep:
         factor: Of the orthogonal factor.
         lr: Learning rate.
         steps: Iterations.
+        coefficients: Name of their polynomials.
     """
 
     shape: tuple[int, int]
@@ -56,6 +59,7 @@ class OrthogonalStep:
     factor: float
     lr: float
     steps: int
+    coefficients: str = "published"
 
 
 def takes(matrix: torch.dtype, product: torch.dtype) -> bool:
@@ -63,7 +67,13 @@ def takes(matrix: torch.dtype, product: torch.dtype) -> bool:
     return matrix == torch.float32 and product == torch.bfloat16 and products() is not None
 
 
-def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
+def newton_schulz(
+    matrix: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-7,
+    coefficients: str = "published",
+) -> Tensor:
     """As :func:`rankwise.updates.newton_schulz.newton_schulz`, which takes what there is no form for here.
 
     That is: everything but float32 matrices with products in bfloat16, and machines without such tiles.
@@ -73,6 +83,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
         steps: Iterations, at least 1.
         dtype: Of the products.
         eps: Added to the norm.
+        coefficients: Name of the polynomials.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
@@ -82,13 +93,14 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
     """
     known = matrix.ndim >= 2 and matrix.numel() > 0 and steps >= 1
     if not known or not takes(matrix.dtype, dtype or matrix.dtype):
-        return linalg.newton_schulz(matrix, steps, dtype, eps)
+        return linalg.newton_schulz(matrix, steps, dtype, eps, coefficients)
+    table = quintics(coefficients, steps)
     rows, columns = matrix.shape[-2:]
     stack = matrix.reshape(-1, rows * columns).contiguous()
     result = torch.empty_like(stack)
     norms = _norms(list(stack))
     pairs = zip(stack, result, norms, strict=True)
-    _run([_Orthogonal(rows, columns, a.data_ptr(), norm + eps, b.data_ptr()) for a, b, norm in pairs], steps)
+    _run([_Orthogonal(rows, columns, a.data_ptr(), norm + eps, b.data_ptr()) for a, b, norm in pairs], table)
     return result.view(matrix.shape)
 
 
@@ -100,11 +112,11 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
     """
     for job in jobs:
         check_lengths([job.momentum], [job.weight])
-    for steps in dict.fromkeys(job.steps for job in jobs):
+    for way in dict.fromkeys((job.coefficients, job.steps) for job in jobs):
         matrices = [
             (job, momentum, weight)
             for job in jobs
-            if job.steps == steps
+            if (job.coefficients, job.steps) == way
             for momentum, weight in zip(
                 *(_single(tensor, job.shape) for tensor in (job.momentum, job.weight)), strict=True
             )
@@ -114,7 +126,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
             _Orthogonal(*job.shape, momentum.data_ptr(), norm + job.eps, weight.data_ptr(), 1, job.factor, job.lr)
             for (job, momentum, weight), norm in zip(matrices, norms, strict=True)
         ]
-        _run(described, steps)
+        _run(described, quintics(*way))
 
 
 def _single(tensor: Tensor, shape: tuple[int, int]) -> Sequence[Tensor]:
@@ -126,13 +138,14 @@ def _norms(matrices: list[Tensor]) -> list[float]:
     return norms
 
 
-def _run(matrices: Sequence[_Orthogonal], steps: int) -> None:
+def _run(matrices: Sequence[_Orthogonal], table: Sequence[Quintic]) -> None:
     own = products()
     assert own is not None
+    rates = [rate for polynomial in table for rate in polynomial]
     own.newton_schulz(
         ctypes.c_int64(len(matrices)),
         (_Orthogonal * len(matrices))(*matrices),
-        ctypes.c_int64(steps),
-        *(ctypes.c_float(coefficient) for coefficient in linalg.NEWTON_SCHULZ_COEFFICIENTS),
+        ctypes.c_int64(len(table)),
+        (ctypes.c_float * len(rates))(*rates),
         torch.get_num_threads(),
     )

@@ -12,14 +12,21 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.updates.newton_schulz import NEWTON_SCHULZ_COEFFICIENTS
+from rankwise.updates.polynomial_steps import Products, orthogonalise
+from rankwise.updates.polynomials import quintics
 
 __all__ = ["newton_schulz", "symmetric_polynomial", "symmetric_product"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None, eps: float = 1e-7) -> Tensor:
+def newton_schulz(
+    matrix: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-7,
+    coefficients: str = "published",
+) -> Tensor:
     """As :func:`rankwise.updates.newton_schulz.newton_schulz`, three products per step of which two are half ones.
 
     Args:
@@ -27,13 +34,14 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
         steps: Iterations, at least 1.
         dtype: Of the products, accumulated in float32; None that of ``matrix``.
         eps: Added to the norm.
+        coefficients: Name of the polynomials.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
 
     Raises:
         ValueError: If there are fewer than two dimensions, the products are to be in another type than bfloat16,
-            float16 and float32, or ``steps`` is below 1.
+            float16 and float32, or ``steps`` is below 1 or not among those of ``coefficients``.
     """
     dtype = matrix.dtype if dtype is None else dtype
     if matrix.ndim < 2 or dtype not in _DTYPES or steps < 1:
@@ -41,6 +49,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
             f"newton_schulz takes (..., m, n), products in {', '.join(map(str, _DTYPES))} and at least one step, got "
             f"{tuple(matrix.shape)}, {dtype} and {steps}; use rankwise.updates.newton_schulz for others"
         )
+    table = quintics(coefficients, steps)
     if matrix.numel() == 0:
         return torch.empty_like(matrix)
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -49,10 +58,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
     norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
     x = (wide_enough / (norm + eps)).to(dtype)
     x = (x.mT if tall else x).contiguous()
-    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    for _ in range(steps):
-        x = torch.baddbmm(x, symmetric_polynomial(symmetric_product(x), b, c), x, beta=a)
-    x = x.to(matrix.dtype)
+    x = orthogonalise(x, table, _HALVED).to(matrix.dtype)
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
@@ -80,6 +86,9 @@ def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
         (b, m, m) in the same type, accumulated in float32.
     """
     return _product(gram, gram.contiguous(), square, linear)
+
+
+_HALVED = Products(symmetric_product, symmetric_polynomial, 0.5)
 
 
 def _product(x: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:

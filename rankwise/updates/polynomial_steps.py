@@ -1,0 +1,137 @@
+r"""The Newton-Schulz iteration, on matrices themselves and on their Gram matrices.
+
+All factors are polynomials of :math:`R = X X^T`, which commute. Instead of long matrices, their Gram matrices and the
+product of the factors can be carried along, and the long ones be multiplied once:
+
+.. math:: Z = b R + c R^2, \qquad Q \leftarrow (a I + Z) Q, \qquad R \leftarrow (a I + Z) R (a I + Z), \qquad
+          X \leftarrow Q X.
+
+What rounding leaves of ``R`` where it should be zero may be negative, which no Gram matrix is: it is multiplied by up
+to 70 a step, then faster. Hence ``X`` is formed, and ``R`` of it, every :data:`RESTART` steps. With those, measured on
+spectra from flat to rank one, errors are 2 to 6 times those of the iteration on ``X`` in float64, float32 and float16,
+and singular values keep its bounds. In bfloat16 they do not: three steps end at up to 2.3 where 1.13 is the bound,
+and restarts every two steps leave little of the saving. Matrices of that type are iterated on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.updates.polynomials import Quintic
+
+__all__ = ["PLAIN", "RESTART", "Products", "iterate", "iterate_on_gram", "operations", "orthogonalise"]
+
+RESTART = 3
+"""Steps on a Gram matrix before another is formed."""
+_STABLE = (torch.float64, torch.float32, torch.float16)
+"""Types whose digits suffice for as many."""
+
+
+class Products(NamedTuple):
+    """The two symmetric products.
+
+    Attributes:
+        square: ``X X^T`` of (b, m, n).
+        polynomial: ``b A + c A^2`` of symmetric ``A`` (b, m, m), ``b`` and ``c``.
+        symmetric: Share of the operations of a product that they take: 0.5 where the upper half is mirrored.
+    """
+
+    square: Callable[[Tensor], Tensor]
+    polynomial: Callable[[Tensor, float, float], Tensor]
+    symmetric: float
+
+
+def _square(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+def _polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
+    return torch.baddbmm(gram, gram, gram, beta=linear, alpha=square)
+
+
+PLAIN = Products(_square, _polynomial, 1.0)
+"""The library's."""
+
+
+def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN) -> Tensor:
+    """Whichever form is less work, where both are as stable.
+
+    One polynomial over and over, as published, is applied to the matrices themselves always: trajectories of it have
+    been recorded to the bit.
+
+    Args:
+        x: (b, m, n), m <= n, of norms at most one.
+        table: The polynomial of each step.
+        products: What multiplies.
+    """
+    short, long = x.shape[-2:]
+    stable = x.dtype in _STABLE and len(set(table)) > 1
+    less = operations(short, long, len(table), products.symmetric, True) < operations(
+        short, long, len(table), products.symmetric, False
+    )
+    return (iterate_on_gram if stable and less else iterate)(x, table, products)
+
+
+def operations(short: int, long: int, steps: int, symmetric: float, on_gram: bool) -> float:
+    """Floating-point operations of one matrix.
+
+    Args:
+        short: m.
+        long: n.
+        steps: Of the iteration.
+        symmetric: See :class:`Products`.
+        on_gram: Which of the two forms.
+    """
+    square, cube = 2.0 * short * short * long, 2.0 * short**3
+    if not on_gram:
+        return steps * (symmetric * (square + cube) + square)
+    runs = -(-steps // RESTART)
+    # A run of k steps: k polynomials, and k - 1 times one product for Q and two for R.
+    return runs * (symmetric + 1.0) * square + (symmetric * steps + 3.0 * (steps - runs)) * cube
+
+
+def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN) -> Tensor:
+    """``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, step by step.
+
+    Args:
+        x: (b, m, n), m <= n.
+        table: ``(a, b, c)`` of each step.
+        products: What multiplies.
+    """
+    for a, b, c in table:
+        x = torch.baddbmm(x, products.polynomial(products.square(x), b, c), x, beta=a)
+    return x
+
+
+def iterate_on_gram(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN) -> Tensor:
+    """The same polynomials of the same singular values; rounded otherwise.
+
+    Args:
+        x: (b, m, n), m <= n.
+        table: ``(a, b, c)`` of each step.
+        products: What multiplies.
+    """
+    for start in range(0, len(table), RESTART):
+        x = _few_steps(x, table[start : start + RESTART], products)
+    return x
+
+
+def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products) -> Tensor:
+    (a, b, c), *others = table
+    gram = products.square(x)
+    z = products.polynomial(gram, b, c)
+    if not others:
+        return torch.baddbmm(x, z, x, beta=a)
+    factor = z.clone()
+    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    for following in others:
+        between = torch.baddbmm(gram, z, gram, beta=a)
+        gram = torch.baddbmm(between, between, z, beta=a)
+        a, b, c = following
+        z = products.polynomial(gram, b, c)
+        factor = torch.baddbmm(factor, z, factor, beta=a)
+    return factor @ x
