@@ -106,6 +106,27 @@ def products(
 
 
 @app.command()
+def newton_schulz(
+    rounds: Annotated[int, typer.Option(min=3, help="Timed pairs of each set, form and shape.")] = 15,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown page to write.")] = None,
+) -> None:
+    """How orthogonal each set of Newton-Schulz polynomials makes matrices, and its time over the published one's."""
+    import torch
+
+    from benchmarks.orthogonality import measure_errors, measure_times, newton_schulz_page
+
+    torch.set_num_threads(1)
+    errors, times = measure_errors(), measure_times(rounds)
+    for row in (*errors, *times):
+        print(row)
+    if output is not None:
+        output.write_text(json.dumps({"errors": errors, "times": times}, indent=1) + "\n")
+    if page is not None:
+        page.write_text(newton_schulz_page(errors, times))
+
+
+@app.command()
 def counts(
     models: Annotated[list[str] | None, typer.Option("--model", help="Default: llama-1b and llama-7b.")] = None,
     types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,

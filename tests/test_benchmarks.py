@@ -17,6 +17,7 @@ from benchmarks import communication
 from benchmarks.communication import FlatPiece, Waits, measure_communication
 from benchmarks.contenders import OURS, others, selected
 from benchmarks.models import fill_gradients, layer_set
+from benchmarks.orthogonality import measure_errors, measure_times, newton_schulz_page
 from benchmarks.performance import performance_page
 from benchmarks.products import measure_products, products_of
 from benchmarks.step import environment, measure, merged
@@ -237,6 +238,18 @@ def test_rows_replace_those_of_the_same_measurement(row: dict[str, Any], tmp_pat
         output.write_text(json.dumps(merged(output, new)))
     assert [found.get("ranks") for found in json.loads(output.read_text())] == [2, 4, None]
     assert json.loads(output.read_text())[-1]["seconds"] == 1.0
+
+
+def test_the_page_of_newton_schulz_has_every_set_form_and_shape() -> None:
+    errors, times = measure_errors(), measure_times(1, ((4, 6), (4, 16)))
+    by_key = {(row["name"], row["steps"], row["lowest"], row["dtype"]): row["error"] for row in errors}
+    assert by_key["cans", 5, 0.01, "float64"] < 0.3 < by_key["published", 5, 0.01, "float64"]
+    assert by_key["polar_express", 8, 0.1, "float64"] < 1e-12
+    shares = {tuple(row["shape"]): row["share"] for row in times if row["form"] != "matrices" and row["steps"] == 5}
+    assert shares[4, 16] < shares[4, 6] == 1.0, "one and a half times as long as wide is where both are as much work"
+    page = newton_schulz_page(errors, times)
+    assert page.count("| `cans` |") == 3 + 2 and page.count("| `published` |") == 1
+    assert page.count("(0.67)") == 2 and "4 x 16" in page
 
 
 @pytest.mark.parametrize(("name", "count"), [("MARS-M", 15 * 8), ("MKOR", 2 * 8)])
