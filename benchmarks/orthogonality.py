@@ -42,9 +42,9 @@ close to 0 and to 2, more lift nothing but what rounding has left of zeros.
 _ERRORS = f"""
 ## Distance from orthogonality
 
-The spectral norm of U Uᵀ - I, for {_SHORT} x {_LONG} matrices whose singular values are spread evenly, by their logarithm,
-from the largest one down to a share of it; of the last range the lowest lie below the 0.001 of the norm that the sets
-are made for. Products in float64, and in bfloat16.
+The spectral norm of U Uᵀ - I, for {_SHORT} x {_LONG} matrices whose singular values are spread evenly, by their
+logarithm, from the largest one down to a share of it; of the last range the lowest lie below the 0.001 of the norm that
+the sets are made for. Products in float64, and in bfloat16.
 
 """
 
