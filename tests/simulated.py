@@ -153,7 +153,12 @@ def _cases() -> list[Case]:
         Case(f"mars-{variant}", MARS, {"variant": variant, "ns_dtype": "DTYPE"}, variant in ("adamw", "lion"))
         for variant in ("adamw", "lion", "shampoo", "muon")
     ]
-    cases.append(Case("mars-shampoo-rms", MARS, {"variant": "shampoo", "scale": "rms", "ns_dtype": "DTYPE"}))
+    rates: dict[str, Any] = {"weight_decay_method": "cautious", "lr_scale": {"*.bias": 0.5, "[a-c].weight": 2.0}}
+    cases += [
+        Case("mars-shampoo-rms", MARS, {"variant": "shampoo", "scale": "rms", "ns_dtype": "DTYPE", **rates}),
+        Case("mars-adamw-rates", MARS, {"variant": "adamw", **rates}, True),
+        Case("ldadam-rates", LDAdam, {"rank": 3, **rates}),
+    ]
     cases += [
         Case(f"sonew-{band}-{chain}-{graft}", SONew, {"band": band, "chain": chain, "graft": graft}, True)
         for band in (0, 1, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Claim, Contender, Experiment
 from benchmarks.convergence.language_models import E3, E4, E5
+from benchmarks.convergence.rates import RATES
 
 __all__ = ["CHECK", "EXPERIMENTS", "chosen"]
 
@@ -39,7 +40,7 @@ def chosen(names: str) -> list[Experiment]:
         ValueError: There is none of that name.
     """
     wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or list(EXPERIMENTS)
-    known = {**EXPERIMENTS, CHECK.name: CHECK}
+    known = {**EXPERIMENTS, CHECK.name: CHECK, RATES.name: RATES}
     for name in wanted:
         if name not in known:
             raise ValueError(f"no experiment {name!r}; there are: {', '.join(known)}")

@@ -30,7 +30,7 @@ def block_size() -> int:
 def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.lists.run`, but "step" leaves directions alone."""
     scalars, fields = update.scalars, update.fields
-    if isinstance(scalars.step, Tensor):
+    if isinstance(scalars.step, Tensor) or update.is_cautious:
         lists.run(update)
         return
     if update.rule == "adamw" and update.factors is None and update.references is None:

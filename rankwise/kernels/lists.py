@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.kernels.passes import Pass, Tensors
+from rankwise.kernels.passes import Pass, Scalars, Tensors
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["add_", "copy_", "corrected", "decay_", "gradients", "run", "scale_by_", "squared_norms", "subtract_scaled_"]
@@ -31,12 +31,12 @@ def run(update: Pass) -> None:
         return
     found, fields, scalars = gradients(update), update.fields, update.scalars
     if update.rule == "step":
-        _decoupled_step_(fields["param"], found, scalars.lr, scalars.weight_decay)
+        _decoupled_step_(fields["param"], found, scalars)
         return
     torch._foreach_lerp_(fields["exp_avg"], found, 1.0 - scalars.betas[0])
     if update.rule == "lion":
         signs = list(torch._foreach_sign(fields["exp_avg"]))
-        _decoupled_step_(fields["param"], signs, scalars.lr, scalars.weight_decay)
+        _decoupled_step_(fields["param"], signs, scalars)
     if update.rule == "adamw":
         _adamw_(update, found)
 
@@ -114,13 +114,28 @@ def corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
     return corrected
 
 
-def _decoupled_step_(params: Tensors, directions: Tensors, lr: Scalar, weight_decay: float) -> None:
+def _decoupled_step_(params: Tensors, directions: Tensors, scalars: Scalars) -> None:
     """``(1 - lr * weight_decay) x - lr * d``; overwrites ``directions`` if ``lr`` is a tensor."""
-    decay_(params, lr, weight_decay)
-    if isinstance(lr, Tensor):
-        subtract_scaled_(params, directions, lr)
+    _decay_along_(params, directions, scalars)
+    if isinstance(scalars.lr, Tensor):
+        subtract_scaled_(params, directions, scalars.lr)
     else:
-        torch._foreach_add_(params, directions, alpha=-lr)
+        torch._foreach_add_(params, directions, alpha=-scalars.lr)
+
+
+def _decay_along_(params: Tensors, directions: Tensors, scalars: Scalars) -> None:
+    """The decay of a pass, before the step along ``directions``, of which the signs alone count."""
+    if not scalars.cautious or scalars.weight_decay == 0.0:
+        decay_(params, scalars.lr, scalars.weight_decay)
+        return
+    # Signs, not products, which underflow: 0 where they are opposed, else 1.
+    shares = list(torch._foreach_sign(directions))
+    torch._foreach_mul_(shares, torch._foreach_sign(params))
+    torch._foreach_add_(shares, 1.0)
+    torch._foreach_clamp_max_(shares, 1.0)
+    torch._foreach_mul_(shares, -scalars.lr * scalars.weight_decay)
+    torch._foreach_add_(shares, 1.0)
+    torch._foreach_mul_(params, shares)
 
 
 def _adamw_(update: Pass, grads: Tensors) -> None:
@@ -133,7 +148,7 @@ def _adamw_(update: Pass, grads: Tensors) -> None:
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     torch._foreach_div_(denominators, list(root.unbind()) if isinstance(root, Tensor) else root)
     torch._foreach_add_(denominators, scalars.eps)
-    decay_(params, scalars.lr, scalars.weight_decay)
+    _decay_along_(params, exp_avgs, scalars)
     rate = scalars.lr * scale
     if not isinstance(rate, Tensor):
         torch._foreach_addcdiv_(params, exp_avgs, denominators, -rate)

@@ -12,7 +12,9 @@ through, with the names of the fields and of the scalars:
     \text{"adamw"} &: \quad \text{the momentum; } v \leftarrow \beta_2 v + (1 - \beta_2)\,c^2 \text{; a step along }
         \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-with a factor ``f`` for every fragment. A paper's own rule is one of these with the paper's own scalars.
+with a factor ``f`` for every fragment. Where decay is cautious, an element :math:`x` whose sign is opposed to that of
+its step decays by nothing (arXiv 2510.12402, Algorithm 1). A paper's own rule is one of these with the paper's own
+scalars.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Scalars:
         betas: Decay rates of the two moments.
         eps: Added to the bias-corrected root.
         weight_decay: Decoupled decay rate.
+        cautious: Whether elements that step away from zero do not decay.
         step: Number of this step, from 1, the same for all fragments; or (fragments,), a number for each.
         k: What the change since the reference is multiplied by.
         advance: Whether the gradients become the references.
@@ -66,6 +69,7 @@ class Scalars:
     betas: tuple[float, float] = (0.0, 0.0)
     eps: float = 0.0
     weight_decay: float = 0.0
+    cautious: bool = False
     step: Step = 1
     k: float = 0.0
     advance: bool = False
@@ -117,6 +121,11 @@ class Pass:
         if factors is not None:
             factors = stack([factors[place] for place in places])
         return Pass(self.rule, fields, scalars, factors)
+
+    @property
+    def is_cautious(self) -> bool:
+        """Whether the decay of an element depends on its step."""
+        return self.scalars.cautious and self.scalars.weight_decay != 0.0 and "param" in self.fields
 
     @property
     def grads(self) -> Tensors:

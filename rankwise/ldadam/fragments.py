@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
@@ -15,6 +16,7 @@ from rankwise.ldadam.signature import LowRankSignature, split_factors
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Fragment
+from rankwise.step.first_order import step_and_decay
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["Fragments"]
@@ -107,7 +109,7 @@ class Fragments:
         results: Sequence[Tensor],
         signature: LowRankSignature,
         as_factors: bool,
-        lr: Scalar,
+        group: Mapping[str, Any],
     ) -> None:
         """Step fragments of matrices of one shape and group.
 
@@ -116,18 +118,25 @@ class Fragments:
             results: For each, what the owner of its matrix sent.
             signature: Of the batch.
             as_factors: Whether the results are the factors, or the fragments' own elements of their products.
-            lr: Learning rate.
+            group: As the step reads it.
         """
-        arrived = list(zip(indices, results, strict=True))
+        arrived, lr = list(zip(indices, results, strict=True)), group["lr"]
         if not as_factors:
-            self._step_by_elements(arrived, lr)
+            self._step_by_elements(arrived, group)
+        elif self._unit.cautious:
+            for index, result in arrived:
+                self._step_cautiously(index, result, signature, group)
         elif not self._step_at_once(arrived, signature, lr):
             for index, result in arrived:
                 self._step_by_factors(index, result, signature, lr)
 
-    def _step_by_elements(self, arrived: list[tuple[int, Tensor]], lr: Scalar) -> None:
+    def _step_by_elements(self, arrived: list[tuple[int, Tensor]], group: Mapping[str, Any]) -> None:
         products = [result.view(-1, *self._weights[index].shape) for index, result in arrived]
-        subtract_scaled_([self._weights[index] for index, _ in arrived], [product[0] for product in products], lr)
+        weights, directions = [self._weights[index] for index, _ in arrived], [product[0] for product in products]
+        if self._unit.cautious:
+            step_and_decay(self._unit, weights, directions, group)
+        else:
+            subtract_scaled_(weights, directions, group["lr"])
         for (index, _), product in zip(arrived, products, strict=True):
             if index in self._errors:
                 self.source(index).sub_(product[1])
@@ -164,6 +173,19 @@ class Fragments:
         part = self._fragment(index)
         basis, (direction, *kept) = _own_factors(result, signature, part)
         self._subtract(self._weights[index], basis, direction * lr, signature, part)
+        if kept:
+            self._subtract(self.source(index), basis, kept[0], signature, part)
+            self._keep_error(index)
+
+    def _step_cautiously(
+        self, index: int, result: Tensor, signature: LowRankSignature, group: Mapping[str, Any]
+    ) -> None:
+        """As by factors, with the elements of the direction written out: decay looks at their signs."""
+        part, weight = self._fragment(index), self._weights[index]
+        basis, (other, *kept) = _own_factors(result, signature, part)
+        direction = torch.zeros_like(weight)
+        self._subtract(direction, basis, other, signature, part)
+        step_and_decay(self._unit, [weight], [direction.neg_()], group)
         if kept:
             self._subtract(self.source(index), basis, kept[0], signature, part)
             self._keep_error(index)

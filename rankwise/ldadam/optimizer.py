@@ -82,8 +82,8 @@ class LDAdam(ShardedOptimizer):
         tasks = []
         for key in keys:
             rows, columns = unit.infos[key].matrix_shape
-            position = unit.group_position[key]
-            rank = updates.effective_rank(unit.planned_groups[position]["rank"], rows, columns)
+            position = unit.step_group[key]
+            rank = updates.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
             cost = float(10 * rows * columns * rank + 6 * max(rows, columns) * rank**2)
             right = updates.projects_right(rows, columns)
             if key not in slices:
@@ -112,7 +112,7 @@ class LDAdam(ShardedOptimizer):
             return tuple(matrices * size for size in sizes)
 
         return StepWork(
-            reply=partial(reply_of, unit, self.param_groups),
+            reply=partial(reply_of, unit, self.step_groups),
             matrix_state=matrix_state,
             together=together,
             cut_states=_cut_states,
@@ -123,13 +123,13 @@ class LDAdam(ShardedOptimizer):
 
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.opening.counts_on_device(unit) else None
-        subspaces = Subspaces(self.matrix_states, self.param_groups, self.health, self._fresh, unstepped)
+        subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, unstepped)
 
         def holders() -> Holders:
             assert self.planner.source.tensor_parallel is not None
             return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
 
-        return LDAdamRule(unit, matrices, self.param_groups, self.health, subspaces, holders)
+        return LDAdamRule(unit, matrices, self.step_groups, self.health, subspaces, holders)
 
     def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
         return fresh_state(like, signature, self.declared.count_device(like))

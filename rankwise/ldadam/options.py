@@ -33,6 +33,8 @@ class LDAdamOptions(Options):
     betas: tuple[float, float] = shared.betas((0.908, 0.99), "Decay rates of the moments.")
     eps: float = shared.eps("Added to the bias-corrected root.")
     weight_decay: float = shared.weight_decay("Decoupled decay, times lr, of the full matrix.")
+    weight_decay_method: str = shared.weight_decay_method()
+    lr_scale: Mapping[str, float] | None = shared.lr_scale()
     error_feedback: bool = option(
         True, Flag(), "Keep what the projection drops and add it to the next gradient.", structural=True
     )

@@ -48,16 +48,18 @@ class LDAdamRule(MatrixRule):
         super().__init__(unit, buckets, groups, health)
         self._subspaces, self._holders = subspaces, holders
         self._fragments = Fragments(unit)
-        self._steps_in_place = steps_in_place_for(unit.device, unit.dtype)
+        # Cautious decay has to know the directions.
+        self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
         # Products of stacks round otherwise.
         self.separately = self._steps_in_place is None or not self._steps_in_place.in_stacks
         self._taken: list[tuple[MatrixTask, int, LowRankStep]] = []
         self._others: dict[LowRankSignature, list[tuple[MatrixTask, int]]] = {}
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
-        """``C``, the gradient with what is left of earlier ones; the weights have decayed then."""
+        """``C``, the gradient with what is left of earlier ones; the weights have decayed then, unless cautiously."""
         for bucket in self.buckets:
-            decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
+            if not self.unit.cautious:
+                decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
             self._fragments.add(bucket, in_place if self._steps_in_place is not None else ())
         return self._fragments.sources
 
@@ -132,7 +134,7 @@ class LDAdamRule(MatrixRule):
     def _step(
         self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool
     ) -> None:
-        self._fragments.step(indices, results, signature, as_factors, self.groups[signature.group]["lr"])
+        self._fragments.step(indices, results, signature, as_factors, self.groups[signature.group])
 
     def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         """The factors of slices that this rank owns."""

@@ -112,7 +112,7 @@ class MARS(ShardedOptimizer):
             if self.declared.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
-                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.group_position[key])
+                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.step_group[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
         self.planner.choose_owners(unit, tasks)
 
@@ -136,17 +136,15 @@ class MARS(ShardedOptimizer):
                     self.health.add("matrices_updated", len(part.bucket.entries))
         product = self.declared.product_type(unit.device, unit.dtype)
         if product is not None:
-            step_matrices(MARSRule(unit, orthogonal, self.param_groups, self.health, self.options, product))
+            step_matrices(MARSRule(unit, orthogonal, self.step_groups, self.health, self.options, product))
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
-        group = bucket.group
-        adamw_step(
-            unit,
-            bucket,
-            lr=group["lr"] * group["lr_1d_ratio"],
-            betas=group["betas_1d"],
-            weight_decay=group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"],
-        )
+        group, ratio = bucket.group, bucket.group["lr_1d_ratio"]
+        decay = group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"]
+        if self.declared.step_groups.independent:
+            # Of the rate that it is multiplied by below.
+            decay = decay / ratio if ratio else 0.0
+        adamw_step(unit, bucket, lr=group["lr"] * ratio, betas=group["betas_1d"], weight_decay=decay)
 
     def _clip_coefficients(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor | None:
         """For every fragment, what clips the corrected gradient of its whole parameter: one collective."""

@@ -57,6 +57,8 @@ class MARSOptions(Options):
     betas: tuple[float, float] = shared.betas((0.95, 0.99), "Decay rates; Lion, Shampoo and Muon use the first alone.")
     eps: float = shared.eps("Added to the bias-corrected root.")
     weight_decay: float = shared.weight_decay("Decoupled decay, times lr.")
+    weight_decay_method: str = shared.weight_decay_method()
+    lr_scale: Mapping[str, float] | None = shared.lr_scale()
     gamma: float = option(0.025, Number(), "Strength of the correction; 0 switches it off.", per_group=True)
     exact: bool = option(
         False,

@@ -14,6 +14,7 @@ from rankwise.mars import formulas as updates
 from rankwise.mars.options import MARSOptions
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
+from rankwise.step.first_order import step_and_decay
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 
@@ -61,12 +62,14 @@ class MARSRule(MatrixRule):
         self._product = product
         self._variant: updates.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: updates.Scale = options.scale  # type: ignore[assignment]
-        self._steps_in_place = orthogonal_steps_for(unit.device, unit.dtype, product)
+        # Cautious decay has to know the directions.
+        in_place = None if unit.cautious else orthogonal_steps_for(unit.device, unit.dtype, product)
+        self._steps_in_place = in_place
         self._taken: list[OrthogonalStep] = []
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
-        """The momenta; the weights have decayed then."""
-        for bucket in self.buckets:
+        """The momenta; the weights have decayed then, unless they do so cautiously."""
+        for bucket in self.buckets if not self.unit.cautious else ():
             decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
         return self.state_by_fragment("exp_avg")
 
@@ -78,7 +81,7 @@ class MARSRule(MatrixRule):
         """Subtract the directions from the weights."""
         weights = [self.weights[index] for index in indices]
         directions = [result.view(weight.shape) for weight, result in zip(weights, results, strict=True)]
-        subtract_scaled_(weights, directions, self.groups[batch.signature.group]["lr"])
+        self._descend(weights, directions, batch.signature)
 
     def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
         """All of them; together at the end, where there is a form that steps many at once."""
@@ -88,8 +91,15 @@ class MARSRule(MatrixRule):
             self._taken.append(self._in_place(signature, exp_avg, weight))
         else:
             direction = self._directions(signature, exp_avg.view(1, -1))[0]
-            subtract_scaled_([weight], [direction], self.groups[signature.group]["lr"])
+            self._descend([weight], [direction], signature)
         return True
+
+    def _descend(self, weights: list[Tensor], directions: list[Tensor], signature: MomentumSignature) -> None:
+        group = self.groups[signature.group]
+        if self.unit.cautious:
+            step_and_decay(self.unit, weights, directions, group)
+        else:
+            subtract_scaled_(weights, directions, group["lr"])
 
     def finish(self) -> None:
         """Step what has been taken."""

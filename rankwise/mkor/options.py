@@ -126,6 +126,8 @@ class MKOROptions(Options):
     weight_decay: float = shared.weight_decay(
         'Decoupled with "adamw"; inside the trust ratio with "lamb"; added to the gradient with "sgd".'
     )
+    weight_decay_method: str = shared.weight_decay_method()
+    lr_scale: Mapping[str, float] | None = shared.lr_scale()
     momentum: float = option(0.9, Fraction(), 'Of "sgd".', per_group=True)
     nesterov: bool = option(False, Flag(), 'Nesterov momentum, of "sgd".')
     exclude: Sequence[str] = shared.exclude("not preconditioned")
@@ -154,6 +156,12 @@ class MKOROptions(Options):
 
     def _check_together(self) -> None:
         self._refuse_unread()
+        if self.backend != "adamw" and self.weight_decay_method != "decoupled":
+            self._fail(
+                "weight_decay_method",
+                f"it must be 'decoupled' with backend={self.backend!r}, whose decay is inside its direction",
+                "set it to 'decoupled', or backend to 'adamw'",
+            )
         if self.nesterov and self.momentum == 0:
             self._fail(
                 "nesterov", "it must go with a momentum above 0", "set momentum to e.g. 0.9, or nesterov to false"

@@ -106,7 +106,7 @@ class Options(_Common):
     @property
     def patterns(self) -> Mapping[str, Collection[str]]:
         """Name patterns by the option that has them; each must match a parameter."""
-        return {key: tuple(getattr(self, key, None) or ()) for key in ("exclude", "blocks")}
+        return {key: tuple(getattr(self, key, None) or ()) for key in ("exclude", "blocks", "lr_scale")}
 
     @property
     def varying(self) -> tuple[str, ...]:

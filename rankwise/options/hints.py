@@ -18,6 +18,12 @@ OPTION_WORDS: Mapping[str, str] = {
     "beta1": "betas",
     "beta2": "betas",
     "muon_lr": "lr",
+    "lr_mult": "lr_scale",
+    "lr_mul": "lr_scale",
+    "weight_decay_mode": "weight_decay_method",
+    "cautious_wd": "weight_decay_method",
+    "cautious": "weight_decay_method",
+    "fixed_decay": "weight_decay_method",
 }
 """Our option for what others call it."""
 LEFT_OVER: Mapping[str, str] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rankwise.options.block_layouts import BlockLayouts
-from rankwise.options.checks import Betas, Flag, FloatType, Integer, Number, OrNone, Patterns
+from rankwise.options.checks import Betas, Choice, Flag, FloatType, Integer, Number, OrNone, Patterns
 from rankwise.options.fields import option
+from rankwise.options.rate_scales import RateScales
 
 __all__ = [
     "betas",
@@ -16,11 +17,13 @@ __all__ = [
     "eps",
     "exclude",
     "lr",
+    "lr_scale",
     "ns_dtype",
     "ns_steps",
     "skip_nonfinite",
     "split_heads",
     "weight_decay",
+    "weight_decay_method",
 ]
 
 _MOST_ITERATIONS = 100
@@ -44,6 +47,28 @@ def eps(text: str) -> Any:
 def weight_decay(text: str) -> Any:
     """Decay of the weights, zero as in torch.optim's older classes."""
     return option(0.0, Number(), text, per_group=True)
+
+
+def weight_decay_method() -> Any:
+    """What decoupled decay is a share of, and of which elements."""
+    return option(
+        "decoupled",
+        Choice("decoupled", "independent", "cautious"),
+        'How weights decay. "decoupled": by lr weight_decay. "independent": by weight_decay lr / lr_max (arXiv '
+        "1711.05101, Algorithm 2, whose schedule multiplies both): lr_max is a group's max_lr where a scheduler sets "
+        'one (OneCycleLR does), else the lr it was built with. "cautious": as "decoupled", but elements that step '
+        "away from zero do not decay (arXiv 2510.12402).",
+    )
+
+
+def lr_scale() -> Any:
+    """Rates of some parameters."""
+    return option(
+        None,
+        RateScales(),
+        'Multipliers of lr by patterns of whole names, as {"*embed*": 0.1}; where several match, the last one counts. '
+        "They are applied in the step: param groups, schedulers and logs keep lr.",
+    )
 
 
 def comm_dtype(which: str = "straddling matrices") -> Any:

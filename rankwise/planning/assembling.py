@@ -136,12 +136,16 @@ class UnitBuilder:
         blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
         infos = {key: table.catalog[name][0] for key, name in names.items()}
         routes = {key: table.routes[name] for key, name in names.items()}
+        step_groups = self._declared.step_groups
+        step_group = {
+            key: step_groups.place(group_position[key], step_groups.scale(info.own_name)) for key, info in infos.items()
+        }
         for key, parts in blocks.items():
             for block in parts:
                 own = block.key(key)
                 infos[own], routes[own] = block_info(infos[key], block, own), routes[key]
-                group_position[own] = group_position[key]
-            del infos[key], routes[key], group_position[key]
+                group_position[own], step_group[own] = group_position[key], step_group[key]
+            del infos[key], routes[key], group_position[key], step_group[key]
         return StepUnit(
             tensors=tensors,
             tensor_groups=[content.group for content in contents],
@@ -155,9 +159,11 @@ class UnitBuilder:
             infos=infos,
             routes=routes,
             group_position=group_position,
+            step_group=step_group,
             device=device,
             dtype=dtype,
             sum_all=self._declared.sums_cover_fallback,
+            cautious=step_groups.cautious,
         )
 
     def _is_cut(self, name: str, shape: Sequence[int]) -> bool:

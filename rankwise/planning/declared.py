@@ -12,6 +12,7 @@ from torch import Tensor
 from rankwise.kernels.forms import product_dtype_for
 from rankwise.options.fields import Options
 from rankwise.planning.element_states import StateTypes
+from rankwise.planning.step_groups import StepGroups
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 
 __all__ = ["Declared"]
@@ -28,6 +29,7 @@ class Declared(ABC):
         group_options: Options that may differ between param groups.
         structural_options: Keys of a param group on which routes and shapes of states depend.
         constant_options: Those that no group may set otherwise than the constructor.
+        step_groups: Makes what steps read of param groups.
         capturable: Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights.
     """
 
@@ -58,6 +60,7 @@ class Declared(ABC):
         self.group_options = options.varying
         self.structural_options = ("fallback", *options.structural())
         self.constant_options = frozenset(options.names()).difference(self.group_options, self.structural_options)
+        self.step_groups = StepGroups(options)
         self.capturable = bool(getattr(options, "capturable", False))
 
     @property

@@ -102,9 +102,11 @@ class StepUnit:
     infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
     routes: Mapping[str, Route]
     group_position: Mapping[str, int]
+    step_group: Mapping[str, int]  # where, among the views of the param groups, a step finds its own
     device: torch.device
     dtype: torch.dtype
     sum_all: bool = False
+    cautious: bool = False  # whether elements that step away from zero do not decay
     forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
     key: Any = ()  # among the optimizer's units
     apart: bool = False  # its ranks are some of the optimizer's ranks only
@@ -139,6 +141,7 @@ class StepUnit:
 
     def run(self, update: Pass) -> None:
         """Do a pass; where tensors have gaps, in torch's own form, which alone takes them."""
+        update.scalars.cautious = self.cautious
         gaps = [place for place, tensor in enumerate(update.grads) if tensor.dim() > 1]
         if not gaps:
             self.kernels.run(update)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,6 +31,8 @@ class SONewOptions(Options):
     betas: tuple[float, float] = shared.betas((0.9, 0.99), "Decay rates of the momentum and of the statistics.")
     eps: float = shared.eps("Absolute damping of the bias-corrected diagonal.")
     weight_decay: float = shared.weight_decay("Decoupled decay, times lr.")
+    weight_decay_method: str = shared.weight_decay_method()
+    lr_scale: Mapping[str, float] | None = shared.lr_scale()
     graft: str = option(
         "adam",
         Choice("adam", "adam_official", "rmsprop", "sgd", "momentum", "none"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction
 
-__all__ = ["FirstOrder", "adamw_step", "fallback_step"]
+__all__ = ["FirstOrder", "adamw_step", "fallback_step", "step_and_decay"]
 
 
 def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
@@ -28,6 +28,19 @@ def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
     states = {name: bucket.state(name) for name in STATES["adamw"]}
     scalars = Scalars(**{**hyper, **overrides}, step=bucket.step)
     unit.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars))
+
+
+def step_and_decay(unit: StepUnit, weights: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
+    """A step along directions, with the decay of the group.
+
+    Args:
+        unit: The unit of the step.
+        weights: Changed in place.
+        directions: Of the same shapes; used up.
+        group: As a step reads it.
+    """
+    scalars = Scalars(lr=group["lr"], weight_decay=group["weight_decay"])
+    unit.run(Pass("step", {"grad": directions, "param": weights}, scalars))
 
 
 def fallback_step(unit: StepUnit, buckets: Sequence[Bucket]) -> list[Bucket]:

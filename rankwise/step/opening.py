@@ -130,6 +130,7 @@ class Opening:
     ) -> list[Bucket]:
         """The fragments that take the step, together with those that share their rule, param group and count."""
         found: dict[tuple[int, Rule, int | None], Bucket] = {}
+        step_groups = self._declared.step_groups.views(groups)
         views = partial(unit.states.views, states)
         counts = partial(_counts_of, unit, states)
         # What only the device knows cannot be grouped by.
@@ -140,11 +141,11 @@ class Opening:
             if weight is None or grad is None:
                 continue
             count = int(states[unit.tensors[tensor]]["step"]) if known else None
-            position = unit.positions[tensor]
-            key = (position, entry.route.rule, count)
+            place = unit.step_group[entry.key]
+            key = (place, entry.route.rule, count)
             bucket = found.get(key)
             if bucket is None:
-                bucket = found[key] = Bucket(groups[position], entry.route.rule, count, [], [], [], views, counts)
+                bucket = found[key] = Bucket(step_groups[place], entry.route.rule, count, [], [], [], views, counts)
             bucket.entries.append(entry)
             bucket.weights.append(entry.fragment.of(weight))
             bucket.grads.append(entry.fragment.of(grad))

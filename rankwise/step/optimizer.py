@@ -21,6 +21,7 @@ from rankwise.planning.element_states import StateTypes, StoredRun
 from rankwise.planning.live_groups import LiveGroups
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.planner import Planner
+from rankwise.planning.step_groups import PEAK, peak_of
 from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.values import GroupValues
@@ -102,6 +103,8 @@ class ShardedOptimizer(Optimizer, ABC):
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
         declared = self.declares(type(self).__name__, options)
         defaults = {name: getattr(declared.options, name) for name in declared.group_options}
+        if declared.step_groups.independent:
+            defaults[PEAK] = float(options.lr)
         super().__init__(params, {**defaults, **(extra_defaults or {})})
         self.declared, self.options = declared, options
         self.table = ParameterTable(declared)
@@ -193,6 +196,8 @@ class ShardedOptimizer(Optimizer, ABC):
         Raises:
             OptionError: A value of the group is outside its range.
         """
+        if PEAK in self.defaults and isinstance(param_group, dict) and param_group.get("lr") is not None:
+            param_group.setdefault(PEAK, float(param_group["lr"]))
         if "table" not in vars(self):
             # torch's constructor; ours takes the groups in when it is done.
             super().add_param_group(param_group)
@@ -207,8 +212,19 @@ class ShardedOptimizer(Optimizer, ABC):
             raise
         self.planner.forget()
 
+    @property
+    def step_groups(self) -> Sequence[dict[str, Any]]:
+        """What a step reads in the param groups' place, see :class:`rankwise.planning.step_groups.StepGroups`."""
+        return self.declared.step_groups.views(self.param_groups)
+
     def _take_in(self, index: int) -> None:
-        self.table.refuse_unreadable(self.param_groups[index])
+        group = self.param_groups[index]
+        if self.declared.step_groups.independent and not peak_of(group):
+            raise OptionError(
+                f"{self.declared.name}: lr={group['lr']!r} is invalid with weight_decay_method='independent': it must "
+                "be above 0, because decay is a share of it; pass the peak lr and let the scheduler start from 0"
+            )
+        self.table.refuse_unreadable(group)
         self.table.add_group(self.param_groups, index)
         self.values.accept(self.param_groups[index])
 

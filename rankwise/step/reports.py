@@ -187,13 +187,20 @@ class Reports:
                 line,
                 info.shape if block is None else block_info(info, block).shape,
                 table.routes[name].rule,
-                table.routes[name].reason,
+                self._reason(name),
                 owner_of.get(line),
                 state_bytes.get(line, 0),
             )
             for name, (info, _) in table.catalog.items()
             for line, block in self._blocks_of(name)
         ]
+
+    def _reason(self, name: str) -> str:
+        reason, scale = (
+            self._table.routes[name].reason,
+            self._declared.step_groups.scale(self._table.catalog[name][0].own_name),
+        )
+        return reason if scale == 1.0 else f"{reason}, lr times {scale:g}"
 
     def _blocks_of(self, name: str) -> list[tuple[str, Block | None]]:
         """The lines of a parameter."""

@@ -229,7 +229,7 @@ class Recorder:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.record = Record()
-        self._update = optimizer._update
+        self._optimizer, self._update = optimizer, optimizer._update
         optimizer._update = self.update  # type: ignore[method-assign]
         if optimizer.needs_capture:
             self._statistics = optimizer.factor_steps.reduced
@@ -252,7 +252,8 @@ class Recorder:
             for entry, weight, grad in zip(bucket.entries, bucket.weights, bucket.grads, strict=True):
                 place = (entry.key, entry.fragment.shape, entry.fragment.start)
                 record.grads[-1].append((*place, grad.numpy().copy()))
-                record.lrs[-1][entry.key] = float(bucket.group["lr"])
+                group = self._optimizer.param_groups[unit.positions[entry.fragment.tensor]]
+                record.lrs[-1][entry.key] = float(group["lr"])
                 if len(record.grads) == 1:
                     record.initial.append((*place, weight.numpy().copy()))
         self._update(unit, buckets)

@@ -66,6 +66,28 @@ def test_zero_settings(variant: str) -> None:
         assert ranks[0].matrices == expected_matrices(job)
 
 
+RATES: dict[str, Any] = {"weight_decay": 0.1, "lr_scale": {"*embed*": 0.1, "*.bias": 2.0}}
+
+
+@pytest.mark.parametrize("stage", marked({0: False, 2: True, 3: True}))
+def test_rates_and_decay(stage: int) -> None:
+    """Multipliers by name, kept by the engine's schedule; cautious and independent decay; AdamW's length of updates."""
+    more = {
+        "MARS-Shampoo": {"scale": "rms", "weight_decay_method": "cautious"},
+        "MARS-AdamW": {"weight_decay_method": "independent"},
+        "LDAdam": {"weight_decay_method": "cautious"},
+    }
+    cell = [
+        ds.Job(name, {**ds.TYPES[name], **RATES, **options}, config=WARMUP, steps=STEPS)
+        for name, options in more.items()
+    ]
+    for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
+        check_replay(job, ranks)
+        # The oracle reads the option as well: without it the run must be another one.
+        unscaled = replace(job, params={key: value for key, value in job.params.items() if key != "lr_scale"})
+        assert ds.replay_error(unscaled, ranks) > 1e-3
+
+
 @pytest.mark.parametrize("stage", marked({0: False, 1: True, 3: False}))
 def test_autocast(stage: int) -> None:
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -82,5 +82,6 @@ def test_what_no_engine_serves_is_named_with_the_reason(name: str) -> None:
     modes: dict[str, Any] = {"exact": True} if cls is MARS else {}
     assert set(cls.options_type(**preset, **modes).beyond_engines()) == set(modes)
     assert set(cls.options_type.decay_options) == {key for key in cls.options_type.names() if "decay" in key} - {
-        "factor_decay"
+        "factor_decay",
+        "weight_decay_method",
     }

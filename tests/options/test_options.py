@@ -130,6 +130,18 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
             (cls, "eps", NOT_A_NUMBER[:5], "it must be a finite number", "write e.g. 1e-08"),
             (cls, "weight_decay", NEGATIVE[:1], "it must be >= 0", "the default is 0.0"),
             (cls, "weight_decay", NOT_A_NUMBER[:5], "it must be a finite number", "write e.g. 0.0"),
+            (cls, "weight_decay_method", ["l2", "Cautious", None], "it must be one of 'decoupled', 'independent'", ""),
+            (
+                cls,
+                "lr_scale",
+                ["*embed*", ["*embed*"], {1: 0.1}],
+                "it must be a dictionary from name patterns",
+                "write e.g.",
+            ),
+            *[
+                (cls, "lr_scale", [{"*": wrong}], "the multiplier of .* must be a number > 0", "")
+                for wrong in (0, -1.0, "1")
+            ],
             (cls, "exclude", PATTERNS, "it must be a list of name patterns", r'write e.g. \["\*gate\*"\]'),
             (cls, "skip_nonfinite", FLAGS, "it must be true or false", "the default is False"),
         )

@@ -32,7 +32,7 @@ class _PassInC(ctypes.Structure):
     """As in the source."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rule", "advance", "runs", "tile", "threads")),
+        *((name, ctypes.c_int64) for name in ("rule", "advance", "cautious", "runs", "tile", "threads")),
         *((name, ctypes.c_void_p) for name in ("length", "factor")),
         *((name, ctypes.c_void_p) for name in ("grad", "exp_avg", "param", "exp_avg_sq", "reference")),
         *((name, ctypes.c_double) for name in ("k", "lr", "beta1", "beta2", "eps", "weight_decay")),
@@ -48,13 +48,14 @@ def is_available() -> bool:
 def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.blocked.run`."""
     scalars = update.scalars
-    alone = update.rule == "adamw" and update.factors is None and update.references is None
+    alone = update.rule == "adamw" and update.factors is None and update.references is None and not update.is_cautious
     if not update.grads or alone or isinstance(scalars.step, Tensor) or not are_runs(*update.fields.values()):
         blocked.run(update)
         return
     numbers = {
         "rule": _RULES[update.rule],
         "advance": scalars.advance,
+        "cautious": update.is_cautious,
         "k": scalars.k,
         "lr": float(scalars.lr),
         "beta1": scalars.betas[0],

@@ -13,7 +13,7 @@ enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2, kStep = 3 };
 // What the Python side describes; addresses of what there is not are null.
 template <typename T>
 struct Pass {
-  int64_t rule, advance, runs, tile, threads;
+  int64_t rule, advance, cautious, runs, tile, threads;
   const int64_t* lengths;
   const double* factors;
   T *const *grads, *const *firsts, *const *params, *const *seconds, *const *references;
@@ -37,8 +37,15 @@ double squared_norm(const T* grad, const T* reference, int64_t count, T k) {
   return sum;
 }
 
+// What decay leaves of a weight; cautious decay spares those that step away from zero.
+template <typename T, bool kCautious>
+inline T kept(T weight, T direction, T keep) {
+  const bool opposed = kCautious && ((direction < 0 && weight > 0) || (direction > 0 && weight < 0));
+  return opposed ? weight : weight * keep;
+}
+
 // One tile; compilers take a promise that arrays are apart from parameters only.
-template <typename T, int kRule, bool kCompared>
+template <typename T, int kRule, bool kCompared, bool kCautious>
 void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restrict__ param, T* __restrict__ second,
                  T* __restrict__ reference, int64_t count, double own, const Pass<T>& pass) {
   const T factor = own, k = pass.k, keep = 1.0 - pass.lr * pass.weight_decay, lr = pass.lr, rest1 = 1.0 - pass.beta1;
@@ -48,18 +55,18 @@ void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restric
   for (int64_t i = 0; i < count; ++i) {
     const T found = gradient<T, kCompared>(grad, reference, k, i);
     if (kRule == kStep) {
-      param[i] = param[i] * keep - found * scaled;
+      param[i] = kept<T, kCautious>(param[i], found * factor, keep) - found * scaled;
     } else {
       const T value = found * factor, moment = first[i] + rest1 * (value - first[i]);
       first[i] = moment;
       if (kRule == kLion) {
         const T sign = static_cast<T>(moment > 0) - static_cast<T>(moment < 0);
-        param[i] = param[i] * keep - (moment == moment ? sign : moment) * lr;
+        param[i] = kept<T, kCautious>(param[i], moment, keep) - (moment == moment ? sign : moment) * lr;
       }
       if (kRule == kAdamW) {
         const T square = second[i] * beta2 + rest2 * (value * value);
         second[i] = square;
-        param[i] = param[i] * keep - step * (moment / (std::sqrt(square) / root + eps));
+        param[i] = kept<T, kCautious>(param[i], moment, keep) - step * (moment / (std::sqrt(square) / root + eps));
       }
     }
   }
@@ -67,26 +74,31 @@ void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restric
   if (kCompared && pass.advance) std::copy(grad, grad + count, reference);
 }
 
-template <typename T, int kRule, bool kCompared>
+template <typename T, int kRule, bool kCompared, bool kCautious>
 void update(const Pass<T>& pass, const Tile& tile) {
   const auto at = [&](T* const* field) { return field ? field[tile.run] + tile.start : nullptr; };
-  update_tile<T, kRule, kCompared>(at(pass.grads), at(pass.firsts), at(pass.params), at(pass.seconds),
-                                   at(pass.references), tile.end - tile.start,
-                                   pass.factors ? pass.factors[tile.run] : 1.0, pass);
+  update_tile<T, kRule, kCompared, kCautious>(at(pass.grads), at(pass.firsts), at(pass.params), at(pass.seconds),
+                                              at(pass.references), tile.end - tile.start,
+                                              pass.factors ? pass.factors[tile.run] : 1.0, pass);
+}
+
+template <typename T, bool kCompared, bool kCautious>
+auto update_of(int64_t rule) {
+  return rule == kAdamW  ? update<T, kAdamW, kCompared, kCautious>
+         : rule == kLion ? update<T, kLion, kCompared, kCautious>
+         : rule == kStep ? update<T, kStep, kCompared, kCautious>
+                         : update<T, kMomentum, kCompared, false>;
 }
 
 template <typename T, bool kCompared>
-auto update_of(int64_t rule) {
-  return rule == kAdamW  ? update<T, kAdamW, kCompared>
-         : rule == kLion ? update<T, kLion, kCompared>
-         : rule == kStep ? update<T, kStep, kCompared>
-                         : update<T, kMomentum, kCompared>;
+auto update_of(const Pass<T>& pass) {
+  return pass.cautious ? update_of<T, kCompared, true>(pass.rule) : update_of<T, kCompared, false>(pass.rule);
 }
 
 template <typename T>
 void run(const Pass<T>& pass) {
   const auto tiles = tiles_of(pass.runs, pass.lengths, pass.tile);
-  const auto apply = pass.references ? update_of<T, true>(pass.rule) : update_of<T, false>(pass.rule);
+  const auto apply = pass.references ? update_of<T, true>(pass) : update_of<T, false>(pass);
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (size_t index = 0; index < tiles.size(); ++index) apply(pass, tiles[index]);
 }

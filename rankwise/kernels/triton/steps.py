@@ -58,6 +58,7 @@ def run(update: Pass) -> None:
         CORRECT=update.references is not None,
         SCALED=update.factors is not None,
         ADVANCE=scalars.advance,
+        CAUTIOUS=update.is_cautious,
         LR_ON_DEVICE=isinstance(scalars.lr, Tensor),
         STEPS_ON_DEVICE=isinstance(own_scale, Tensor),
         FIELDS=len(fields),
@@ -195,6 +196,16 @@ def _norm_tile(
 
 
 @jit
+def _kept(weight: tl.tensor, direction: tl.tensor, keep: tl.tensor, CAUTIOUS: tl.constexpr) -> tl.tensor:
+    """What decay leaves of a weight; cautious decay spares those that step away from zero."""
+    if CAUTIOUS:
+        opposed = ((direction < 0.0) & (weight > 0.0)) | ((direction > 0.0) & (weight < 0.0))
+        return tl.where(opposed, weight, weight * keep)
+    else:
+        return weight * keep
+
+
+@jit
 def update_kernel(
     table: tl.tensor,
     tiles: tl.tensor,
@@ -213,6 +224,7 @@ def update_kernel(
     CORRECT: tl.constexpr,
     SCALED: tl.constexpr,
     ADVANCE: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     STEPS_ON_DEVICE: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -234,10 +246,10 @@ def update_kernel(
     # fmt: off
     if (start + BLOCK <= length) & wide(row, FIELDS):
         _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
-                     RULE, CORRECT, SCALED, ADVANCE, FIELDS, BLOCK, True)
+                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, FIELDS, BLOCK, True)
     else:
         _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
-                     RULE, CORRECT, SCALED, ADVANCE, FIELDS, BLOCK, False)
+                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, FIELDS, BLOCK, False)
     # fmt: on
 
 
@@ -260,6 +272,7 @@ def _update_tile(
     CORRECT: tl.constexpr,
     SCALED: tl.constexpr,
     ADVANCE: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
@@ -270,10 +283,12 @@ def _update_tile(
     if CORRECT and ADVANCE:
         write(row, FIELDS - 1, start, grad, inside, BLOCK, FAST)
     if RULE == 3:
+        direction = value
         if SCALED:
             rate = rate * factor
+            direction = value * factor
         weight = read(row, 1, start, inside, BLOCK, FAST)
-        write(row, 1, start, weight * keep - value * rate, inside, BLOCK, FAST)
+        write(row, 1, start, _kept(weight, direction, keep, CAUTIOUS) - value * rate, inside, BLOCK, FAST)
     else:
         if SCALED:
             value = value * factor
@@ -282,11 +297,11 @@ def _update_tile(
         if RULE == 1:
             sign = (momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32)
             weight = read(row, 2, start, inside, BLOCK, FAST)
-            write(row, 2, start, weight * keep - rate * sign, inside, BLOCK, FAST)
+            write(row, 2, start, _kept(weight, momentum, keep, CAUTIOUS) - rate * sign, inside, BLOCK, FAST)
         if RULE == 2:
             second = beta2 * read(row, 3, start, inside, BLOCK, FAST) + share2 * value * value
             write(row, 3, start, second, inside, BLOCK, FAST)
             # Rounded correctly: the fast root flushes denormal second moments to zero.
             direction = tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
             weight = read(row, 2, start, inside, BLOCK, FAST)
-            write(row, 2, start, weight * keep - rate * direction, inside, BLOCK, FAST)
+            write(row, 2, start, _kept(weight, momentum, keep, CAUTIOUS) - rate * direction, inside, BLOCK, FAST)
