@@ -23,7 +23,7 @@ def snippets(section: str, language: str) -> list[str]:
 
 
 def run(folder: Path, *command: str) -> str:
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
     return found.stdout + found.stderr
 
