@@ -12,6 +12,8 @@ import torch
 from benchmarks.convergence import directions
 from benchmarks.convergence.costs import cost_claims, cost_section, measure_memory, memory_section
 from benchmarks.convergence.experiments import CHECK
+from benchmarks.convergence.rates_page import rates_page
+from benchmarks.convergence.results import Results
 from benchmarks.convergence.tasks import make_task
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -88,3 +90,8 @@ def test_costs_are_shares_of_a_whole_step() -> None:
     assert cost_claims([{**ldadam, "predicted_1_0": 60}], [])[0][-1] == "**does not hold**"
     assert cost_claims([], []) == []
     assert "Missing: all of it" in cost_section([]) and "Missing: all of it" in memory_section([])
+
+
+def test_the_page_of_rates_is_what_was_recorded() -> None:
+    assert (DOCS / "rates.md").read_text(encoding="utf-8") == rates_page(Results(DOCS / "data" / "convergence"))
+    assert "not measured yet" in rates_page(Results(DOCS / "nowhere"))

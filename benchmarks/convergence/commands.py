@@ -92,6 +92,18 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 @app.command()
+def rates(
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+    page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/rates.md"),
+) -> None:
+    """Write which learning rate of ours stands for one of AdamW's."""
+    from benchmarks.convergence.rates_page import rates_page
+    from benchmarks.convergence.results import Results
+
+    page.write_text(rates_page(Results(results)), encoding="utf-8")
+
+
+@app.command()
 def evidence(
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
     page: Annotated[Path, typer.Option(help="Markdown page to write, with plots beside it.")] = Path(
