@@ -15,8 +15,8 @@ _HEAD = """# AdamW's learning rate and ours
 
 Made by `python -m benchmarks rates` from `docs/data/convergence/LR.jsonl`, which
 `python -m benchmarks convergence --only LR` goes on with. {about}
-Every type with weight decay 0.1 and its default options (AdamW and MKOR: betas 0.9 and 0.95; LDAdam: rank 16), one seed;
-rates in factors of two until the best is inside. **One small model: a place to begin a search, no result.**
+Every type with weight decay 0.1 and its default options (AdamW and MKOR: betas 0.9 and 0.95; LDAdam: rank 16), one
+seed; rates in factors of two until the best is inside. **One small model: a place to begin a search, no result.**
 
 | type | best lr | over AdamW's | loss there | losses by lr |
 | --- | --- | --- | --- | --- |
