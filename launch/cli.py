@@ -30,6 +30,7 @@ console = Console()
 _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
 _Ranks = Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or two on a CPU.")]
+_Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
 _DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the command that would start the ranks, and its environment, and end.")
 ]
@@ -211,7 +212,7 @@ def train(
 )
 def deepspeed(
     script: Annotated[Path, typer.Argument(help="Your training script.", exists=True, dir_okay=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    arguments: _Arguments = None,
     ranks: _Ranks = None,
     device: _Device = "auto",
     dry_run: _DryRun = False,
@@ -242,7 +243,7 @@ def megatron(
     script: Annotated[
         Path, typer.Argument(help="pretrain_gpt.py of a Megatron-LM checkout.", exists=True, dir_okay=False)
     ],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    arguments: _Arguments = None,
     config: Annotated[
         Path | None,
         typer.Option(help="YAML file of flags; those typed after the script win.", exists=True, dir_okay=False),

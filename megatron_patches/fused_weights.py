@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from rankwise.routing.fused import Fused
 
 __all__ = ["fused_parts"]
@@ -23,7 +21,7 @@ __all__ = ["fused_parts"]
 class _Weight:
     """A weight: the module that uses its layer, rows of the whole, how often its parts are repeated there."""
 
-    owner: nn.Module
+    owner: object
     rows: int
     copies: int
     strips: int
@@ -39,12 +37,12 @@ class _Weight:
         return getattr(self.owner, "config", None)
 
 
-def fused_parts(layer: str, owner: nn.Module, shape: tuple[int, ...], ways: int, strips: int) -> Fused | None:
+def fused_parts(layer: str, owner: object, shape: tuple[int, ...], ways: int, strips: int) -> Fused | None:
     """The logical matrices of a weight; None if it is one, or its sizes are not those of its config.
 
     Args:
         layer: Name of the layer in its module.
-        owner: That module.
+        owner: That module, or anything with the same config.
         shape: Of the whole weight, or of a shard that is taken for a matrix of its own.
         ways: Shards the whole consists of, one below the other.
         strips: Sections of the whole that are each cut like that.

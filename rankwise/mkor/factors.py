@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -189,7 +190,7 @@ class KroneckerFactors:
             The preconditioned gradients, laid out alike.
         """
         if signature.blocks:
-            return self._apply_to_blocks(signature, states, stack, product, space)
+            return _by_block(signature, states, stack, partial(self.apply, product=product, space=space))
         if self.computes_singly(stack.device, stack.dtype):
             result, sizes = torch.empty_like(stack), signature.sizes
             for new, state, grad in zip(result, states, stack, strict=True):
@@ -210,24 +211,6 @@ class KroneckerFactors:
             return update
         norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
         return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
-
-    def _apply_to_blocks(
-        self,
-        signature: LayerSignature,
-        states: Sequence[MatrixState],
-        stack: Tensor,
-        product: torch.dtype,
-        space: Workspace,
-    ) -> Tensor:
-        result, sizes = torch.empty_like(stack), signature.sizes
-        for block in signature.blocks:
-            own, old = signature.of_block(block), signature.parts_of(block, stack.split(sizes, dim=1))
-            gradients = torch.cat([part.flatten(1) for part in old], dim=1)
-            found = self.apply(own, [_of_block(state, block) for state in states], gradients, product, space)
-            new = signature.parts_of(block, result.split(sizes, dim=1))
-            for target, values in zip(new, found.split(own.sizes, dim=1), strict=True):
-                target.copy_(values.view(target.shape))
-        return result
 
     def apply_to_one(
         self,
@@ -268,6 +251,21 @@ class KroneckerFactors:
         into = precondition_into_for(parts[0].device, parts[0].dtype)
         assert into is not None
         into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
+
+
+def _by_block(
+    signature: LayerSignature, states: Sequence[MatrixState], stack: Tensor, apply: Callable[..., Tensor]
+) -> Tensor:
+    """What ``apply`` makes of each block of a batch, as if it were a layer, put together again."""
+    result, sizes = torch.empty_like(stack), signature.sizes
+    for block in signature.blocks:
+        own, old = signature.of_block(block), signature.parts_of(block, stack.split(sizes, dim=1))
+        gradients = torch.cat([part.flatten(1) for part in old], dim=1)
+        found = apply(own, [_of_block(state, block) for state in states], gradients)
+        new = signature.parts_of(block, result.split(sizes, dim=1))
+        for target, values in zip(new, found.split(own.sizes, dim=1), strict=True):
+            target.copy_(values.view(target.shape))
+    return result
 
 
 def _of_block(state: MatrixState, block: Block) -> MatrixState:

@@ -142,28 +142,29 @@ class StepUnit:
     def run(self, update: Pass) -> None:
         """Do a pass; where tensors have gaps, in torch's own form, which alone takes them."""
         update.scalars.cautious = self.cautious
-        gaps = [place for place, tensor in enumerate(update.grads) if tensor.dim() > 1]
-        if not gaps:
-            self.kernels.run(update)
-            return
-        runs = [place for place, tensor in enumerate(update.grads) if tensor.dim() < 2]
-        for form, places in ((lists, gaps), (self.kernels, runs)):
-            if places:
-                form.run(update.only(places))
+        parts = self._by_form(update.grads)
+        for form, places in parts:
+            form.run(update if len(parts) == 1 else update.only(places))
 
     def squared_norms(self, tensors: list[Tensor], references: list[Tensor] | None = None, k: float = 0.0) -> Tensor:
         """As :func:`rankwise.kernels.lists.squared_norms`, of tensors with and without gaps."""
-        gaps = [place for place, tensor in enumerate(tensors) if tensor.dim() > 1]
-        if not gaps:
-            return self.kernels.squared_norms(tensors, references, k)  # type: ignore[no-any-return]
+        parts = self._by_form(tensors)
+        if len(parts) == 1:
+            return parts[0][0].squared_norms(tensors, references, k)  # type: ignore[no-any-return]
         found = torch.empty(len(tensors), dtype=torch.float64, device=self.device)
-        runs = [place for place, tensor in enumerate(tensors) if tensor.dim() < 2]
-        for form, places in ((lists, gaps), (self.kernels, runs)):
-            if places:
-                own = [tensors[place] for place in places]
-                theirs = None if references is None else [references[place] for place in places]
-                found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
+        for form, places in parts:
+            own = [tensors[place] for place in places]
+            theirs = None if references is None else [references[place] for place in places]
+            found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
         return found
+
+    def _by_form(self, tensors: Sequence[Tensor]) -> list[tuple[ModuleType, list[int]]]:
+        """The list forms for the tensors, each with the places of those it takes."""
+        gaps = [place for place, tensor in enumerate(tensors) if tensor.dim() > 1]
+        runs = [place for place, tensor in enumerate(tensors) if tensor.dim() < 2]
+        if not gaps:
+            return [(self.kernels, runs)]
+        return [(lists, gaps), (self.kernels, runs)] if runs else [(lists, gaps)]
 
     def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Tensor) -> Tensor:
         """Per-parameter sums of per-fragment partial sums, in one collective for all quantities.

@@ -13,6 +13,15 @@ from torch import Tensor
 
 GLOBAL_BATCH, LENGTH, VOCABULARY, HIDDEN, HEADS = 8, 16, 64, 64, 4
 MAX_LR, MIN_LR, DECAY_STEPS = 5e-3, 1e-3, 20
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = {
+    **DISTRIBUTED,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 5000,
+}
+BIASED: dict[str, Any] = {"swiglu": False, "gqa": False}
+MOE: dict[str, Any] = {"moe": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron_cells import Cell
+from megatron_cells import DISTRIBUTED, MOE, Cell
 from megatron_harness import Result, Trainer, largest_gap, opened, trained
 from megatron_types import TYPES, maker
 from ranks import run_ranks
@@ -18,8 +18,6 @@ import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 
 BEFORE, AFTER = 3, 3
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
-MOE: dict[str, Any] = {"moe": 4}
 Job = tuple[str, Cell]
 
 SAME: dict[str, tuple[int, Cell]] = {

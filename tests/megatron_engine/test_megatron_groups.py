@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.optimizer import ParamKey
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron_cells import MAX_LR, Cell
+from megatron_cells import DISTRIBUTED, MAX_LR, Cell
 from megatron_harness import opened, trained
 from megatron_types import TYPES
 from ranks import run_ranks
@@ -21,7 +21,6 @@ from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
 
 Overrides = dict[str, dict[str, float]] | None
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 DECOUPLED: dict[str, Any] = {"decoupled_lr": 5e-2, "decoupled_min_lr": 1e-3}
 BY_NAME: Overrides = {
     "*linear_fc1.weight": {"max_lr": 0.02, "min_lr": 0.01},

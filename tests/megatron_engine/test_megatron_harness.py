@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron_cells import BIASED, DISTRIBUTED, MOE, OVERLAPPED
 from megatron_harness import Cell, Result, largest_gap, opened, run_cells, trained
 from megatron_weights import main_weight, reduced_gradient
 from ranks import run_ranks
@@ -28,16 +29,7 @@ from megatron_patches.cpu import cpu_megatron
 
 STEPS = 5
 SGD: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.9}
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
-OVERLAPPED: dict[str, Any] = {
-    **DISTRIBUTED,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "bucket_size": 5000,
-}
-BIASED: dict[str, Any] = {"swiglu": False, "gqa": False}
 DEEP: dict[str, Any] = {"layers": 4}
-MOE: dict[str, Any] = {"moe": 4}
 
 REFERENCES = [Cell(), Cell(tied=True), Cell(**BIASED), Cell(**DEEP), Cell(**MOE)]
 LAYOUTS = [

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
-from megatron_cells import GLOBAL_BATCH, LENGTH, Cell
+from megatron_cells import BIASED, DISTRIBUTED, GLOBAL_BATCH, LENGTH, MOE, OVERLAPPED, Cell
 from megatron_harness import OTHER_CUTS, Move, Trainer, move, opened, run_cells, stock_adam, worst
 from megatron_statistics import Seen, inner_optimizers, watch
 from megatron_weights import bare
@@ -25,15 +25,6 @@ from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 
 TOKENS = GLOBAL_BATCH * LENGTH
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
-OVERLAPPED: dict[str, Any] = {
-    **DISTRIBUTED,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "bucket_size": 5000,
-}
-BIASED: dict[str, Any] = {"swiglu": False, "gqa": False}
-MOE: dict[str, Any] = {"moe": 4}
 
 
 @dataclass(frozen=True)

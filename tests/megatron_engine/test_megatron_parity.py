@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from megatron_cells import Cell
+from megatron_cells import BIASED, DISTRIBUTED, MOE, OVERLAPPED, Cell
 from megatron_harness import OTHER_CUTS, Move, Result, Trainer, move, opened, trained, worst
 from megatron_table import write_down
 from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
@@ -30,15 +30,6 @@ from torch import Tensor
 from megatron_patches.cpu import cpu_megatron
 
 STEPS, STEPS_OF_THE_GRID = 5, 10
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
-OVERLAPPED: dict[str, Any] = {
-    **DISTRIBUTED,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "bucket_size": 5000,
-}
-BIASED: dict[str, Any] = {"swiglu": False, "gqa": False}
-MOE: dict[str, Any] = {"moe": 4}
 DEEP: dict[str, Any] = {"layers": 4}
 LAYER_WISE: dict[str, Any] = {"rankwise_layer_wise": True}
 

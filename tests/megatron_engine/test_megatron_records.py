@@ -9,7 +9,7 @@ import megatron_harness
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron_cells import Cell
+from megatron_cells import DISTRIBUTED, MOE, Cell
 from megatron_harness import Result, Trainer, largest_gap, opened, trained
 from megatron_types import maker
 from megatron_weights import bare
@@ -20,8 +20,6 @@ from megatron_patches.cpu import cpu_megatron
 
 # As in test_megatron_checkpoints: roundings of sums in another order.
 LARGEST_MOVE = 1e-6
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
-MOE: dict[str, Any] = {"moe": 4}
 # Optimizer, and the layouts it is saved in and resumed on.
 MOVES: dict[str, tuple[str, Cell, Cell]] = {
     "EP2 to EP1": ("ldadam", Cell(ep=2, **MOE, **DISTRIBUTED), Cell(**MOE, **DISTRIBUTED)),

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from collectives import Message, Wire
 from megatron.core import parallel_state as mpu
-from megatron_cells import Cell
+from megatron_cells import DISTRIBUTED, Cell
 from megatron_harness import opened
 from megatron_types import maker
 from ranks import run_ranks
@@ -25,7 +25,6 @@ from rankwise.sharding import MatrixPlan, matrix_volume
 
 # The first step plans, for which ranks exchange what they hold; it is left out.
 STEPS, INTERVAL = 3, 2
-DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 BLOCK: dict[str, Any] = {"rankwise_tp_mode": "block"}
 # Buckets cut matrices: without them, the halves of a model of two equal layers hold whole ones alone.
 CUT: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "bucket_size": 5000}

@@ -10,6 +10,7 @@ import torch
 from cases import BY_NAME, advance, cases, net, setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import Conv1D
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
@@ -19,19 +20,6 @@ from rankwise.step.reports import Explanation
 
 MATRICES = RoutingPolicy(embeddings=False)
 ANY = RoutingPolicy(embeddings=True)
-
-
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: its weight is (inputs, outputs)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight + self.bias
 
 
 class RMSNorm2d(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import Conv1D
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
@@ -19,19 +20,6 @@ from rankwise.statistics.views import LinearShape, describe_linear
 
 Sums = tuple[Tensor, int, Tensor]
 quick = settings(max_examples=15, deadline=None)
-
-
-class Conv1D(nn.Module):
-    """Shape and call convention of the GPT-2 layer of this name."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = Parameter(torch.randn(nx, nf))
-        self.bias = Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 class TupleLinear(nn.Module):
