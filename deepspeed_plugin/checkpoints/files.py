@@ -186,7 +186,7 @@ class SavedCheckpoint(CheckpointFolder):
         """The base optimizer's dictionary saved by one rank, and the flat weights of its param groups."""
         if not self.zero_files:
             return self._unpartitioned()
-        content = read(self.zero_files[rank])["optimizer_state_dict"]
+        content = self._wrapper_state(rank)
         if "fp32_flat_groups" in content:
             return from_stock(content["optimizer_state_dict"]), list(content["fp32_flat_groups"])
         return from_stock(content["base_optimizer_state"]), list(content["single_partition_of_fp32_groups"])
@@ -201,11 +201,17 @@ class SavedCheckpoint(CheckpointFolder):
 
     def scaler_state(self) -> Mapping[str, Any]:
         """What ZeRO's wrapper saved of a loss scale; empty where none was in use, and at stage 0."""
-        return self._wrapper_state() if self.zero_files and _enabled(self.config, "fp16") else {}
+        return self._wrapper_state(0) if self.zero_files and _enabled(self.config, "fp16") else {}
 
-    def _wrapper_state(self) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = read(self.zero_files[0])["optimizer_state_dict"]
-        return state
+    def _wrapper_state(self, rank: int) -> Mapping[str, Any]:
+        if rank not in self._wrapper_states:
+            self._wrapper_states[rank] = read(self.zero_files[rank])["optimizer_state_dict"]
+        return self._wrapper_states[rank]
+
+    @cached_property
+    def _wrapper_states(self) -> dict[int, Mapping[str, Any]]:
+        """What was read of ZeRO's files: each is read once, and mapped rather than held in memory."""
+        return {}
 
     @cached_property
     def author(self) -> str | None:
@@ -231,7 +237,7 @@ class SavedCheckpoint(CheckpointFolder):
             return 3
         if self.author is None:
             return _stage(self.config)
-        stage = self._wrapper_state().get("zero_stage", 1)
+        stage = self._wrapper_state(0).get("zero_stage", 1)
         return int(getattr(stage, "value", stage))
 
     @property

@@ -51,7 +51,7 @@ def find(
     if saved is None or not saved.record:
         return None, None
     _require_complete(saved, states, present)
-    return _known(saved, states)
+    return saved, saved.known(states)
 
 
 def _known(found: Checkpoint | None, states: bool) -> tuple[Checkpoint, Saved | Universal] | tuple[None, None]:

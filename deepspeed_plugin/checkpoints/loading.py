@@ -14,17 +14,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
 from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
-from deepspeed_plugin.checkpoints.errors import read_together
+from deepspeed_plugin.checkpoints.errors import own_error, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.checkpoints.finding import Checkpoint, find
 from deepspeed_plugin.checkpoints.moving import NamedStates, fill, laid_down
 from deepspeed_plugin.checkpoints.present import present_of
 from deepspeed_plugin.checkpoints.restoring import (
-    client_state_of,
     refuse_other_model,
     restore_engine,
     restore_module,
-    restore_scaler,
     without_record,
 )
 from deepspeed_plugin.checkpoints.stock_form import zero_form
@@ -87,18 +85,17 @@ def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> N
 
 def _by_name(engine: DeepSpeedEngine, found: Checkpoint, plan: Plan) -> tuple[str, dict[str, Any]]:
     """Collective: weights and states from where they lie by name, then what else the model file holds."""
-    wanted = plan.wanted
-    refuse_other_model(engine, found.content, wanted)
-    with _named_states(engine, found, plan.way, wanted.states) as named:
+    wanted, states, strict = plan.wanted, plan.wanted.states, plan.wanted.strict
+    if strict:
+        refuse_other_model(engine, found.content)
+    with own_error(), _named_states(engine, found, plan.way, states) as named:
         restore_module(engine, found.content, wanted)
         if named is not None:
-            fill(engine, named, wanted)
+            fill(engine, named, states, strict)
         elif isinstance(found, UniversalCheckpoint):
-            fill_weights(engine, found, wanted.strict)
-    restore_engine(engine, found.content, wanted)
-    if wanted.states:
-        restore_scaler(engine, found.scaler_state())
-    return str(found.model_file), client_state_of(found.content, wanted)
+            fill_weights(engine, found, strict)
+    scaler = found.scaler_state() if states else {}
+    return str(found.model_file), restore_engine(engine, found.content, scaler, wanted)
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_plugin.checkpoints.decide import Wanted
-from deepspeed_plugin.checkpoints.errors import CheckpointError, own_error, read_together
+from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from rankwise.sharding.state import save_vectors
@@ -57,33 +56,38 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> 
         states: Whether states are wanted beside the weights.
 
     Raises:
-        CheckpointError: Alike on every rank: files that cannot be read or written.
+        CheckpointError: Alike on every rank: files that cannot be read.
+        StorageError: Alike on every rank: files that cannot be written.
     """
     group: dist.ProcessGroup = engine.seq_data_parallel_group
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ranks = range(rank, saved.world_size or 1, world)
     with _scratch_folder(saved.folder, group) as scratch:
         vectors = read_together(group, lambda: vectors_of(saved, ranks))
-        with own_error():
-            save_vectors(vectors, scratch, group)
+        save_vectors(vectors, scratch, group)
         yield NamedStates(scratch, saved.common if states else {})
 
 
-def fill(engine: DeepSpeedEngine, named: NamedStates, wanted: Wanted) -> None:
+def fill(engine: DeepSpeedEngine, named: NamedStates, states: bool, strict: bool) -> None:
     """Collective: load named states into the engine's optimizer and the weights into its model.
 
     Args:
         engine: The engine.
         named: What to load.
-        wanted: Whether states are wanted beside the weights.
+        states: Whether states are wanted beside the weights.
+        strict: Whether every parameter must be there.
+
+    Raises:
+        CheckpointError: Alike on every rank: what was saved is of another model.
+        StorageError: Alike on every rank: files that cannot be read.
     """
     optimizer: ShardedOptimizer = engine.basic_optimizer
     group: dist.ProcessGroup = engine.seq_data_parallel_group
-    with open_engine(engine, named.common["param_groups"] if wanted.states else None), own_error():
+    with open_engine(engine, named.common["param_groups"] if states else None):
         # Before anything changes; and no rank gives up, and removes the folder, while others still look.
-        read_together(group, lambda: check_stored(optimizer, named.folder, wanted.strict))
-        restore(optimizer, named.folder, group, states=wanted.states, strict=wanted.strict)
-        if wanted.states:
+        read_together(group, lambda: check_stored(optimizer, named.folder, strict))
+        restore(optimizer, named.folder, group, states=states, strict=strict)
+        if states:
             optimizer.load_extra_state(named.common)
 
 

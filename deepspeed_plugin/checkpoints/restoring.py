@@ -17,7 +17,6 @@ __all__ = [
     "refuse_other_model",
     "restore_engine",
     "restore_module",
-    "restore_scaler",
     "without_record",
 ]
 
@@ -48,29 +47,27 @@ def without_record(client_state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in client_state.items() if key not in added}
 
 
-def refuse_other_model(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
-    """Refuse a model of other names, unless only what fits is wanted.
+def refuse_other_model(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> None:
+    """Refuse a model of other names.
 
     Args:
         engine: The engine that loads.
         content: The model file's.
-        wanted: The arguments of the call.
 
     Raises:
         CheckpointError: Names what either lacks.
     """
-    if wanted.strict:
-        names, saved = set(engine.module.state_dict()), set(content["module"])
-        problems = [
-            f"{text} {sorted(which)[:3]}"
-            for text, which in (("it lacks", names - saved), ("the model lacks", saved - names))
-            if which
-        ]
-        if problems:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(problems)}; pass load_module_strict=False to load "
-                "what fits."
-            )
+    names, saved = set(engine.module.state_dict()), set(content["module"])
+    problems = [
+        f"{text} {sorted(which)[:3]}"
+        for text, which in (("it lacks", names - saved), ("the model lacks", saved - names))
+        if which
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(problems)}; pass load_module_strict=False to load "
+            "what fits."
+        )
 
 
 def restore_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
@@ -82,10 +79,27 @@ def restore_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: 
         _load_untrained(engine, content)
 
 
-def restore_engine(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
-    """Counters, schedulers and samplers, unless only the module is wanted."""
-    if wanted.load_module_only:
-        return
+def restore_engine(
+    engine: DeepSpeedEngine, content: Mapping[str, Any], scaler: Mapping[str, Any], wanted: Wanted
+) -> dict[str, Any]:
+    """Counters, schedulers and samplers, unless only the module is wanted, and the loss scale.
+
+    Args:
+        engine: The engine that loads.
+        content: The model file's.
+        scaler: What ZeRO's wrapper saved; empty if it was not scaling, or is not wanted.
+        wanted: The arguments of the call.
+
+    Returns:
+        The client state.
+    """
+    if not wanted.load_module_only:
+        _restore_counters(engine, content, wanted)
+    _restore_scaler(engine, scaler)
+    return client_state_of(content, wanted)
+
+
+def _restore_counters(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
     engine.global_steps = content["global_steps"]
     engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = content["skipped_steps"]
@@ -123,15 +137,12 @@ def _refresh_full_precision(engine: DeepSpeedEngine) -> None:
             return
 
 
-def restore_scaler(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """The loss scale with its counters, where both runs have one.
-
-    Args:
-        engine: The engine that loads.
-        saved: What ZeRO's wrapper saved; empty if it was not scaling.
-    """
+def _restore_scaler(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
+    """The loss scale with its counters, where both runs have one."""
+    if saved.get("loss_scaler") is None or not engine.fp16_enabled():
+        return
     wrapper = engine.optimizer
-    if engine.fp16_enabled() and saved.get("loss_scaler") is not None and hasattr(wrapper, "loss_scaler"):
+    if hasattr(wrapper, "loss_scaler"):
         wrapper.loss_scaler = saved["loss_scaler"]
         wrapper.dynamic_loss_scale = saved["dynamic_loss_scale"]
         wrapper.overflow = saved["overflow"]

@@ -206,14 +206,14 @@ def test_schedulers_and_samplers_travel(used: bool) -> None:
         "data_sampler": {"position": 3},
     }
     engine = _engine(used)
-    restore_engine(engine, content, Wanted())
+    restore_engine(engine, content, {}, Wanted())
     assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (7, 28, 1)
     assert engine.loaded_checkpoint_dp_world_size == 2
     assert engine.lr_scheduler.loaded == {"last": 1}
     assert engine.random_ltd_scheduler.loaded == ({"layers": 2} if used else None)
     assert engine.data_sampler.loaded == ({"position": 3} if used else None)
     module_only = _engine(True)
-    restore_engine(module_only, content, Wanted(load_module_only=True))
+    restore_engine(module_only, content, {}, Wanted(load_module_only=True))
     assert module_only.random_ltd_scheduler.loaded is None
     assert not hasattr(module_only, "global_steps")
 
