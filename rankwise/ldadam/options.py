@@ -48,6 +48,7 @@ class LDAdamOptions(Options):
     exclude: Sequence[str] = shared.exclude()
     blocks: Mapping[str, Any] | None = shared.blocks()
     split_heads: bool = shared.split_heads()
+    transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
     capturable: bool = shared.capturable()
 

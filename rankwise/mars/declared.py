@@ -50,6 +50,12 @@ class MARSDeclared(Declared):
         references = ("reference", "next_reference") if self.options.exact else ("reference",)
         return dict.fromkeys(("exp_avg", *second, *references))
 
+    def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """See the base class; not of corrected gradients, whose clipping gives the squares another scale."""
+        if rule == "matrix" and self.options.variant == "adamw":
+            return ()
+        return super().moments(info, rule, group)
+
     @property
     def owns_blocks(self) -> bool:  # type: ignore[override]
         """See the base class."""

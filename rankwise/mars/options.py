@@ -97,6 +97,7 @@ class MARSOptions(Options):
     exclude: Sequence[str] = shared.exclude()
     blocks: Mapping[str, Any] | None = shared.blocks()
     split_heads: bool = shared.split_heads()
+    transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
     capturable: bool = shared.capturable()
 

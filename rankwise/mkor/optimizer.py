@@ -213,10 +213,12 @@ class MKOR(ShardedOptimizer):
 
     def extra_state(self) -> dict[str, Any]:
         """When factors are due, and the hybrid switch."""
-        return {"factor_schedule": self.factor_steps.schedule.state_dict(), "hybrid": self.switch.state_dict()}
+        own = {"factor_schedule": self.factor_steps.schedule.state_dict(), "hybrid": self.switch.state_dict()}
+        return {**super().extra_state(), **own}
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`extra_state` gave; statistics gathered since the last step are dropped."""
+        super().load_extra_state(state_dict)
         self.statistics.clear()
         self.switch.losses.clear()
         self.factor_steps.load_schedule(state_dict.get("factor_schedule", {}), self.param_groups)

@@ -133,6 +133,7 @@ class MKOROptions(Options):
     exclude: Sequence[str] = shared.exclude("not preconditioned")
     blocks: Mapping[str, Any] | None = shared.blocks()
     split_heads: bool = shared.split_heads()
+    transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
 
     @property

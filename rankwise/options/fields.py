@@ -48,6 +48,7 @@ class _Common:
 
     lr: float | Tensor
     skip_nonfinite: bool
+    transition_steps: int
 
 
 @dataclass(frozen=True)

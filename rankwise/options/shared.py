@@ -22,6 +22,7 @@ __all__ = [
     "ns_steps",
     "skip_nonfinite",
     "split_heads",
+    "transition_steps",
     "weight_decay",
     "weight_decay_method",
 ]
@@ -126,6 +127,16 @@ def capturable() -> Any:
         Flag(),
         "Make step() fit for capture in a CUDA graph, as in torch.optim: step counts lie on the device, and whatever "
         "depends on them is computed there. The first step must be taken before the capture.",
+    )
+
+
+def transition_steps() -> Any:
+    """How long the first steps after another optimizer are shorter."""
+    return option(
+        20,
+        Integer(0),
+        "Steps over which updates grow to their size, in proportion, where a run goes on from another optimizer and "
+        "the states behind them start afresh. 0: full size at once.",
     )
 
 

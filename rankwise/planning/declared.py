@@ -13,6 +13,7 @@ from rankwise.kernels.forms import product_dtype_for
 from rankwise.options.fields import Options
 from rankwise.planning.element_states import StateTypes
 from rankwise.planning.step_groups import StepGroups
+from rankwise.planning.succession import MOMENTS
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 
 __all__ = ["Declared"]
@@ -84,6 +85,11 @@ class Declared(ABC):
     @abstractmethod
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Names of a parameter's per-element states, and their type (None: that of the computation)."""
+
+    def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of a parameter's element states that mean the same in AdamW, as the rule takes them all or none."""
+        kept = self.element_states(info, rule, group)
+        return tuple(name for name in MOMENTS if name in kept)
 
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]

@@ -53,6 +53,7 @@ class SONewOptions(Options):
         "per parameter in row-major order, as in the paper. Either is exact under any cut.",
     )
     exclude: Sequence[str] = shared.exclude()
+    transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
     capturable: bool = shared.capturable()
 

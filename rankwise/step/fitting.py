@@ -14,18 +14,18 @@ from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
 
-__all__ = ["SavedFit"]
+__all__ = ["SavedFit", "in_order_of", "same_groups"]
 
 Names = Sequence[Sequence[str | None]]
 """Of the parameters of each param group, in order; None where it is not known."""
 
 
-def _groups_fit(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are as many groups of as many parameters; torch itself refuses anything else."""
     return [len(group["params"]) for group in state_dict["param_groups"]] == [len(group["params"]) for group in groups]
 
 
-def _in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
+def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
     """A state dictionary with the parameters of each group in another order.
 
     torch matches element states by position alone, which is right only if both sides list their parameters alike.
@@ -120,9 +120,9 @@ class SavedFit:
             ValueError: Another optimizer has written it, or for other parameters.
         """
         self._refuse_foreign(state_dict)
-        if _groups_fit(state_dict, groups):
+        if same_groups(state_dict, groups):
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
-            state_dict = _in_order_of(self._declared.identity, state_dict, names)
+            state_dict = in_order_of(self._declared.identity, state_dict, names)
             self._refuse_unknown_matrices(state_dict)
             self._refuse_misfits(optimizer, state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
@@ -165,8 +165,8 @@ class SavedFit:
         return (
             f"{declared.identity}: the state dictionary was written by another optimizer than rankwise's, "
             "torch.optim.AdamW for example, whose states mean something else; "
-            "load it into that one, or load the weights alone and start "
-            "the states afresh"
+            "load it into that one, or go on from it with continue_from(), which keeps what means the same and starts "
+            "the other states afresh"
         )
 
     def _refuse_unknown_matrices(self, state_dict: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from rankwise.planning.planner import Planner
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.routing.roles import Rule
 from rankwise.sharding.sources import real_view, refuse_unreadable
+from rankwise.step.transition import Transition
 
 __all__ = ["Opened", "Opening"]
 
@@ -34,10 +35,11 @@ class Opening:
     Args:
         declared: The optimizer's name, and whether its steps may be captured.
         planner: Knows tensors by their names.
+        transition: Knows whose counts start later.
     """
 
-    def __init__(self, declared: Declared, planner: Planner) -> None:
-        self._declared, self._planner = declared, planner
+    def __init__(self, declared: Declared, planner: Planner, transition: Transition) -> None:
+        self._declared, self._planner, self._transition = declared, planner, transition
 
     def counts_on_device(self, unit: StepUnit) -> bool:
         """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
@@ -129,10 +131,9 @@ class Opening:
         grads: Sequence[Tensor | None],
     ) -> list[Bucket]:
         """The fragments that take the step, together with those that share their rule, param group and count."""
-        found: dict[tuple[int, Rule, int | None], Bucket] = {}
+        found: dict[tuple[int, Rule, int | None, int], Bucket] = {}
         step_groups = self._declared.step_groups.views(groups)
         views = partial(unit.states.views, states)
-        counts = partial(_counts_of, unit, states)
         # What only the device knows cannot be grouped by.
         known = not self.counts_on_device(unit)
         for entry in unit.entries:
@@ -140,11 +141,13 @@ class Opening:
             weight, grad = weights[tensor], grads[tensor]
             if weight is None or grad is None:
                 continue
-            count = int(states[unit.tensors[tensor]]["step"]) if known else None
+            before = self._transition.before(entry.info.name)
+            count = int(states[unit.tensors[tensor]]["step"]) - before if known else None
             place = unit.step_group[entry.key]
-            key = (place, entry.route.rule, count)
+            key = (place, entry.route.rule, count, before)
             bucket = found.get(key)
             if bucket is None:
+                counts = partial(_counts_of, unit, states, before)
                 bucket = found[key] = Bucket(step_groups[place], entry.route.rule, count, [], [], [], views, counts)
             bucket.entries.append(entry)
             bucket.weights.append(entry.fragment.of(weight))
@@ -159,5 +162,6 @@ class Opening:
                 target.copy_(weight.view(target.shape))
 
 
-def _counts_of(unit: StepUnit, states: States, entries: Sequence[Entry]) -> Tensor:
-    return torch.stack([states[unit.tensors[entry.fragment.tensor]]["step"] for entry in entries])
+def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[Entry]) -> Tensor:
+    counts = torch.stack([states[unit.tensors[entry.fragment.tensor]]["step"] for entry in entries])
+    return counts - before if before else counts

@@ -31,6 +31,7 @@ from rankwise.sharding.sources import LayoutSource, TensorContents
 from rankwise.step.opening import Opening
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved import SavedStates
+from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
 
 __all__ = ["ShardedOptimizer", "deferred_steps"]
@@ -74,6 +75,7 @@ class ShardedOptimizer(Optimizer, ABC):
         undo: Takes steps back whose gradients are not finite.
         planner: Units, owners, and the framework's layout.
         live: Follows changes of param groups.
+        transition: From another optimizer, if there was one.
         opening: Begins and ends steps.
         saved: Saves and restores.
         reports: What is read of all this.
@@ -94,6 +96,7 @@ class ShardedOptimizer(Optimizer, ABC):
         "undo",
         "planner",
         "live",
+        "transition",
         "opening",
         "saved",
         "reports",
@@ -114,7 +117,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.undo = Undo(declared, self.matrix_states, self.health)
         self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo.settle)
         self.live = LiveGroups(declared, self.values, self.table, self.planner, self.matrix_states)
-        self.opening = Opening(declared, self.planner)
+        self.transition = Transition()
+        self.opening = Opening(declared, self.planner, self.transition)
         self.saved = SavedStates(declared, self.values, self.table, self.planner, self.matrix_states)
         self.reports = Reports(declared, self.table, self.planner, self.matrix_states, self.health)
         for index, group in enumerate(self.param_groups):
@@ -183,10 +187,11 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def extra_state(self) -> dict[str, Any]:
         """What is neither weight, element state nor matrix state, in plain data."""
-        return {}
+        return self.transition.state_dict()
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what is neither weight, element state nor matrix state."""
+        self.transition.load_state_dict(state_dict)
 
     # --- param groups -------------------------------------------------------------------------------------------
 
@@ -316,14 +321,16 @@ class ShardedOptimizer(Optimizer, ABC):
         opened = self.opening.open(unit, self.state)
         if opened is not None:
             weights, grads = opened
+
+            def update(finite: Sequence[Tensor | None]) -> None:
+                buckets = self.opening.buckets(unit, self.state, self.param_groups, weights, finite)
+                with self.transition.ramp(buckets):
+                    self._update(unit, buckets)
+
             if self.options.skip_nonfinite:
-
-                def update(finite: Sequence[Tensor | None]) -> None:
-                    self._update(unit, self.opening.buckets(unit, self.state, self.param_groups, weights, finite))
-
                 self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)
             else:
-                self._update(unit, self.opening.buckets(unit, self.state, self.param_groups, weights, grads))
+                update(grads)
             self.opening.close(unit, weights)
             self._after_step(unit)
             if unit is next(iter(self.planner.units.values())):
@@ -398,6 +405,39 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.restore_matrices(state_dict)
         self.load_extra_state(state_dict)
 
+    def continue_from(self, state_dict: Mapping[str, Any]) -> str:
+        """Go on where torch.optim's AdamW or Muon, or another with AdamW's states, has stopped.
+
+        Weights are the model's, and stay. Averages of the gradient and of its square go on where they mean the same
+        here; whatever else this optimizer keeps starts afresh, its updates growing to their size over
+        ``transition_steps`` steps. Rates and other options stay this optimizer's.
+
+        Args:
+            state_dict: That optimizer's, of as many groups of as many parameters.
+
+        Returns:
+            What goes on and what starts afresh, in one line, which is also logged.
+
+        Raises:
+            ValueError: It has other parameters, or is one of ours; nothing has changed then.
+        """
+        self.undo.settle()
+        found, told = self.saved.succession.translated(state_dict, self.param_groups)
+        self.load_state_dict({**self.extra_state(), **found})
+        return told
+
+    def hand_over(self, adamw: Optimizer) -> None:
+        """Let an optimizer with AdamW's states go on from here.
+
+        Args:
+            adamw: Has the same parameters in the same groups; its own options stay.
+
+        Raises:
+            ValueError: It has other parameters; nothing has changed then.
+        """
+        self.undo.settle()
+        self.saved.succession.hand_over(self.param_groups, self.state, self.transition, adamw)
+
     def adopt(self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor]) -> None:
         """Take over matrix states and step counts by group from another layout's checkpoint.
 
@@ -410,6 +450,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def forget_states(self) -> None:
         """Drop all states: the next step is a first one."""
         self.undo.settle()
+        self.transition.end()
         self.saved.forget(self.state)
 
     def kept_states(self, name: str) -> StateTypes:

@@ -19,6 +19,7 @@ from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
 from rankwise.step.carrying import StateCarrier
 from rankwise.step.fitting import SavedFit
+from rankwise.step.succeeding import Succession
 
 __all__ = ["SavedStates"]
 
@@ -35,6 +36,7 @@ class SavedStates:
 
     Attributes:
         fit: Judges dictionaries before anything of them is taken over.
+        succession: Translates the states of other optimizers.
         carrier: Knows what of them goes on where weights are divided otherwise.
     """
 
@@ -51,6 +53,7 @@ class SavedStates:
         self._consolidated: dict[str, MatrixState] | None = None
         self.carrier = StateCarrier(declared, table)
         self.fit = SavedFit(declared, values, table, planner)
+        self.succession = Succession(declared, table, planner)
 
     # --- dictionaries -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,160 @@
+"""From AdamW or Muon to one of ours and back: states by parameter, as torch.optim's dictionaries have them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import States
+from rankwise.planning.misfits import MisfitError
+from rankwise.planning.planner import Planner
+from rankwise.planning.succession import MOMENTS, Heir, Inheritance, inherit
+from rankwise.planning.table import Groups, ParameterTable
+from rankwise.step.fitting import in_order_of, same_groups
+from rankwise.step.transition import Transition
+
+__all__ = ["Succession", "moments_of"]
+
+logger = logging.getLogger(__name__)
+
+
+def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The averages among one parameter's states, under AdamW's names.
+
+    Args:
+        state: Of a saved optimizer.
+        group: Its param group, which tells Muon's momentum, an average, from SGD's, a sum.
+    """
+    found = {name: state[name] for name in MOMENTS if isinstance(state.get(name), Tensor)}
+    is_muon = "ns_steps" in group or group.get("use_muon")
+    if is_muon and isinstance(state.get("momentum_buffer"), Tensor):
+        found["exp_avg"] = state["momentum_buffer"]
+    return found
+
+
+class Succession:
+    """Translates states.
+
+    Args:
+        declared: The optimizer's name, and what its states mean.
+        table: The parameters and their rules.
+        planner: Knows what tensors store.
+    """
+
+    def __init__(self, declared: Declared, table: ParameterTable, planner: Planner) -> None:
+        self._declared, self._table, self._planner = declared, table, planner
+
+    def heirs(self, groups: Groups) -> dict[str, Heir]:
+        """All parameters, whichever rank holds them: alike on every rank."""
+        found = {}
+        for name, (info, position) in self._table.catalog.items():
+            rule = self._table.routes[name].rule
+            moments = self._declared.moments(info, rule, groups[position])
+            found[name] = Heir(tuple(info.shape), moments, rule)
+        return found
+
+    def plan(self, saved: Mapping[str, Mapping[str, tuple[int, ...]]], groups: Groups) -> Inheritance:
+        """See :func:`rankwise.planning.succession.inherit`."""
+        return inherit(saved, self.heirs(groups))
+
+    def record(self, found: Inheritance, began: int) -> dict[str, Any]:
+        """What :class:`Transition` loads.
+
+        Args:
+            found: What goes on.
+            began: Steps that the other optimizer has taken.
+        """
+        transition = Transition()
+        transition.begin(began, self._declared.options.transition_steps, found.afresh)
+        return transition.state_dict()
+
+    def told(self, found: Inheritance, author: str) -> str:
+        """One line; see :meth:`Inheritance.told`."""
+        return found.told(self._declared.name, author, self._declared.options.transition_steps)
+
+    def translated(self, state_dict: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], str]:
+        """Another optimizer's dictionary as this one would have written it; see ``continue_from()``.
+
+        Raises:
+            ValueError: It has other parameters, or is one of ours.
+        """
+        owner = self._declared.identity
+        if state_dict.get("rankwise") is not None:
+            raise ValueError(
+                f"{owner}: the checkpoint's rankwise={state_dict['rankwise']!r} is invalid here: continue_from() takes "
+                "the states of AdamW or Muon; load ours with load_state_dict()"
+            )
+        self._refuse_other_groups(state_dict, groups)
+        names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
+        theirs = in_order_of(owner, dict(state_dict), names)
+        moments: dict[str, dict[str, Tensor]] = {}
+        counts = [0]
+        for own, saved in zip(groups, theirs["param_groups"], strict=True):
+            for tensor, key in zip(own["params"], saved["params"], strict=True):
+                state = theirs["state"].get(key, {})
+                moments[str(self._planner.name_of(tensor))] = moments_of(state, saved)
+                counts.append(int(state.get("step", saved.get("step", 0))))
+        began = max(counts)
+        shapes = {name: {m: tuple(value.shape) for m, value in found.items()} for name, found in moments.items()}
+        # Muon counts no steps; a count of one is one.
+        began = began or int(any(moments.values()))
+        found = self.plan(shapes, groups)
+        told = self.told(found, "another optimizer")
+        if self._planner.rank == 0:
+            logger.warning("%s", told)
+        state, param_groups = self._states(found, moments, groups, began)
+        record = self.record(found, began)
+        return {"state": state, "param_groups": param_groups, "rankwise": owner, "matrix_states": {}, **record}, told
+
+    def _refuse_other_groups(self, state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        if not same_groups(state_dict, groups):
+            ours, theirs = ([len(group["params"]) for group in these] for these in (groups, state_dict["param_groups"]))
+            raise MisfitError(
+                f"{self._declared.identity}: the checkpoint's param groups are invalid: they must be of {ours} "
+                f"parameters, but are of {theirs}; build the optimizer from the same parameters in the same groups"
+            )
+
+    def _states(
+        self, found: Inheritance, moments: Mapping[str, Mapping[str, Tensor]], groups: Groups, began: int
+    ) -> tuple[dict[int, dict[str, Tensor]], list[dict[str, Any]]]:
+        states: dict[int, dict[str, Tensor]] = {}
+        param_groups = []
+        for group in groups:
+            first = len(states)
+            for tensor in group["params"]:
+                name = str(self._planner.name_of(tensor))
+                _, kept = self._planner.kept_in(groups, tensor, group)
+                own = {"step": torch.tensor(float(began))} if began else {}
+                for state, shape in kept.shapes(0).items() if began else ():
+                    taken = state in found.carried.get(name, ())
+                    own[state] = moments[name][state] if taken else torch.zeros(shape, device=tensor.device)
+                states[len(states)] = own
+            keys = list(range(first, len(states)))
+            param_groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": keys})
+        return {key: state for key, state in states.items() if state}, param_groups
+
+    def hand_over(self, groups: Groups, states: States, transition: Transition, adamw: Optimizer) -> None:
+        """See ``ShardedOptimizer.hand_over``."""
+        target = adamw.state_dict()
+        self._refuse_other_groups(target, groups)
+        found: dict[Any, dict[str, Tensor]] = {}
+        for own, theirs in zip(groups, target["param_groups"], strict=True):
+            for tensor, key in zip(own["params"], theirs["params"], strict=True):
+                name = str(self._planner.name_of(tensor))
+                info, position = self._table.catalog[name]
+                moments = self._declared.moments(info, self._table.routes[name].rule, groups[position])
+                state = states.get(tensor, {})
+                if moments == MOMENTS and all(moment in state for moment in ("step", *MOMENTS)):
+                    step = state["step"].detach().clone() - transition.before(name)
+                    found[key] = {"step": step, **{moment: state[moment].clone() for moment in MOMENTS}}
+        adamw.load_state_dict({**target, "state": found})
+        told = (
+            f"{self._declared.name}: {len(found)} of {sum(len(g['params']) for g in groups)} parameters' moments go on"
+        )
+        logger.warning("%s in %s; the others start afresh there, from small rates best.", told, type(adamw).__name__)
