@@ -423,7 +423,8 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         self.undo.settle()
         found, told = self.saved.succession.translated(state_dict, self.param_groups)
-        self.load_state_dict({**self.extra_state(), **found})
+        # Of an earlier transition nothing is left.
+        self.load_state_dict({**self.extra_state(), "transition": {}, **found})
         return told
 
     def hand_over(self, adamw: Optimizer) -> None:

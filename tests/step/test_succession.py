@@ -137,6 +137,30 @@ def test_runs_without_another_optimizer_know_nothing_of_it() -> None:
     assert not optimizer.transition.length
 
 
+@cases(names=["mars-adamw", "mkor-sgd"])
+def test_what_starts_afresh_starts_as_if_there_had_been_no_steps(case: Case) -> None:
+    """Its counts too, by which averages are corrected: a new optimizer's first step at full size."""
+    model, adamw = adamw_run()
+    other = copy.deepcopy(model)
+    optimizer = case.build(model.named_parameters(), model, transition_steps=0)
+    optimizer.continue_from(adamw.state_dict())
+    new = case.build(other.named_parameters(), other)
+    heirs = optimizer.saved.succession.heirs(optimizer.param_groups)
+    for each, one in ((model, optimizer), (other, new)):
+        train(each, one, range(1))
+    for name, value in weights(model).items():
+        if heirs[name].rule == "matrix":
+            assert torch.equal(value, weights(other)[name])
+
+
+def test_of_an_earlier_transition_nothing_is_left() -> None:
+    model, adamw = adamw_run()
+    optimizer = SONew(model.named_parameters())
+    optimizer.continue_from(adamw.state_dict())
+    optimizer.continue_from(torch.optim.AdamW(model.named_parameters()).state_dict())
+    assert not optimizer.transition.length
+
+
 def test_muons_momentum_is_the_first_moment() -> None:
     model = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False))
     muon = torch.optim.Muon(list(model.named_parameters()))
