@@ -30,17 +30,13 @@ def blocks() -> list[dict[str, Any]]:
     found = [json.loads(path.read_text())["optimizer"] for path in sorted(folder.glob("*.json"))]
     found = [block for block in found if block["type"] in types_by_spelling()]
     for name, (cls, preset) in JSON_TYPES.items():
-        full = {key: default for key, default in vars(cls.options_type()).items() if key not in preset}
+        unread = cls.options_type(**preset).unread()
+        full = {key: value for key, value in vars(cls.options_type()).items() if key not in {*preset, *unread}}
         full |= {key: list(default) for key, default in full.items() if isinstance(default, tuple)}
         found.append({"type": name, "params": full})
     for block in found:
         if block["type"] == "LDAdam":
             block["params"]["rank"] = 4
-        for key in ("hybrid_beta", "hybrid_patience", "hybrid_min_steps", "hybrid_ema"):
-            if block["type"] == "MKOR":
-                block["params"].pop(key, None)
-        for key in ("momentum", "nesterov"):
-            block["params"].pop(key, None)
     return found
 
 
