@@ -160,7 +160,8 @@ def test_nodes_are_written_where_the_comment_says() -> None:
 @pytest.mark.parametrize("command", ["train", "deepspeed", "megatron"])
 def test_a_dry_run_says_what_would_start(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for variable in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "megatron/training").mkdir(parents=True)
     (tmp_path / "script.py").write_text("raise SystemExit('started')")
     arguments = {
