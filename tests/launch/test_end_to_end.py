@@ -285,13 +285,12 @@ def test_unedited_megatron_script_takes_our_name_and_flags(launcher: str, tmp_pa
 def copy_of_the_checkout(folder: Path) -> Path:
     names = "rankwise deepspeed_plugin megatron_patches launch configs tests docs benchmarks".split()
     names += "setup.cfg pyproject.toml MANIFEST.in LICENSE CHANGELOG.md Makefile".split()
-    archive = folder / "checkout.tar"
-    with tarfile.open(archive, "w") as tar:
-        for name in [*names, "README.md"]:
-            if (ROOT / name).exists():
-                tar.add(ROOT / name, name, filter=lambda item: None if "__pycache__" in item.name else item)
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder / "checkout", filter="data")
+    for name in [*names, "README.md"]:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            (folder / "checkout").mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, folder / "checkout" / name)
     return folder / "checkout"
 
 
