@@ -52,7 +52,7 @@ _FORM_RULE = """
 ## Time
 
 Over the published polynomial in five steps on the same matrix, in turns with it in one process; medians. *Share of the
-products* is what counting operations says. The machine was busy with other work: ratios vary by a tenth or two.
+products* is what counting operations says. Rows of equal work tell how quiet the machine was.
 
 The iteration runs on X, or on its Gram matrix R = X Xᵀ and the product Q of all factors, with one long product Q X at
 the end. The rule: Gram matrices are used where they are fewer operations, which with five steps is from 1.5 times as
