@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from rankwise.options.checks import Check, InvalidError
+from rankwise.options.by_pattern import ByPattern
+from rankwise.options.checks import InvalidError
 from rankwise.options.hints import nearest, shown
 
-__all__ = ["BlockLayouts", "TypedLayouts"]
+__all__ = ["BlockLayouts"]
 
 WORDS = ("qkv", "heads", "none")
 _EXAMPLE = 'write e.g. {"*qkv*": {"q": 4096, "k": 1024, "v": 1024}}'
 _NUMBERS = ("groups", "heads")
 
 
-class TypedLayouts(dict[str, Any]):
-    """Layouts as a command line has them, in JSON."""
-
-    def __init__(self, text: str) -> None:
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"{text} is no JSON object")
-        super().__init__(found)
-
-
-class BlockLayouts(Check):
+class BlockLayouts(ByPattern):
     """A dictionary from name patterns to layouts, or None."""
 
-    kind = TypedLayouts
-    optional = True
+    values = "layouts"
+    example = _EXAMPLE
 
-    def __call__(self, value: Any, default: Any) -> Any:
+    def one(self, pattern: str, value: Any) -> Any:
         """See the base class."""
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or not all(isinstance(pattern, str) for pattern in value):
-            raise InvalidError("it must be a dictionary from name patterns to layouts", _EXAMPLE)
-        return {pattern: _layout(pattern, layout) for pattern, layout in value.items()}
+        return _layout(pattern, value)
 
     @property
     def range(self) -> str:
