@@ -142,7 +142,7 @@ def train(
     from rankwise.launch.report import plot_curves, read_summary, results_table
     from rankwise.launch.sampler import WindowSampler
     from rankwise.launch.settings import Settings
-    from rankwise.launch.spawn import choose_device, described_ranks, run_ranks
+    from rankwise.launch.spawn import choose_device, print_ranks, run_ranks
 
     try:
         names = split_names(optimizer or [])
@@ -179,7 +179,7 @@ def train(
         script = "megatron_pretrain" if framework == "megatron" else "pretrain"
         if dry_run:
             for settings in runs:
-                typer.echo(described_ranks(script, [str(settings.write())], processes, cpu))
+                print_ranks(script, [str(settings.write())], processes, cpu)
             return
         with console.status("reading the text"):
             corpus = load_corpus(data, load_tokenizer(tokenizer), cache)
@@ -223,7 +223,7 @@ def deepspeed(
     process, otherwise it starts the ranks itself.
     """
     from rankwise.launch.shim import run_script
-    from rankwise.launch.spawn import choose_device, exec_ranks
+    from rankwise.launch.spawn import choose_device, exec_ranks, print_ranks
 
     if "RANK" in os.environ:
         run_script(script, arguments or [])
@@ -232,7 +232,8 @@ def deepspeed(
         cpu, processes = choose_device(device, ranks)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    exec_ranks("shim", [str(script), *(arguments or [])], processes, cpu, dry_run)
+    start = print_ranks if dry_run else exec_ranks
+    start("shim", [str(script), *(arguments or [])], processes, cpu)
 
 
 @app.command(
@@ -262,7 +263,7 @@ def megatron(
     """
     from rankwise.launch.flags import read_flags
     from rankwise.launch.megatron_shim import require_training, run_script
-    from rankwise.launch.spawn import choose_device, exec_ranks
+    from rankwise.launch.spawn import choose_device, exec_ranks, print_ranks
 
     try:
         flags = [*([] if config is None else read_flags(config)), *(arguments or [])]
@@ -273,7 +274,8 @@ def megatron(
         _, processes = choose_device("cpu" if cpu else "cuda", ranks)
     except ValueError as error:
         raise typer.BadParameter(f"{error}".replace("--device cpu", "--cpu")) from error
-    exec_ranks("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu, dry_run)
+    start = print_ranks if dry_run else exec_ranks
+    start("megatron_shim", [*(["--cpu"] if cpu else []), str(script), *flags], processes, cpu)
 
 
 @app.command(epilog="Example: rankwise universal checkpoints/global_step100 checkpoints/universal")

@@ -15,7 +15,7 @@ import torch
 
 from rankwise.launch.environment import rank_environment
 
-__all__ = ["choose_device", "described_ranks", "exec_ranks", "run_ranks", "torchrun_command"]
+__all__ = ["choose_device", "exec_ranks", "print_ranks", "run_ranks", "torchrun_command"]
 
 _GRACE_SECONDS = 30.0
 
@@ -62,12 +62,12 @@ def torchrun_command(module: str, arguments: list[str], ranks: int) -> list[str]
     return [*torchrun, *rendezvous, "--module", f"{package}.{module}", *arguments]
 
 
-def described_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> str:
+def print_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> None:
     """What would be started, as a line for a shell: the variables that are not this process's own, and the command."""
     environment = rank_environment(ranks, cpu)
     changed = {name: value for name, value in sorted(environment.items()) if os.environ.get(name) != value}
     variables = [f"{name}={shlex.quote(value)}" for name, value in changed.items()]
-    return " ".join([*variables, shlex.join(torchrun_command(module, arguments, ranks))])
+    print(*variables, shlex.join(torchrun_command(module, arguments, ranks)))
 
 
 def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
@@ -94,19 +94,8 @@ def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
                 process.kill()
 
 
-def exec_ranks(module: str, arguments: list[str], ranks: int, cpu: bool, dry_run: bool = False) -> None:
-    """Replaces this process by the launcher, so that signals and the exit status are the launcher's own.
-
-    Args:
-        module: see :func:`torchrun_command`, as for the next two.
-        arguments: of the module.
-        ranks: number of processes.
-        cpu: train on the CPU even where there are GPUs.
-        dry_run: print what would be started and return.
-    """
-    if dry_run:
-        print(described_ranks(module, arguments, ranks, cpu))
-        return
+def exec_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> NoReturn:
+    """Replaces this process by the launcher, so that signals and the exit status are the launcher's own."""
     command = torchrun_command(module, arguments, ranks)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -56,7 +56,7 @@ def optimizer_cls_and_kwargs(
             f"weight_decay={options['weight_decay']} would not count: the Trainer's param groups carry a weight decay "
             "of their own; set TrainingArguments(weight_decay=...) instead"
         )
-    keywords = named.complete({"lr": lr, **options}, name, "mars" if name.lower().startswith("mars") else "mkor")
+    keywords = named.complete({"lr": lr, **options}, name, instead=named.optimizer.__name__)
     annotate(model)
     if named.optimizer is MKOR:
         return CapturingMKOR, {"captured": model, **keywords}

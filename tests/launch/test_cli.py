@@ -128,7 +128,7 @@ def test_deepspeed_command_keeps_the_scripts_options_apart(tmp_path: Path, monke
     monkeypatch.setattr("rankwise.launch.spawn.exec_ranks", lambda *arguments: seen.append(arguments))
     status, _ = run("deepspeed", "--ranks", "3", "--device", "cpu", str(script), "--ranks", "9", "--help", "x")
     assert status == 0
-    assert seen == [("shim", [str(script), "--ranks", "9", "--help", "x"], 3, True, False)]
+    assert seen == [("shim", [str(script), "--ranks", "9", "--help", "x"], 3, True)]
 
 
 def test_deepspeed_command_runs_in_process_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_megatron_command_puts_the_files_flags_before_the_typed_ones(
     given = ["megatron", "--cpu", "--ranks", "3", "--config", str(flags), str(script), "--lr", "0.2", "--cpu"]
     status, _ = run(*given)
     expected = ["--cpu", str(script), "--optimizer", "mkor", "--lr", "0.1", "--lr", "0.2", "--cpu"]
-    assert status == 0 and seen == [("megatron_shim", expected, 3, True, False)]
+    assert status == 0 and seen == [("megatron_shim", expected, 3, True)]
     flags.write_text("- mkor")
     status, output = run(*given)
     assert status == 2 and "holds no mapping of flags" in output
