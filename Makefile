@@ -44,7 +44,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[deepspeed,megatron,dev]" "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[deepspeed,megatron,docs,dev]" "$(TORCH)"
 	touch $@
 
 train: setup

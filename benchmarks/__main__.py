@@ -307,6 +307,14 @@ def routing(page: Annotated[Path, typer.Argument(help="Markdown page to write.")
 
 
 @app.command()
+def options(page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/options.md")) -> None:
+    """Write the page of all options from their declarations."""
+    from benchmarks.options_page import options_page
+
+    page.write_text(options_page())
+
+
+@app.command()
 def reliability(
     rows: Annotated[Path, typer.Argument(help="JSON lines written by the tests of the fault table.", exists=True)],
     page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/reliability.md"),

@@ -284,7 +284,7 @@ def test_unedited_megatron_script_takes_our_name_and_flags(launcher: str, tmp_pa
 
 def copy_of_the_checkout(folder: Path) -> Path:
     names = "rankwise deepspeed_plugin megatron_patches launch configs tests docs benchmarks".split()
-    names += "setup.cfg pyproject.toml MANIFEST.in LICENSE CHANGELOG.md Makefile".split()
+    names += "setup.cfg pyproject.toml MANIFEST.in LICENSE CHANGELOG.md Makefile mkdocs.yml".split()
     for name in [*names, "README.md"]:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -303,7 +303,7 @@ def test_wheel_holds_the_mapped_packages_and_nothing_generic(tmp_path: Path) -> 
     ).split()[-1]
     with tarfile.open(tmp_path / archive) as sources:
         held = {name.partition("/")[2] for name in sources.getnames()}
-    assert {"tests/ranks.py", "docs/choose.md", "benchmarks/step.py", "CHANGELOG.md", "Makefile"} <= held
+    assert {"tests/ranks.py", "docs/choose.md", "benchmarks/step.py", "CHANGELOG.md", "Makefile", "mkdocs.yml"} <= held
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path)]
     subprocess.run([*pip, str(tmp_path / archive)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("rankwise-*.whl")

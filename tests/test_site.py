@@ -1,0 +1,63 @@
+"""The site: mkdocs finds nothing to complain of, every page is in its navigation, generated pages are the code's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.options_page import options_page
+from benchmarks.site_hooks import pages_of_sources, rewritten
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+NEEDED = ("mkdocs", "material", "latex2mathml")
+
+
+def navigation() -> Iterator[str]:
+    """Pages in the order of mkdocs.yml's navigation, read without mkdocs."""
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    for line in text.splitlines():
+        found = re.fullmatch(r"\s+- (?:[^:]+: )?(\S+\.md)", line)
+        if found:
+            yield found[1]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert Counter(navigation()) == Counter(pages)
+
+
+def test_the_option_tables_are_those_of_the_code() -> None:
+    assert (DOCS / "options.md").read_text() == options_page()
+
+
+def test_links_that_leave_the_docs_lead_to_pages_of_their_own() -> None:
+    text = "[a](../rankwise/names.py) [b](choose.md#c)\n```md\n[c](../x.py)\n```\n"
+    here = "[a](source/rankwise/names.py.md) [b](choose.md#c)\n```md\n[c](../x.py)\n```\n"
+    assert rewritten(text, "docs/x.md", "x.md") == here
+    assert rewritten("[d](docs/x.md#y)", "README.md", "source/README.md") == "[d](../x.md#y)"
+    assert "``````python\n" in pages_of_sources()["source/rankwise/step/matrices.py.md"]
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in NEEDED), reason='the site needs pip install ".[docs]"'
+)
+def test_mkdocs_builds_the_site(tmp_path: Path) -> None:
+    found: Any = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert len(list(tmp_path.rglob("index.html"))) > len(list(navigation()))
