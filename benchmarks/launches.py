@@ -132,7 +132,7 @@ def recorded_launches() -> Iterator[Records]:
     records = Records()
     make, here = tables.Table.__init__, tables.Table.here
 
-    def making(self: Any, values: tuple[int, ...], device: torch.device) -> None:
+    def making(self: Any, values: tuple[int, ...] | Tensor, device: torch.device) -> None:
         self.values = values
         make(self, values, device)
 

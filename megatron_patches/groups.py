@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from rankwise.sharding import local_group
 from rankwise.sharding.sources import TensorParallel
 
 __all__ = ["ParallelGroups"]
@@ -108,6 +109,4 @@ class ParallelGroups:
         tensor = self._find("expt_tp", parallel_state.get_expert_tensor_parallel_group)
         rows: list[list[int]] = [[] for _ in range(dist.get_world_size(self._data(True)))]
         dist.all_gather_object(rows, dist.get_process_group_ranks(tensor), group=self._data(True))
-        group = dist.new_group(sorted({rank for row in rows for rank in row}), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        return local_group(sorted({rank for row in rows for rank in row}))

@@ -8,8 +8,13 @@ __all__ = ["is_capturing", "refuse_capture"]
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream of a device is being captured, which need not be the current device."""
+    if device.type != "cuda":
+        return False
+    if device.index is None or device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device, what: str) -> None:

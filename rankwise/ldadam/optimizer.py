@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.kernels import graphs
 from rankwise.kernels.forms import is_for_cpus
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.declared import LDAdamDeclared
@@ -118,12 +119,24 @@ class LDAdam(ShardedOptimizer):
             cut_states=_cut_states,
         )
 
+    def _before_step(self, unit: StepUnit) -> None:
+        """Other solvers and kernels than at the first step are met at the second, and a capture cannot load them."""
+        super()._before_step(unit)
+        if not graphs.is_capturing(unit.device) or unit.exchange is None:
+            return
+        owned = {task.key: (task.signature.short, task.signature.long) for task in unit.exchange.owned()}
+        if self._unstepped.isdisjoint(owned) and owned.keys() <= self.matrix_states.keys():
+            followed = unit.scratch.setdefault("followed", set())
+            if not followed.issuperset(owned.values()):
+                graphs.refuse_capture(unit.device, "the first step that moves a basis")
+
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         step_matrices(self._matrix_rule(unit, fallback_step(unit, buckets)))
 
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.opening.counts_on_device(unit) else None
-        subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, unstepped)
+        followed = unit.scratch.setdefault("followed", set())
+        subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, followed, unstepped)
 
         def holders() -> Holders:
             assert self.planner.source.tensor_parallel is not None

@@ -52,6 +52,7 @@ class Subspaces:
         groups: Param groups by position.
         health: Hears of rotations and of bases that were kept.
         fresh: A matrix's states before the first step.
+        followed: Shapes of matrices whose bases have been moved since the unit was planned; kept up to date.
         unstepped: Where only the device knows the counts: the matrices that are to take their first step, which is
             another one; kept up to date. None where the host knows.
     """
@@ -62,10 +63,11 @@ class Subspaces:
         groups: Sequence[Mapping[str, Any]],
         health: Health,
         fresh: Callable[[Tensor, LowRankSignature], MatrixState],
+        followed: set[tuple[int, ...]],
         unstepped: set[str] | None,
     ) -> None:
         self._states, self._groups, self._health = states, groups, health
-        self._fresh, self._unstepped = fresh, unstepped
+        self._fresh, self._followed, self._unstepped = fresh, followed, unstepped
 
     def obtain(self, task: MatrixTask, like: Tensor) -> MatrixState:
         """A matrix's states; fresh ones are of the type of ``like`` and lie with it."""
@@ -145,6 +147,7 @@ class Subspaces:
         if past is not None:
             found = step_on_device(matrices, old, past[0] + 1, past[1], group)
         else:
+            self._followed.add(tuple(matrices.shape[-2:]))
             steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
             counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
             step, written = counts

@@ -16,7 +16,7 @@ from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
-from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.unit import Bucket, StepUnit, joined, spans
 from rankwise.planning.work import StepWork
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.sources import LayoutSource
@@ -152,11 +152,11 @@ class MARS(ShardedOptimizer):
         # Other ranks may have something to clip where this one has nothing.
         if not clipping and not unit.sums.straddlers:
             return None
-        norms = [torch.zeros(0, dtype=torch.float64, device=unit.device)]
-        for bucket in buckets:
-            norms.append(unit.squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)))
+        norms = [
+            unit.squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)) for bucket in buckets
+        ] or [torch.zeros(0, dtype=torch.float64, device=unit.device)]
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        squares = unit.sum_over_ranks(entries, torch.cat(norms))[0]
+        squares = unit.sum_over_ranks(entries, joined(norms))[0]
         found = []
         for bucket, span in spans(buckets):
             clip = bucket.group["clip"]
@@ -165,7 +165,7 @@ class MARS(ShardedOptimizer):
             else:
                 found.append(updates.clip_coefficient(squares[span], clip).to(unit.dtype))
                 self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
-        return torch.cat(found) if clipping else None
+        return joined(found) if clipping else None
 
     def _parts(self, bucket: Bucket, coefficients: Tensor | None) -> list[_Part]:
         """A bucket's fragments by what becomes of their momentum."""

@@ -34,7 +34,7 @@ from rankwise.sharding import (
 )
 from rankwise.updates.adamw import Step
 
-__all__ = ["Bucket", "StepUnit", "UnitKey", "refuse_difference", "spans"]
+__all__ = ["Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
 
 UnitKey = tuple[tuple[int, ...], ...]
 """Position and tensors of every group that has any, by ``id``."""
@@ -76,6 +76,11 @@ class Bucket:
             weights=list(map(self.weights.__getitem__, places)),
             grads=list(map(self.grads.__getitem__, places)),
         )
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """1-D tensors of all buckets one after the other; of one bucket its own."""
+    return values[0] if len(values) == 1 else torch.cat(list(values))
 
 
 def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
@@ -176,8 +181,10 @@ class StepUnit:
         Returns:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
         """
-        partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
         index = self._device_index(tuple(entry.index for entry in entries))
+        if self.sums.trivial:
+            return (quantities[0][None] if len(quantities) == 1 else torch.stack(quantities)).to(torch.float64)
+        partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
         if entries:
             partial.index_copy_(1, index, torch.stack(list(quantities)).to(torch.float64))
         return self.sums(partial).index_select(1, index)

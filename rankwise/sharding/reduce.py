@@ -18,6 +18,10 @@ class FragmentSums:
     """Turns per-fragment partial sums into per-parameter sums with at most one all-reduce.
 
     Parameters of which every holder has a whole copy are summed there; only straddlers are part of the message.
+
+    Attributes:
+        straddlers: How many parameters are part of the message.
+        trivial: Whether every sum has one term, that of a fragment of this rank.
     """
 
     def __init__(self, layout: Layout, device: torch.device, keys: Collection[str]) -> None:
@@ -35,11 +39,14 @@ class FragmentSums:
         for fragment in layout.mine:
             slots.setdefault(fragment.key, len(slots))
         self._size = len(slots)
+        keys_here = [fragment.key for fragment in layout.mine]
+        one_each = not self.straddlers and len(set(keys_here)) == len(keys_here)
         # Of a parameter that several ranks hold alike, one copy is counted.
         first = {fragment.key: layout.first_copy(fragment.key) for fragment in layout.mine}
         counted = [
             slots[fragment.key] >= self.straddlers or fragment.copy == first[fragment.key] for fragment in layout.mine
         ]
+        self.trivial = one_each and all(counted)
         self._counted = None if all(counted) else torch.tensor(counted, device=device)
         self._slot = torch.tensor([slots[fragment.key] for fragment in layout.mine], dtype=torch.long, device=device)
 

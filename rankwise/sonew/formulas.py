@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -208,5 +207,6 @@ def graft_ratio(norm_sq_graft: Tensor, norm_sq_update: Tensor, tiny: float = 0.0
     Returns:
         The ratio, same shape; no host synchronisation.
     """
-    ratio = norm_sq_graft.sqrt() / (norm_sq_update.sqrt() + tiny)
-    return torch.where(norm_sq_update == 0, torch.zeros_like(ratio), ratio)
+    norm = norm_sq_update.sqrt()
+    ratio = norm_sq_graft.sqrt() / (norm + tiny if tiny else norm)
+    return ratio.masked_fill(norm_sq_update == 0, 0.0)

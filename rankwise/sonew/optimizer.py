@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.unit import Bucket, StepUnit, joined, spans
 from rankwise.planning.work import StepWork
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
@@ -167,9 +167,9 @@ class SONew(ShardedOptimizer):
         if self.options.graft == "none":
             return None
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        none = torch.zeros(0, dtype=torch.float64, device=unit.device)
-        squares = torch.cat([none, *(part.squares for part in found)])
-        graft_squares = torch.cat([none, *(part.graft_squares for part in found)])
+        none = [] if found else [torch.zeros(0, dtype=torch.float64, device=unit.device)]
+        squares = joined([*none, *(part.squares for part in found)])
+        graft_squares = joined([*none, *(part.graft_squares for part in found)])
         own, graft = unit.sum_over_ranks(entries, squares, graft_squares)
         ratios = updates.graft_ratio(graft, own).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from rankwise.sharding import Traffic
+from rankwise.sharding import Traffic, local_group
 from rankwise.statistics.window_sums import Record
 
 __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]
@@ -30,9 +30,7 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     backend = group._get_backend(torch.accelerator.current_accelerator() or torch.device("cpu"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     ranks = dist.get_process_group_ranks(group)
-    twin = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(twin, dist.ProcessGroup)
-    return twin
+    return local_group(ranks, timeout=timeout)
 
 
 @dataclass(eq=False)

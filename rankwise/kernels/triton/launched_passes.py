@@ -16,9 +16,11 @@ STEPS_ON_DEVICE = True
 
 
 def is_available(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernels run there: a CUDA device of compute capability 7.0 or later, fp32, Triton installed."""
-    if device.type != "cuda" or dtype != torch.float32 or torch.version.cuda is None:
+    """Whether the kernels run there: fp32, Triton installed, and compute capability 7.0 or later, or a GPU of AMD's."""
+    if device.type != "cuda" or dtype != torch.float32:
         return False
+    if torch.version.hip is not None:
+        return find_spec("triton") is not None
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
 
 

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.triton.language import jit, launch
+from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import Row, Table, table_here
 
 __all__ = ["Runs", "Tiles", "addresses", "read", "run_sums", "tiles_of", "wide", "write"]
@@ -43,14 +43,15 @@ class Tiles:
     """
 
     def __init__(self, lengths: Row, tile: int, device: torch.device) -> None:
-        rows: list[int] = []
-        bounds = [0]
-        for run, length in enumerate(lengths):
-            for start in range(0, length, tile):
-                rows += (run, start)
-            bounds.append(len(rows) // 2)
-        self.count = len(rows) // 2
-        self._rows, self._bounds = Table(tuple(rows), device), Table(tuple(bounds), device)
+        tiles = [ceil_div(length, tile) for length in lengths]
+        self.count = sum(tiles)
+        counts = torch.tensor(tiles, dtype=torch.int64)
+        ends = counts.cumsum(0)
+        runs = torch.arange(len(lengths)).repeat_interleave(counts)
+        starts = (torch.arange(self.count) - (ends - counts)[runs]) * tile
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        self._rows = Table(torch.stack([runs, starts], dim=1).view(-1), device)
+        self._bounds = Table(bounds, device)
 
     @property
     def rows(self) -> Tensor:

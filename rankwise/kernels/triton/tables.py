@@ -28,16 +28,17 @@ class Table:
     """Integers on a device.
 
     Args:
-        values: The integers.
+        values: The integers; a tensor of them lies on the host.
         device: Where they are wanted.
 
     Raises:
         RuntimeError: If the stream is being captured: a replay would read host memory that may be gone by then.
     """
 
-    def __init__(self, values: Row, device: torch.device) -> None:
+    def __init__(self, values: Row | Tensor, device: torch.device) -> None:
         graphs.refuse_capture(device, "a step on tensors of sizes that no earlier step has seen")
-        host = torch.tensor(values, dtype=torch.int64)
+        # A long one is made without Python's integers.
+        host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
         self._ready: set[int] = set()
         self._uploaded: torch.cuda.Event | None = None
         if device.type != "cuda":

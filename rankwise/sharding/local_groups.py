@@ -1,0 +1,38 @@
+"""Process groups that only their own ranks make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["local_group"]
+
+
+def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A new group; all of its ranks must call this, and the others need not.
+
+    Where the default group is bound to a device, as DeepSpeed binds it, torch splits new groups off it, which takes
+    every rank of the world: those of a smaller group would wait for ever. During the call it is therefore unbound, and
+    the new group connects by itself when it is first used.
+
+    Args:
+        ranks: Of the default group.
+        options: Others of :func:`torch.distributed.new_group`.
+    """
+    world = _world()
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None:
+        world.bound_device_id = None
+    try:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _world() -> Any:
+    return dist.group.WORLD

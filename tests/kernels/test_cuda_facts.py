@@ -1,0 +1,70 @@
+"""What is asked of CUDA and ROCm, where neither is: which stream is captured, where Triton runs, its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from rankwise.kernels import graphs, triton
+from rankwise.ldadam import forms
+
+
+@pytest.mark.parametrize(("asked", "captured"), [("cuda:0", False), ("cuda:1", True), ("cuda", False)])
+def test_the_stream_of_the_tensors_device_counts(asked: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 1 is being captured, device 0 is the current one."""
+    current = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    assert graphs.is_capturing(torch.device(asked)) is captured
+    assert current == [0] and not graphs.is_capturing(torch.device("cpu"))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize(
+    ("hip", "capability", "runs", "precision"),
+    [
+        (None, (6, 0), False, "ieee"),
+        (None, (7, 5), True, "ieee"),
+        (None, (9, 0), True, "tf32x3"),
+        ("6", (9, 4), True, "ieee"),
+    ],
+)
+def test_where_triton_runs_and_how_it_multiplies(
+    hip: str | None, capability: tuple[int, int], runs: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 on tensor cores in three parts where there are any that do, which AMD's do not."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert triton.is_available(device) is runs
+    assert not triton.is_available(device, torch.float64)
+    form = forms.steps_in_place_for(device, torch.float32)
+    assert (form is not None) is runs
+    chosen = [forms.moments_for(device, torch.float32), forms.fragments_step_for(device, torch.float32)]
+    for each in [*chosen, form.step] if form is not None else []:
+        assert each.keywords["precision"] == precision  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("lengths", [(), (0,), (1,), (4,), (0, 5, 0, 8, 1, 0)])
+def test_tiles_cover_every_run(lengths: tuple[int, ...]) -> None:
+    from rankwise.kernels.triton.segments import Tiles
+
+    tiles = Tiles(lengths, 4, torch.device("cpu"))
+    wanted = [(run, start) for run, length in enumerate(lengths) for start in range(0, length, 4)]
+    assert tiles.rows.view(-1, 2).tolist() == list(map(list, wanted)) and tiles.count == len(wanted)
+    bounds = tiles.bounds.tolist()
+    assert [last - first for first, last in zip(bounds, bounds[1:], strict=False)] == [-(-n // 4) for n in lengths]

@@ -1,0 +1,52 @@
+"""Groups made by their own ranks alone, where the default group is bound to a device."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rankwise
+from rankwise.sharding import local_groups
+
+ROOT = Path(rankwise.__file__).parents[1]
+
+
+@pytest.mark.parametrize("bound", [torch.device("cuda", 1), None])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_world_is_unbound_while_a_group_is_made(bound: Any, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound one would be split, which takes all ranks."""
+    world, made = SimpleNamespace(bound_device_id=bound), dist.ProcessGroup(0, 1)
+    calls: list[Any] = []
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        calls.append((ranks, options, world.bound_device_id))
+        if fails:
+            raise RuntimeError("refused")
+        return made
+
+    monkeypatch.setattr(local_groups, "_world", lambda: world)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    if fails:
+        with pytest.raises(RuntimeError, match="refused"):
+            local_groups.local_group((1, 2), backend="gloo")
+    else:
+        assert local_groups.local_group((1, 2), backend="gloo") is made
+    assert calls == [([1, 2], {"use_local_synchronization": True, "backend": "gloo"}, None)]
+    assert world.bound_device_id == bound
+
+
+@pytest.mark.parametrize("package", ["rankwise", "deepspeed_plugin", "megatron_patches"])
+def test_nobody_makes_such_groups_otherwise(package: str) -> None:
+    found = [
+        path.name
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.keyword) and node.arg == "use_local_synchronization"
+    ]
+    assert found == (["local_groups.py"] if package == "rankwise" else [])
