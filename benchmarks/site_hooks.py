@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ __all__ = ["ROOT", "pages_of_sources", "rewritten"]
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^(`{3,})(\w*)[^\n]*\n(.*?)^\1[ ]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_BLOCK = re.compile(r"<p>\.\. math::\s+(.*?)</p>", re.DOTALL)
+_INLINE = re.compile(r":math:<code>(.*?)</code>", re.DOTALL)
+_NAME = re.compile(r":(?:meth|class|func|data|attr|mod):<code>(.*?)</code>")
 _LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".cpp": "cpp", ".sbatch": "sh"}
 
 
@@ -33,6 +37,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links and formulas of a page of docs/."""
     path = page.file.src_uri
     return markdown if path.startswith("source/") else rewritten(markdown, f"docs/{path}", path)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """What docstrings say in reStructuredText: formulas and names."""
+    if page.file.src_uri != "api.md":
+        return html
+    html = _BLOCK.sub(lambda found: _formula(rf"\begin{{aligned}}{unescape(found[1])}\end{{aligned}}"), html)
+    html = _INLINE.sub(lambda found: _formula(unescape(found[1]), "inline"), html)
+    return _NAME.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
 
 
 def rewritten(markdown: str, home: str, page: str) -> str:
@@ -115,7 +128,7 @@ def _outside_fences(markdown: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, change(markdown[end:])])
 
 
-def _formula(text: str) -> str:
+def _formula(text: str, display: str = "block") -> str:
     from latex2mathml.converter import convert
 
-    return f"\n{convert(text.strip(), display='block')}\n"
+    return f"\n{convert(text.strip(), display=display)}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -15,10 +16,12 @@ import pytest
 
 from benchmarks.options_page import options_page
 from benchmarks.site_hooks import pages_of_sources, rewritten
+from rankwise.names import CLASSES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-NEEDED = ("mkdocs", "material", "latex2mathml")
+NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers", "latex2mathml")
+METRICS = {name for known in CLASSES for name in (*known.declares.health_means, *known.declares.health_totals)}
 
 
 def navigation() -> Iterator[str]:
@@ -36,7 +39,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_option_tables_are_those_of_the_code() -> None:
-    assert (DOCS / "options.md").read_text() == options_page()
+    assert (DOCS / "options.md").read_text() == options_page(), "python -m benchmarks options writes it anew"
 
 
 def test_links_that_leave_the_docs_lead_to_pages_of_their_own() -> None:
@@ -45,6 +48,42 @@ def test_links_that_leave_the_docs_lead_to_pages_of_their_own() -> None:
     assert rewritten(text, "docs/x.md", "x.md") == here
     assert rewritten("[d](docs/x.md#y)", "README.md", "source/README.md") == "[d](../x.md#y)"
     assert "``````python\n" in pages_of_sources()["source/rankwise/step/matrices.py.md"]
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "frameworks").glob("*.md")), ids=lambda page: page.stem)
+def test_snippets_are_those_of_readme_that_run(page: Path) -> None:
+    known = blocks(ROOT / "README.md", "python", "json")
+    assert [block for block in blocks(page, "python", "json") if block not in known] == []
+
+
+def texts_of(part: str) -> Iterator[str]:
+    """What the code may say, with … for what is filled in."""
+    for path in (ROOT / part).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [value.value if isinstance(value, ast.Constant) else "…" for value in node.values]
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sdg]", "…", node.value)
+
+
+def test_messages_that_are_explained_exist() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]{30,})` \|", page, re.MULTILINE)
+    quoted = [message for message in quoted if "DeepSpeed Optimizer" not in message]  # its own
+    assert len(quoted) > 10
+    said = "\n".join(text for part in ("rankwise", "deepspeed_plugin", "launch") for text in texts_of(part))
+    said = re.sub(r"'?…'?", "…", said)
+    assert [message for message in quoted if re.sub(r"'?…'?", "…", message).rstrip(".") not in said] == []
+
+
+def test_every_metric_is_explained() -> None:
+    page = (DOCS / "watching.md").read_text()
+    assert [name for name in sorted(METRICS) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.skipif(
