@@ -91,7 +91,12 @@ def plan(
         int | None, typer.Option(min=1, help="Megatron's tensor parallelism.", rich_help_panel=_SIZES)
     ] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Megatron's pipeline stages.", rich_help_panel=_SIZES)] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.", rich_help_panel=_SIZES)] = None,
+    vpp: Annotated[int | None, typer.Option(min=1, help="Chunks of a stage.", rich_help_panel=_SIZES)] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=_SIZES)] = None,
+    etp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor parallelism of experts.", rich_help_panel=_SIZES)
+    ] = None,
     precision: Annotated[
         Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Of weights.", rich_help_panel=_SIZES)
     ] = None,
@@ -139,7 +144,8 @@ def plan(
     try:
         judge = device_of(gpu)
         question = Question(
-            *(config, optimizer, model, layers, hidden, heads, vocab_size, ranks, stage, tp, pp, ep, precision),
+            *(config, optimizer, model, layers, hidden, heads, vocab_size, ranks, stage),
+            **{"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp, "precision": precision},  # type: ignore[arg-type]
             batch_tokens=batch_tokens,
             flags=tuple(context.args),
         )

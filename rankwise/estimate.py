@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 import torch
@@ -59,6 +59,12 @@ class RankEstimate:
     def state_bytes(self) -> int:
         """All optimizer state."""
         return self.element_state_bytes + self.matrix_state_bytes
+
+    def __add__(self, other: RankEstimate) -> RankEstimate:
+        """Of a rank that takes part in the steps of both; of unequal periods the longer one."""
+        total = RankEstimate(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        total.period = max(self.period, other.period)
+        return total
 
 
 def estimate(

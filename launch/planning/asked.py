@@ -35,7 +35,10 @@ class Question:
         stage: ZeRO stage.
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
+        cp: Context-parallel ranks.
+        vpp: Model chunks of a pipeline stage.
         ep: Expert-parallel ranks.
+        etp: Ranks an expert's matrix is cut over.
         precision: Of the weights.
         batch_tokens: Of a global batch.
         seq_len: Tokens of a sample.
@@ -53,7 +56,10 @@ class Question:
     stage: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
+    vpp: int | None = None
     ep: int | None = None
+    etp: int | None = None
     precision: str | None = None
     batch_tokens: int | None = None
     seq_len: int = 4096
@@ -70,6 +76,7 @@ class Asked:
         model: On the meta device, under DeepSpeed.
         sizes: Of the model, under Megatron.
         tokens: Of a global batch.
+        config: The model's of Hugging Face, if it has one.
     """
 
     picked: Chosen
@@ -77,13 +84,14 @@ class Asked:
     model: nn.Module | None
     sizes: Sizes | None
     tokens: int
+    config: Mapping[str, Any] | None = None
 
     def figures(self) -> Figures:
         """The plan."""
         if self.sizes is not None:
             return megatron_figures(self.picked, self.sizes, self.cluster)
         assert self.model is not None
-        return deepspeed_figures(self.picked, self.model, self.cluster)
+        return deepspeed_figures(self.picked, self.model, self.cluster, self.config)
 
     def changed(self, picked: Chosen, cluster: Cluster) -> Asked:
         """The same with another optimizer or other ranks."""
@@ -97,11 +105,10 @@ def answered(question: Question) -> Asked:
         ValueError: Names the option, its value and what it must be.
     """
     picked = chosen(question.config, question.optimizer, list(question.flags))
-    if (question.ep or 1) > 1:
-        raise ValueError(f"ep is {question.ep}: experts cut over ranks are not planned yet; leave it out")
     words = picked.flags  # of the file and typed
     question = replace(question, flags=words)
-    megatron = picked.deepspeed is None or (question.tp or 1) * (question.pp or 1) > 1
+    cut = [getattr(question, name) or 1 for name in _MEGATRON_WAYS]
+    megatron = picked.deepspeed is None or max(cut) > 1
     if megatron and question.stage is not None:
         raise ValueError(f"stage is {question.stage}, which is ZeRO's; under Megatron leave it out")
     deepspeed = picked.deepspeed or {}
@@ -111,18 +118,52 @@ def answered(question: Question) -> Asked:
             _stage(deepspeed) if question.stage is None else question.stage,
             precision=question.precision or _precision(deepspeed),
         )
-        model, _ = _model(question)
-        return Asked(picked, cluster, model, None, _tokens(question, deepspeed))
+        model, config = _model(question)
+        return Asked(picked, cluster, model, None, _tokens(question, deepspeed), config)
+    sizes, ways = _sizes(question), _ways(question)
     cluster = Cluster(
         question.ranks,
         None,
-        question.tp or int(flag_value(words, "--tensor-model-parallel-size") or 1),
-        question.pp or int(flag_value(words, "--pipeline-model-parallel-size") or 1),
+        **{**ways, "vpp": question.vpp or _chunks(words, sizes, ways["pp"])},
         distributed=not words or "--use-distributed-optimizer" in words,
         overlap="--overlap-grad-reduce" in words,
         precision=question.precision or ("bf16" if not words or "--bf16" in words else "fp32"),
     )
-    return Asked(picked, cluster, None, _sizes(question), _tokens(question, deepspeed))
+    return Asked(picked, cluster, None, sizes, _tokens(question, deepspeed))
+
+
+_MEGATRON_WAYS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+}
+
+
+def _ways(question: Question) -> dict[str, Any]:
+    """Over how many ranks things are cut, typed or by Megatron's flags."""
+    found: dict[str, Any] = {}
+    for name, flag in _MEGATRON_WAYS.items():
+        given = getattr(question, name) or flag_value(question.flags, flag)
+        if given:
+            found[name] = int(given)
+    return {"tp": 1, "pp": 1, **found}
+
+
+def _chunks(words: tuple[str, ...], sizes: Sizes, stages: int) -> int:
+    """Model chunks of a stage, which Megatron also takes as the number of layers in each."""
+    layers = flag_value(words, "--num-layers-per-virtual-pipeline-stage")
+    if not layers:
+        return int(flag_value(words, _MEGATRON_WAYS["vpp"]) or 1)
+    chunks, left = divmod(sizes.layers, stages * int(layers))
+    if left:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {layers}: times {stages} stages it must divide {sizes.layers} "
+            "layers"
+        )
+    return chunks
 
 
 def _stage(config: Mapping[str, Any]) -> int:
@@ -172,7 +213,12 @@ def _family(question: Question) -> Sizes | None:
     if wide % int(heads or 1):
         raise ValueError(f"hidden is {wide} and heads is {heads}: hidden must be a multiple of heads")
     family = "llama" if llama else "gpt2"
-    return Sizes(family, int(layers or 0), wide, int(heads or 0), kv, ffn, vocab, question.seq_len, tied)
+    experts = int(flag_value(words, "--num-experts") or 0)
+    inner = int(flag_value(words, "--moe-ffn-hidden-size") or ffn) if experts else 0
+    chosen = int(flag_value(words, "--moe-router-topk") or 2)
+    return Sizes(
+        family, int(layers or 0), wide, int(heads or 0), kv, ffn, vocab, question.seq_len, tied, experts, inner, chosen
+    )
 
 
 def _sizes(question: Question) -> Sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Cluster"]
 
@@ -19,6 +19,10 @@ class Cluster:
         distributed: Megatron's distributed optimizer.
         overlap: Its buckets are reduced while the backward pass runs.
         precision: Of the model's weights: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        cp: Ranks each sequence is cut over.
+        vpp: Model chunks of a pipeline stage.
+        ep: Ranks the experts of a layer are shared out over.
+        etp: Ranks each expert's matrix is cut over; None: as ``tp``.
     """
 
     ranks: int
@@ -28,6 +32,10 @@ class Cluster:
     distributed: bool = True
     overlap: bool = False
     precision: str = "bf16"
+    cp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -35,17 +43,51 @@ class Cluster:
         Raises:
             ValueError: They do not fit together.
         """
-        if self.stage is not None and self.tp * self.pp > 1:
-            raise ValueError("tp and pp are Megatron's: pass its flags, its YAML file or --framework megatron")
-        if self.ranks % (self.tp * self.pp):
+        ways = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "vpp": self.vpp, "ep": self.ep, "etp": self.expert_tp}
+        for name, size in ways.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}: it must be at least 1")
+        if self.stage is not None and any(size > 1 for size in ways.values()):
+            given = ", ".join(name for name, size in ways.items() if size > 1)
+            raise ValueError(f"{given} are Megatron's: pass its flags or its YAML file, and no ZeRO stage")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp is {self.vpp} and pp is 1: chunks are interleaved over at least 2 pipeline stages")
+        if self.ep == 1 and self.expert_tp != self.tp:
             raise ValueError(
-                f"ranks is {self.ranks}, tp {self.tp} and pp {self.pp}: tp times pp must divide the number of ranks"
+                f"etp is {self.etp} and tp {self.tp}: without expert parallelism (ep) experts are cut as the rest is"
+            )
+        self._divided("tp", "pp", "cp")
+        self._divided("etp", "pp", "ep")
+
+    def _divided(self, *names: str) -> None:
+        product = 1
+        for name in names:
+            product *= self.expert_tp if name == "etp" else getattr(self, name)
+        if self.ranks % product:
+            raise ValueError(
+                f"ranks is {self.ranks}, and {' times '.join(names)} is {product}: that must divide the number of ranks"
             )
 
     @property
+    def expert_tp(self) -> int:
+        """Ranks each expert's matrix is cut over."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
     def dp(self) -> int:
-        """Data-parallel ranks."""
+        """Ranks among which the rest of a pipeline stage is replicated or cut: data parallel times context parallel."""
         return self.ranks // (self.tp * self.pp)
+
+    @property
+    def of_experts(self) -> Cluster:
+        """The ranks that share one rank's experts, stage by stage, and how they cut them."""
+        return replace(self, ranks=self.ranks // self.ep, tp=self.expert_tp, cp=1, ep=1, etp=None)
+
+    def expert_places(self, share: int) -> list[int]:
+        """Where in a stage the ranks lie that hold a share of the experts: tensor-parallel ranks next to each other."""
+        step = self.expert_tp * self.ep
+        starts = range(share * self.expert_tp, self.tp * self.dp, step)
+        return [first + rank for first in starts for rank in range(self.expert_tp)]
 
     @property
     def width(self) -> int:
@@ -58,4 +100,8 @@ class Cluster:
         if self.stage is not None:
             return f"{self.ranks} ranks, ZeRO-{self.stage}, {self.precision}"
         kind = "distributed optimizer" if self.distributed else "no distributed optimizer"
-        return f"{self.ranks} ranks: TP{self.tp} x PP{self.pp} x DP{self.dp}, {kind}, {self.precision}"
+        chunks = f" in {self.vpp} chunks" if self.vpp > 1 else ""
+        context = f" x CP{self.cp}" if self.cp > 1 else ""
+        experts = f", experts TP{self.expert_tp} x EP{self.ep}" if self.ep > 1 else ""
+        cut = f"TP{self.tp}{context} x PP{self.pp}{chunks} x DP{self.dp // self.cp}{experts}"
+        return f"{self.ranks} ranks: {cut}, {kind}, {self.precision}"

@@ -9,7 +9,7 @@ from rankwise.launch.planning.figures import Figures
 
 __all__ = ["Cost", "cost", "training_seconds"]
 
-_TRAINING = 6  # operations for each parameter and token, forward and backward
+_TRAINING = 6  # operations for each token and parameter it meets, forward and backward
 _UPDATE = 16  # bytes of an element beside its states: gradient and weight read, weight written, model's copy
 
 
@@ -66,5 +66,5 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
 
 def training_seconds(found: Figures, device: Device, tokens: int, efficiency: float) -> float:
     """Of the forward and backward pass over a global batch."""
-    work = _TRAINING * found.parameters * tokens / len(found.ranks)
+    work = _TRAINING * found.active * tokens / len(found.ranks)
     return work / (device.teraflops * 1e12 * efficiency)

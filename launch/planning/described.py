@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["KNOWN", "Sizes", "build", "from_config", "sizes_of", "with_function"]
+__all__ = ["KNOWN", "Sizes", "active_parameters", "build", "from_config", "sizes_of", "with_function"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class Sizes:
         vocab: Token ids.
         positions: Longest sequence.
         tied: Whether head and embedding are one weight.
+        experts: In every block, in place of its MLP; 0: none.
+        expert_ffn: Width inside an expert.
+        per_token: Experts that a token is sent to.
     """
 
     family: str
@@ -41,6 +44,9 @@ class Sizes:
     vocab: int
     positions: int
     tied: bool
+    experts: int = 0
+    expert_ffn: int = 0
+    per_token: int = 2
 
     def config(self) -> dict[str, Any]:
         """The same as a Hugging Face configuration."""
@@ -50,11 +56,15 @@ class Sizes:
                 **{"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_inner": self.ffn},
                 **{"tie_word_embeddings": self.tied, "bos_token_id": None, "eos_token_id": None},
             }
-        return {
+        found: dict[str, Any] = {
             **{"model_type": "llama", "vocab_size": self.vocab, "max_position_embeddings": self.positions},
             **{"hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": self.heads},
             **{"num_key_value_heads": self.kv_heads, "intermediate_size": self.ffn, "tie_word_embeddings": self.tied},
         }
+        if self.experts:
+            chosen = {"num_local_experts": self.experts, "num_experts_per_tok": self.per_token}
+            found |= {"model_type": "mixtral", "intermediate_size": self.expert_ffn, **chosen}
+        return found
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Sizes:
@@ -70,8 +80,10 @@ KNOWN: Mapping[str, Sizes] = {
     "llama-8b": Sizes("llama", 32, 4096, 32, 8, 14336, 128256, 131072, False),
     "llama-70b": Sizes("llama", 80, 8192, 64, 8, 28672, 128256, 131072, False),
     "llama-405b": Sizes("llama", 126, 16384, 128, 8, 53248, 128256, 131072, False),
+    "mixtral-8x7b": Sizes("llama", 32, 4096, 32, 8, 14336, 32000, 32768, False, 8, 14336, 2),
+    "mixtral-8x22b": Sizes("llama", 56, 6144, 48, 8, 16384, 32768, 65536, False, 8, 16384, 2),
 }
-"""Sizes by name: those of GPT-2 and of Llama 3.1 and 3.2."""
+"""Sizes by name: those of GPT-2, of Llama 3.1 and 3.2, and of Mixtral."""
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
@@ -91,9 +103,12 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
         vocab, positions = config.get("vocab_size", 50257), config.get("n_positions", 1024)
         tied = config.get("tie_word_embeddings", True)
         return Sizes("gpt2", config.get("n_layer", 12), hidden, heads, heads, ffn, vocab, positions, tied)
-    if kind not in ("llama", "mistral"):
-        raise ValueError(f"model is of type {kind!r}: under Megatron it must be 'gpt2', 'llama' or 'mistral', or sizes")
+    if kind not in ("llama", "mistral", "mixtral"):
+        raise ValueError(
+            f"model is of type {kind!r}: under Megatron it must be 'gpt2', 'llama', 'mistral' or 'mixtral', or sizes"
+        )
     heads = config["num_attention_heads"]
+    experts = kind == "mixtral"
     return Sizes(
         "llama",
         config["num_hidden_layers"],
@@ -104,7 +119,30 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
         config["vocab_size"],
         config.get("max_position_embeddings", 2048),
         config.get("tie_word_embeddings", False),
+        config.get("num_local_experts", 8) if experts else 0,
+        config["intermediate_size"] if experts else 0,
+        config.get("num_experts_per_tok", 2),
     )
+
+
+def active_parameters(model: nn.Module, config: Mapping[str, Any] | None) -> int:
+    """Elements that a token meets: of experts those it is sent to, as far as the configuration says how many.
+
+    Args:
+        model: On the meta device or elsewhere.
+        config: Of Hugging Face, if there is one.
+    """
+    config = config or {}
+    every = next((config[key] for key in _EXPERTS if config.get(key)), 0)
+    chosen = config.get("num_experts_per_tok") or every
+    found = 0.0
+    for name, parameter in model.named_parameters():
+        share = chosen / every if every and ".experts." in f".{name}" else 1.0
+        found += share * parameter.numel()
+    return round(found)
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def with_function(text: str) -> bool:

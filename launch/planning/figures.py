@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
 
 from rankwise.estimate import RankEstimate, estimate_units, imagined_units
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.described import Sizes
-from rankwise.launch.planning.megatron import StageSource, rank_contents, stage_model, stage_parts
+from rankwise.launch.planning.described import Sizes, active_parameters
+from rankwise.launch.planning.megatron import StageSource, Wrapped, rank_contents, stage_model, stage_parts, wrapped
 from rankwise.launch.planning.optimizers import Chosen, built
+from rankwise.planning.unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["Figures", "deepspeed_figures", "megatron_figures"]
@@ -35,7 +38,8 @@ class Figures:
         master: Bytes of fp32 weights beside the model's.
         owners: Rank by matrix.
         parameters: Elements of the whole model, each once.
-        exchanging: Ranks among which an update's messages go.
+        active: Those that a token meets.
+        exchanging: Ranks among which an update's messages go; those of experts go among fewer.
         adamw: Bytes of AdamW's state of every rank.
         largest: Bytes of matrix states of the matrix that has most, and its name.
     """
@@ -46,6 +50,7 @@ class Figures:
     master: list[int] = field(default_factory=list)
     owners: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
+    active: float = 0.0
     exchanging: int = 1
     adamw: list[int] = field(default_factory=list)
     largest: tuple[int, str] = (0, "")
@@ -64,20 +69,25 @@ class Figures:
         return fmean(of(rank) for rank in self.ranks)
 
 
-def deepspeed_figures(picked: Chosen, model: nn.Module, cluster: Cluster) -> Figures:
+def deepspeed_figures(
+    picked: Chosen, model: nn.Module, cluster: Cluster, config: Mapping[str, Any] | None = None
+) -> Figures:
     """Under a ZeRO stage, all parameters in one param group.
 
     Args:
         picked: The optimizer.
         model: On the meta device.
         cluster: With a stage.
+        config: Of Hugging Face, which says how many experts a token is sent to.
     """
     assert cluster.stage is not None
     optimizer = built(picked, model)
     found = Figures(exchanging=cluster.ranks)
     found.parameters = sum(parameter.numel() for parameter in model.parameters())
+    found.active = active_parameters(model, config)
     alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
-    _add(found, optimizer, imagined_units(optimizer, cluster.ranks, cluster.stage, alignment), 0)
+    units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
+    found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
     elements = [rank.elements for rank in found.ranks]
     whole = found.parameters * cluster.width
     # Replicated weights that are fp32 already are their own masters; partitions are copies.
@@ -100,34 +110,47 @@ def megatron_figures(picked: Chosen, sizes: Sizes, cluster: Cluster) -> Figures:
     found = Figures(exchanging=cluster.tp * cluster.dp)
     for stage in range(cluster.pp):
         parts = stage_parts(sizes, cluster, stage)
-        model = stage_model(parts)
-        optimizer = built(picked, model, {part.name: part.fused for part in parts if part.fused})
-        optimizer.attach(StageSource(cluster))
-        groups = dict.fromkeys((part.name for part in parts), 0)
-        ranks = rank_contents(parts, groups, cluster, stage)
         first = len(found.ranks)
-        _add(found, optimizer, optimizer.imagine([ranks]), first)
-        shard = sum(part.shard(cluster.tp) for part in parts)
-        elements = [rank.elements for rank in found.ranks[first:]]
-        copied = cluster.precision != "fp32"
-        found.master += [_MASTER * count * copied for count in elements]
-        found.weights += [shard * cluster.width] * len(elements)
-        found.gradients += [shard * 4] * len(elements)  # main_grad is fp32
-        found.adamw += [ADAMW * count for count in elements]
-        shared = sum(parameter.numel() for parameter in model.parameters())
+        count = cluster.tp * cluster.dp
+        found.ranks += [RankEstimate() for _ in range(count)]
+        for sizes_of in (found.weights, found.gradients, found.master, found.adamw):
+            sizes_of += [0] * count
+        for one in wrapped(parts, cluster):
+            _add_wrapped(found, picked, one, stage, [first + place for place in one.places])
         again = stage > 0 and sizes.tied
-        found.parameters += shared - sum(part.shape[0] * part.shape[1] for part in parts if part.apart and again)
+        for part in parts:
+            if not (part.apart and again):
+                elements = math.prod(part.shape)
+                found.parameters += elements
+                found.active += elements * (1.0 if part.expert is None else sizes.per_token / sizes.experts)
     return found
 
 
-def _add(found: Figures, optimizer: ShardedOptimizer, units: Sequence[object], first: int) -> None:
-    found.ranks += estimate_units(optimizer, units)  # type: ignore[arg-type]
+def _add_wrapped(found: Figures, picked: Chosen, one: Wrapped, stage: int, places: Sequence[int]) -> None:
+    """What one optimizer of Megatron's adds to the ranks that share it."""
+    optimizer = built(picked, stage_model(one.parts), {part.name: part.fused for part in one.parts if part.fused})
+    optimizer.attach(StageSource(one.cluster))
+    groups = dict.fromkeys((part.name for part in one.parts), 0)
+    ranks = rank_contents(one.parts, groups, one.cluster, stage)
+    shard = sum(part.shard(one.cluster.tp) for part in one.parts)
+    copied = one.cluster.precision != "fp32"
+    for place, rank in zip(places, _estimates(found, optimizer, optimizer.imagine([ranks]), places), strict=True):
+        found.ranks[place] += rank
+        found.master[place] += _MASTER * rank.elements * copied
+        found.weights[place] += shard * one.cluster.width
+        found.gradients[place] += shard * 4  # main_grad is fp32
+        found.adamw[place] += ADAMW * rank.elements
+
+
+def _estimates(
+    found: Figures, optimizer: ShardedOptimizer, units: Sequence[StepUnit], places: Sequence[int]
+) -> list[RankEstimate]:
+    """What the units' ranks hold, which lie in these places; owners are entered."""
     for unit in units:
-        exchange = unit.exchange  # type: ignore[attr-defined]
-        if exchange is None:
+        if unit.exchange is None:
             continue
-        plan, work = exchange.plan, optimizer.work(unit)  # type: ignore[arg-type]
-        found.owners.update({key: first + owner for key, owner in plan.owners.items()})
+        plan, work = unit.exchange.plan, optimizer.work(unit)
+        found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
         seen: dict[object, int] = {}
         for batch in plan.batches:
             task = batch.tasks[0]
@@ -135,3 +158,4 @@ def _add(found: Figures, optimizer: ShardedOptimizer, units: Sequence[object], f
                 states = work.matrix_state(task, torch.device("meta"))
                 seen[batch.signature] = sum(state.nbytes for state in states.values())
             found.largest = max(found.largest, (seen[batch.signature], task.key))
+    return estimate_units(optimizer, units)

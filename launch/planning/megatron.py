@@ -20,7 +20,7 @@ from rankwise.launch.planning.described import Sizes
 from rankwise.routing.fused import Fused
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
 
-__all__ = ["Part", "StageSource", "rank_contents", "stage_model", "stage_parts", "vocabulary"]
+__all__ = ["Part", "StageSource", "Wrapped", "rank_contents", "stage_model", "stage_parts", "vocabulary", "wrapped"]
 
 _ALIGNED = 64  # elements, at the start of a parameter in a buffer
 _BUCKET_END = 128
@@ -37,6 +37,8 @@ class Part(NamedTuple):
         strips: Equal sections, of each of which a rank has a piece.
         apart: Has a bucket of its own: the embedding that the last stage shares.
         fused: Its logical matrices, if it holds several.
+        chunk: The model chunk of the stage that holds it.
+        expert: Of a layer, counted over all ranks; None for what is no expert's.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Part(NamedTuple):
     strips: int = 1
     apart: bool = False
     fused: Fused | None = None
+    chunk: int = 0
+    expert: int | None = None
 
     def shard(self, tp: int) -> int:
         """Elements on one tensor-parallel rank."""
@@ -70,30 +74,44 @@ def stage_parts(sizes: Sizes, cluster: Cluster, stage: int, vocab: int | None = 
         ValueError: The sizes cannot be cut so.
     """
     for name, size, ways in (
-        ("layers", sizes.layers, cluster.pp),
+        ("layers", sizes.layers, cluster.pp * cluster.vpp),
         ("heads", sizes.heads, cluster.tp),
         ("kv_heads", sizes.kv_heads, cluster.tp),
         ("ffn", sizes.ffn, cluster.tp),
+        ("experts", sizes.experts, cluster.ep),
+        ("expert_ffn", sizes.expert_ffn, cluster.expert_tp),
     ):
         if size % ways:
-            raise ValueError(f"{name} is {size}: {ways} ranks or stages must divide it")
+            raise ValueError(f"{name} is {size}: {ways} ranks, stages or chunks must divide it")
+    if cluster.ep > 1 and not sizes.experts:
+        raise ValueError(f"ep is {cluster.ep} and the model has no experts: leave it out, or say how many")
+    last = cluster.pp * cluster.vpp - 1
+    count = sizes.layers // (last + 1)
+    found: list[Part] = []
+    for chunk in range(cluster.vpp):
+        position = chunk * cluster.pp + stage  # among all chunks of the model
+        layers = range(position * count, (position + 1) * count)
+        parts = _chunk(sizes, cluster, layers, (position == 0, position == last), vocab)
+        found += [part._replace(chunk=chunk) for part in parts]
+    return found
+
+
+def _chunk(sizes: Sizes, cluster: Cluster, layers: range, ends: tuple[bool, bool], vocab: int | None) -> Iterator[Part]:
     tied = sizes.tied and cluster.pp > 1
     words = Part("embedding.word_embeddings.weight", (vocab or vocabulary(sizes, cluster.tp), sizes.hidden), 0, 1, tied)
-    found: list[Part] = []
-    if stage == 0:
-        found.append(words)
+    first, last = ends
+    if first:
+        yield words
         if sizes.family == "gpt2":
-            found.append(Part("embedding.position_embeddings.weight", (sizes.positions, sizes.hidden)))
-    count = sizes.layers // cluster.pp
-    for layer in range(stage * count, (stage + 1) * count):
-        found += _layer(sizes, cluster, f"decoder.layers.{layer}.")
-    if stage == cluster.pp - 1:
-        found += _norm(sizes, "decoder.final_layernorm")
+            yield Part("embedding.position_embeddings.weight", (sizes.positions, sizes.hidden))
+    for layer in layers:
+        yield from _layer(sizes, cluster, f"decoder.layers.{layer}.")
+    if last:
+        yield from _norm(sizes, "decoder.final_layernorm")
         if not sizes.tied:
-            found.append(Part("output_layer.weight", words.shape, 0))
-        elif stage:
-            found.append(words)  # its copy
-    return found
+            yield Part("output_layer.weight", words.shape, 0)
+        elif not first:
+            yield words  # its copy
 
 
 def _norm(sizes: Sizes, name: str) -> list[Part]:
@@ -118,24 +136,33 @@ def _layer(sizes: Sizes, cluster: Cluster, prefix: str) -> list[Part]:
         num_query_groups=sizes.kv_heads,
         kv_channels=size,
         ffn_hidden_size=sizes.ffn,
+        moe_ffn_hidden_size=sizes.expert_ffn,
         gated_linear_unit=gated == 2,
     )
     owner: Any = SimpleNamespace(config=config)
 
-    def joined(layer: str, rows: int, strips: int = 1) -> list[Part]:
-        name = f"{prefix}{'mlp' if layer == 'linear_fc1' else 'self_attention'}.{layer}"
+    def joined(path: str, rows: int, strips: int = 1, tp: int = cluster.tp) -> list[Part]:
         shape = (rows, hidden)
-        return _linear(sizes, name, shape, 0, strips, fused_parts(layer, owner, shape, cluster.tp, strips))
+        return _linear(sizes, path, shape, 0, strips, fused_parts(path.rpartition(".")[2], owner, shape, tp, strips))
 
-    attention, mlp = f"{prefix}self_attention.linear_", f"{prefix}mlp.linear_"
-    return [
+    def mlp(path: str, ffn: int, tp: int = cluster.tp) -> list[Part]:
+        second = _linear(sizes, f"{path}.linear_fc2", (hidden, ffn), 1)
+        return [*joined(f"{path}.linear_fc1", gated * ffn, gated, tp), *second]
+
+    attention, inner = f"{prefix}self_attention.linear_", f"{prefix}mlp"
+    found = [
         *_norm(sizes, f"{prefix}input_layernorm"),
         *_linear(sizes, f"{attention}proj", (hidden, sizes.heads * size), 1),
-        *joined("linear_qkv", (sizes.heads + 2 * sizes.kv_heads) * size),
+        *joined(f"{attention}qkv", (sizes.heads + 2 * sizes.kv_heads) * size),
         *_norm(sizes, f"{prefix}pre_mlp_layernorm"),
-        *joined("linear_fc1", gated * sizes.ffn, gated),
-        *_linear(sizes, f"{mlp}fc2", (hidden, sizes.ffn), 1),
     ]
+    if not sizes.experts:
+        return found + mlp(inner, sizes.ffn)
+    found.append(Part(f"{inner}.router.weight", (sizes.experts, hidden)))
+    for expert in range(sizes.experts):
+        parts = mlp(f"{inner}.experts.local_experts.{expert}", sizes.expert_ffn, cluster.expert_tp)
+        found += [part._replace(expert=expert) for part in parts]
+    return found
 
 
 def stage_model(parts: Sequence[Part]) -> nn.Module:
@@ -160,7 +187,42 @@ def _module(name: str, shape: tuple[int, ...]) -> nn.Module:
     if len(shape) == 1:
         return nn.RMSNorm(shape)
     rows, columns = shape
+    if name == "router":
+        module = nn.Module()
+        module.register_parameter("weight", nn.Parameter(torch.empty(shape)))
+        return module
     return nn.Embedding(rows, columns) if name.endswith("embeddings") else nn.Linear(columns, rows, bias=False)
+
+
+class Wrapped(NamedTuple):
+    """What one of Megatron's optimizers holds on the ranks that share it.
+
+    Attributes:
+        parts: Parameters.
+        cluster: How these ranks cut them.
+        places: Where in the stage these ranks lie.
+    """
+
+    parts: list[Part]
+    cluster: Cluster
+    places: Sequence[int]
+
+
+def wrapped(parts: Sequence[Part], cluster: Cluster) -> Iterator[Wrapped]:
+    """A stage's parameters by optimizer: one for all, or one for each share of the experts and one for the rest.
+
+    Args:
+        parts: Of the stage.
+        cluster: How it is cut.
+    """
+    shared = cluster.ep > 1
+    rest = [part for part in parts if part.expert is None or not shared]
+    yield Wrapped(rest, cluster, range(cluster.tp * cluster.dp))
+    experts = [part for part in parts if part.expert is not None]
+    count = 1 + max((part.expert or 0 for part in experts), default=0)
+    for share in range(cluster.ep if shared and experts else 0):
+        own = [part for part in experts if (part.expert or 0) * cluster.ep // count == share]
+        yield Wrapped(own, cluster.of_experts, cluster.expert_places(share))
 
 
 class StageSource(LayoutSource):
@@ -190,11 +252,11 @@ def rank_contents(
         parts: Of the stage.
         groups: The param group of each parameter, by name.
         cluster: How it is cut.
-        stage: Which one: later ones have a single bucket.
+        stage: Which one. Its first chunk has several buckets if it is the first, every other one has a single one.
         bucket: Elements of a bucket; None: Megatron's default.
     """
     found = []
-    buckets = _buckets(parts, cluster, stage, bucket) if cluster.distributed else []
+    buckets = list(_all_buckets(parts, cluster, stage, bucket)) if cluster.distributed else []
     for data in range(cluster.dp):
         held = dict(_shard(buckets, cluster.dp, data)) if cluster.distributed else {}
         for rank in range(cluster.tp):
@@ -216,8 +278,15 @@ class _Range(NamedTuple):
     places: dict[str, tuple[int, int]]  # of parameters in the buffer
 
 
-def _buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> list[_Range]:
-    limit = (bucket or max(_BUCKET, _BUCKET_PER_RANK * cluster.dp)) if cluster.overlap and stage == 0 else None
+def _all_buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> Iterator[_Range]:
+    """Of every chunk's buffer."""
+    most = bucket or max(_BUCKET, _BUCKET_PER_RANK * cluster.dp)
+    for chunk in sorted({part.chunk for part in parts}):
+        several = cluster.overlap and stage == 0 and chunk == 0
+        yield from _buckets([part for part in parts if part.chunk == chunk], cluster, most if several else None)
+
+
+def _buckets(parts: Sequence[Part], cluster: Cluster, limit: int | None) -> list[_Range]:
     divisor = math.lcm(cluster.dp, _BUCKET_END)
     found: list[_Range] = []
     begin = position = 0

@@ -44,7 +44,8 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
         links: What they were computed with.
     """
     console.print(f"{name}: {cluster.words}", markup=False)
-    memory = Table(title=f"{found.parameters / 1e9:.3f} B parameters")
+    met = f", {found.active / 1e9:.3f} B for each token" if round(found.active) < found.parameters else ""
+    memory = Table(title=f"{found.parameters / 1e9:.3f} B parameters{met}")
     memory.add_column("a rank holds, GiB")
     for heading in ("fullest", "mean"):
         memory.add_column(heading, justify="right")
@@ -100,6 +101,7 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
     return {
         "optimizer": name,
         "parameters": found.parameters,
+        "active_parameters": round(found.active),
         "ranks": cluster.ranks,
         "layout": cluster.words,
         "bytes": {what: {"max": max(sizes), "mean": fmean(sizes)} for what, sizes in _memory(found).items()},

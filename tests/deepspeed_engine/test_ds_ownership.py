@@ -1,4 +1,4 @@
-"""Matrix states lie on their owners only, and the owners carry about equal amounts."""
+"""Matrix states lie on their owners only, the owners carry about equal amounts, and a rank holds what was planned."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 from ranks import run_ranks
 
 from rankwise.launch.models import build_model
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.figures import deepspeed_figures
+from rankwise.launch.planning.optimizers import Chosen
 
 LARGEST_SHARE = 1.25
 
@@ -21,6 +24,31 @@ def reference_model() -> torch.nn.Module:
     """The model of the reference launch, with a small vocabulary: embeddings have no matrix states."""
     torch.manual_seed(0)
     return build_model("gpt2", vocab_size=256, layers=4, hidden=192, heads=6, seq_len=32)
+
+
+def _present(engine: Any, rank: int, stage: int) -> dict[str, int]:
+    """Bytes of this rank's tensors after a step."""
+    weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    masters = {
+        1: "single_partition_of_fp32_groups",
+        2: "single_partition_of_fp32_groups",
+        3: "fp32_partitioned_groups_flat",
+    }
+    copies = getattr(engine.optimizer, masters[stage]) if stage else []
+    return {
+        "states": sum(engine.basic_optimizer.state_bytes().values()),
+        "weights": sum(tensor.nbytes for tensor in weights),
+        "master": sum(tensor.nbytes for tensor in copies),
+    }
+
+
+def _planned(engine: Any, config: dict[str, Any], rank: int, world: int, stage: int) -> dict[str, int]:
+    block = config["optimizer"]
+    picked = Chosen(block["type"].lower(), block["params"])
+    with torch.device("meta"):
+        model = reference_model()
+    found = deepspeed_figures(picked, model, Cluster(world, stage, precision="fp32"))
+    return {"states": found.states()[rank], "weights": found.weights[rank], "master": found.master[rank]}
 
 
 def _held(rank: int, world: int, stages: list[int]) -> dict[tuple[str, int], tuple[int, int, float, list[str]]]:
@@ -50,6 +78,9 @@ def _held(rank: int, world: int, stages: list[int]) -> dict[tuple[str, int], tup
                 balance,
                 keys,
             )
+            present, planned = _present(engine, rank, stage), _planned(engine, config, rank, world, stage)
+            for what, size in planned.items():
+                assert present[what] == pytest.approx(size, rel=0.05), (what, name, stage, rank)
             engine.destroy()
     return found
 

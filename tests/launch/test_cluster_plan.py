@@ -94,6 +94,42 @@ def test_llama_70b_under_megatron_tp_8_pp_8_agrees_with_a_calculation_by_hand() 
     assert held - 8 * sum(stages) == L * (attention + factors(H, H) + factors(2 * F, H) + factors(H, F))
 
 
+def test_mixtral_with_experts_on_ranks_agrees_with_a_calculation_by_hand() -> None:
+    """64 ranks: TP2 x PP4 x DP8, two chunks a stage, experts TP2 x EP4 x DP2."""
+    layers, hidden, ffn, experts, vocab = 32, 4096, 14336, 8, 32000
+    cluster = Cluster(64, None, 2, 4, vpp=2, ep=4)
+    found = megatron_figures(Chosen("mars-m", {}), KNOWN["mixtral-8x7b"], cluster)
+    attention = hidden * (hidden + 2 * 1024) + hidden * hidden
+    expert = 3 * hidden * ffn
+    ends = vocab * hidden  # 32,000 is a multiple of 2 x 128
+    rest = layers * (attention + experts * hidden + 2 * hidden) + 2 * ends + hidden
+    assert found.parameters == rest + layers * experts * expert == 46_702_792_704
+    assert found.active == rest + layers * 2 * expert == 12_879_925_248
+    # Of the second stage: 8 layers, a quarter of their experts on each rank, all of them cut in two.
+    held = 8 * (attention // 2 + experts * hidden + 2 * hidden) + 8 * 2 * expert // 2
+    assert found.weights[16:32] == [2 * held] * 16
+    # Eight ranks share the rest of a stage, two what is left of its experts.
+    shares = 8 * (attention // 2 + experts * hidden + 2 * hidden) / 8 + 8 * 2 * expert / 2 / 2
+    assert found.adamw[20] == pytest.approx(8 * shares, rel=1e-4)
+    names = {f"decoder.layers.{layer}." for layer in range(layers)}
+    assert {name[: name.index(".", 15) + 1] for name in found.owners} == names
+    # Chunks alternate between stages: the second has layers 4 to 7 and 20 to 23.
+    owners = {
+        rank // 16
+        for name, rank in found.owners.items()
+        if name.startswith(("decoder.layers.5.", "decoder.layers.21."))
+    }
+    assert owners == {1}
+
+
+def test_context_parallel_ranks_share_as_data_parallel_ones_do() -> None:
+    found = [
+        megatron_figures(Chosen("ldadam", {"rank": 8}), KNOWN["gpt2-small"], Cluster(8, None, 2, 2, cp=ways))
+        for ways in (1, 2)
+    ]
+    assert found[0] == found[1]
+
+
 def test_405_billion_parameters_on_4096_ranks_in_less_than_a_minute() -> None:
     begin = time.process_time()
     found = deepspeed_figures(Chosen("ldadam", {"rank": 256}), build("llama-405b")[0], Cluster(4096, 3))
@@ -149,6 +185,12 @@ def test_megatrons_flags_and_yaml(tmp_path: Path) -> None:
     assert typed == found
     other = plan("--config", str(flags), "--ranks", "8", "--tp", "2", "--pp", "2", "--", "--ldadam-rank", "32")
     assert other["bytes"]["optimizer states"]["mean"] > found["bytes"]["optimizer states"]["mean"]
+    experts = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 1 --expert-model-parallel-size 2".split()
+    cut = "--context-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --expert-tensor-parallel-size 1".split()
+    cut += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    mixed = plan("--config", str(flags), "--ranks", "8", "--", *experts, *cut)
+    assert mixed["layout"].startswith("8 ranks: TP2 x CP2 x PP2 in 2 chunks x DP1, experts TP1 x EP2, distributed")
+    assert mixed["parameters"] - mixed["active_parameters"] == 4 * 3 * (3 * 128 * 64)
 
 
 def test_a_picture_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,10 +227,14 @@ def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
         (["--model", "json:nothing"], "has no attribute 'nothing'"),
         (["--model", "json:dumps", "--tp", "2"], "Megatron builds its own models"),
         (["--model", "llama", "--layers", "2"], "sizes are --model gpt2 or llama with all of"),
-        (["--tp", "3", "--ranks", "8"], "tp times pp must divide the number of ranks"),
-        (["--pp", "5", "--ranks", "10", "--model", "gpt2-small"], "layers is 12: 5 ranks or stages must divide it"),
+        (["--tp", "3", "--ranks", "8"], "tp times pp times cp is 3: that must divide the number of ranks"),
+        (["--ep", "2", "--model", "llama-8b"], "ep is 2 and the model has no experts"),
+        (["--ep", "2", "--stage", "2", "--model", "mixtral-8x7b"], "stage is 2, which is ZeRO's"),
+        (["--vpp", "2"], "vpp is 2 and pp is 1"),
+        (["--etp", "2", "--model", "mixtral-8x7b"], "without expert parallelism"),
+        (["--ep", "3", "--ranks", "6", "--model", "mixtral-8x7b"], "experts is 8: 3 ranks"),
+        (["--pp", "5", "--ranks", "10", "--model", "gpt2-small"], "layers is 12: 5 ranks, stages or chunks"),
         (["--tp", "2", "--stage", "1"], "stage is 1, which is ZeRO's"),
-        (["--ep", "2"], "experts cut over ranks are not planned yet"),
         (["--max-overhead", "lots"], "'lots' must be a share such as 2%"),
         (["--gpu", "B300"], "gpu is 'B300': it must be one of A100"),
         (["--gpu", "0:1"], "or TFLOP/s:TB/s such as 989:3.35"),
