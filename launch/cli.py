@@ -63,6 +63,7 @@ app.command(
     epilog="Example: rankwise plan --config ds.json --model llama-70b --ranks 1024 --stage 3 --max-overhead 2%",
     context_settings={"allow_extra_args": True},
 )(looking.plan)
+app.command(epilog="Example: rankwise compare runs/adamw runs/mkor --png losses.png")(looking.compare)
 app.command("list", epilog="Example: rankwise list --markdown > types.md")(looking.list_types)
 app.command(epilog="Example: rankwise explain --config ds.json --model gpt2-small")(looking.explain)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rankwise.launch.planning.costs import Cost
     from rankwise.launch.planning.figures import Figures
 
-__all__ = ["doctor", "explain", "list_types", "plan"]
+__all__ = ["compare", "doctor", "explain", "list_types", "plan"]
 
 _MODEL, _SIZES = "The model", "The cluster"
 _ANSWER = "The answer"
@@ -192,6 +192,44 @@ def _advice(asked: Asked, fits: Callable[[Figures], bool]) -> list[str]:
         if fits(found):
             return [f"With {change.words} it is: {max(found.states()) / 2**30:.3f} GiB on the fullest rank."]
     return []
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, or of several runs; files of what Megatron printed.")
+    ],
+    png: Annotated[Path | None, typer.Option(help="Picture of the losses.", rich_help_panel=_ANSWER)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.", rich_help_panel=_ANSWER)] = False,
+    loss: Annotated[
+        str | None, typer.Option(help="Name of the loss in the logs, if it is none of the usual ones.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample, for logs that count samples alone.")
+    ] = None,
+) -> None:
+    """Losses of runs against steps, tokens and wall-clock, step share and memory, from the logs they left.
+
+    Logs: of rankwise train, TensorBoard's event files, DeepSpeed's csv_monitor, the Trainer's trainer_state.json, and
+    what Megatron printed. The first run is what the others are measured by.
+    """
+    import json
+
+    from rankwise.launch.comparing.logs import read_runs
+    from rankwise.launch.comparing.side_by_side import as_rows, compared, draw
+    from rankwise.launch.drawing import HOW_TO_DRAW, pyplot_if_installed
+
+    if png is not None and pyplot_if_installed() is None:
+        raise typer.BadParameter(HOW_TO_DRAW, param_hint="--png")
+    try:
+        found = read_runs(runs, loss, seq_len)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(as_rows(found), indent=2))
+    else:
+        console.print(compared(found))
+    if png is not None:
+        draw(found, png)
 
 
 def list_types(

@@ -99,7 +99,7 @@ class Loop:
     def __init__(self, engine: Engine, settings: Settings, corpus: Corpus) -> None:
         self.engine, self.settings, self.corpus = engine, settings, corpus
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.seconds = 0.0
+        self.seconds = self.elapsed = 0.0
         self.validation_loss = math.nan
 
     def train(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Loop:
                     if bar.disable and self.rank == 0:
                         line = f"{settings.label}: step {step + 1}/{steps}, loss {loss:.3f}, {speed:,.0f} tokens/s"
                         print(f"{line}, lr {rate:.1e}", flush=True)
-                    _write(metrics, step=step + 1, loss=loss, lr=rate, tokens_per_second=speed)
+                    _write(metrics, step=step + 1, loss=loss, lr=rate, tokens_per_second=speed, seconds=self.elapsed)
                 if (step + 1) % settings.validation_interval == 0 or step + 1 == steps:
                     self.validation_loss = self._validate()
                     _write(metrics, step=step + 1, validation_loss=self.validation_loss)
@@ -137,7 +137,8 @@ class Loop:
         started = time.perf_counter()
         loss = self.engine.train_step(step)
         self.engine.synchronize()
-        self.seconds += time.perf_counter() - started
+        taken = time.perf_counter() - started
+        self.seconds, self.elapsed = self.seconds + taken, self.elapsed + taken
         return loss
 
     @torch.no_grad()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rankwise.launch.comparing.logs import read_runs
+from rankwise.launch.comparing.side_by_side import as_rows
 from rankwise.launch.environment import missing_build_tools, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +96,10 @@ def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path
     validated = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
     assert list(validated) == [2, 3] and validated[3] == summary["validation_loss"] < validated[2] < 6
     assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+    (run,) = read_runs([tmp_path / "out"])
+    row = as_rows([run])[0]
+    assert row["validation_loss"] == validated[3] and row["tokens"] == summary["tokens"] and row["seconds"] > 0
+    assert row["step_share"] == summary["step_share"] and row["state_bytes"] == summary["state_bytes_per_rank"]
 
 
 @pytest.mark.exhaustive
