@@ -149,6 +149,26 @@ def counts(
         output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
+@app.command()
+def kernels(
+    output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown page to write.")] = None,
+) -> None:
+    """Registers, spills and accesses of every Triton kernel, compiled for A100, H100 and MI300 without any of them."""
+    import triton
+
+    from benchmarks.compiled_kernels import CALLS, MORE, kernels_page, measured
+
+    rows = []
+    for row in measured([*CALLS, *MORE]):
+        rows.append(row)
+        console.print(row)
+    if output is not None:
+        output.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1) + "\n")
+    if page is not None:
+        page.write_text(kernels_page(rows, triton.__version__))
+
+
 def _counts_cells(row: dict[str, Any]) -> list[str]:
     goal = row["goal"] or {}
     aims = dict.fromkeys(("bytes_per_parameter", "outside_products", "launches", "waits"), "")

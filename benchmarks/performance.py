@@ -37,10 +37,11 @@ On CPUs ours are the compiled forms (`rankwise/kernels/native`); `RANKWISE_NATIV
 
 _NO_GPU = """
 **Nothing here was measured on a GPU.** The Triton kernels (`rankwise/kernels/triton`) are tested in Triton's
-interpreter and compiled for sm_90, but have not run on a device; peak memory, host time and exposed communication of a
-GPU are unmeasured too. `python -m benchmarks step --device cuda --model llama-1b` measures them, and the last
-`python -m benchmarks communication --device cuda`. What can be counted without one, bytes, launches and waits of a
-step on Llama's shapes, `python -m benchmarks counts` prints; `tests/test_counts.py` holds each to what it is.
+interpreter and compiled for sm_80, sm_90 and gfx942 ([what they become](kernels.md)), but have not run on a device;
+peak memory, host time and exposed communication of a GPU are unmeasured too. `python -m benchmarks step --device cuda
+--model llama-1b` measures them, and the last `python -m benchmarks communication --device cuda`. What can be counted
+without one, bytes, launches and waits of a step on Llama's shapes, `python -m benchmarks counts` prints;
+`tests/test_counts.py` holds each to what it is.
 """
 
 _GPU = """

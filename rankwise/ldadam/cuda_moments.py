@@ -82,7 +82,7 @@ def advance_moments_(
         PRECISION=precision,
         ROWS=rows,
         COLUMNS=columns,
-        DEPTH=_DEPTH,
+        DEPTH=_DEPTH if rows <= 256 else _DEPTH // 2,  # what a program reads at once lies in registers, too
         num_warps=16 if rows > 256 else 8,
     )
 

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.triton.language import ceil_div, jit, launch
+from rankwise.kernels.triton.language import ceil_div, has_wide_products, jit, launch
 from rankwise.kernels.triton.tables import table_here
 
 __all__ = ["Operand", "grouped_product_", "keep_", "places_of"]
@@ -77,7 +77,11 @@ def grouped_product_(
     targets = places_of(out)
     adds = targets if added is None else added
     places = tuple(chain.from_iterable(zip(left.places, right.places, adds, targets, strict=True)))
-    tile = [min(_TILE, max(_LEAST, 1 << (size - 1).bit_length())) for size in (rows, columns)]
+    largest = _TILE, _TILE if has_wide_products(out.device) else _TILE // 2
+    tile = [
+        min(most, max(_LEAST, 1 << (size - 1).bit_length()))
+        for most, size in zip(largest, (rows, columns), strict=True)
+    ]
     launch(
         _grouped_product_kernel,
         (ceil_div(columns, tile[1]), ceil_div(rows, tile[0]), pairs),
@@ -100,6 +104,10 @@ def grouped_product_(
         DEPTH=_DEPTH,
         num_warps=8 if tile[0] * tile[1] > 64 * 64 else 4,
     )
+
+
+def _tile_along(size: int, most: int) -> int:
+    return min(most, max(_LEAST, 1 << (size - 1).bit_length()))
 
 
 def keep_(found: Tensor, old: Sequence[int], failed: Tensor) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton")
 
-from triton_compiler import Launch, compiled, recorded  # noqa: E402
-from triton_interpreter import kernel_modules  # noqa: E402
-
-from rankwise.kernels.passes import FIELDS, Pass, Scalars  # noqa: E402
+from benchmarks.compiled_kernels import (  # noqa: E402
+    CALLS,
+    MORE,
+    Launch,
+    compiled,
+    kernels_page,
+    mars_adamw,
+    measured,
+    recorded,
+    update,
+)
 
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
     pytest.skip("another compiler interface before Triton 3.3", allow_module_level=True)
@@ -33,137 +41,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def run(length: int = 4096) -> list[torch.Tensor]:
-    return [torch.zeros(5), torch.zeros(length)]
-
-
-def counts(of_device: bool) -> Any:
-    return torch.ones(2) + 1 if of_device else 2
-
-
-def update(rule: Any, compared: bool = True, of_device: bool = False, lr: Any = 0.1) -> None:
-    from rankwise.kernels import triton
-
-    names = (*FIELDS[rule], *(("reference",) if compared else ()))
-    numbers = counts(of_device) if rule == "adamw" else 1
-    scalars = Scalars(lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=numbers, k=0.5, advance=rule != "lion")
-    triton.run(Pass(rule, {name: run() for name in names}, scalars, None if rule == "lion" else torch.ones(2)))
-
-
-def mars_adamw(of_device: bool) -> None:
-    update("adamw", of_device=of_device, lr=torch.tensor(0.1))
-
-
-def norms(compared: bool) -> None:
-    from rankwise.kernels import triton
-
-    triton.squared_norms(run(), run() if compared else None, 0.5)
-
-
-class Place(NamedTuple):
-    start: int
-    chain: int | None
-
-
-def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
-    from rankwise.sonew.cuda import sonew_directions
-
-    sonew_directions(
-        [Place(0, None), Place(3, 1024)],
-        *(run() for _ in range(3)),
-        [run() for _ in range(band)],
-        [None, None],
-        betas=(0.9, 0.99),
-        eps=1e-8,
-        gamma=1e-2,
-        step=counts(of_device),
-        graft=graft,
-        graft_eps=1e-8,
-        out=run(),
-    )
-
-
-def newton_schulz(dtype: torch.dtype) -> None:
-    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
-
-    x = torch.zeros(2, 64, 64, dtype=dtype)
-    symmetric_product(x)
-    symmetric_polynomial(x, 1.0, 2.0)
-
-
-def factors(rule: str, dtype: torch.dtype) -> None:
-    from rankwise.mkor.cuda import update_factors_
-
-    inverses = list(torch.zeros(2, 64, 64, dtype=dtype))
-    update_factors_(inverses, torch.zeros(2, 64), decay=0.9, rule=rule, seen=torch.ones(2, dtype=torch.bool))
-
-
-def rescale() -> None:
-    from rankwise.mkor.cuda_rescale import rescale_
-
-    rescale_(run(), run(), 64)
-
-
-def moments() -> None:
-    from rankwise.ldadam.cuda import low_rank_moments
-
-    for step in (1, 2, torch.tensor([2, 3])):
-        low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
-
-
-def low_rank_step(right: bool) -> None:
-    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
-
-    part = [Factors(0, torch.zeros(8, 4), torch.zeros(4, 8), torch.zeros(4, 8))]
-    errors = [torch.zeros(64, dtype=torch.bfloat16)]
-    low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
-
-
-def low_rank_matrices(rank: int) -> None:
-    from rankwise.ldadam.cuda_moments import advance_moments_
-    from rankwise.ldadam.cuda_products import Operand, grouped_product_, keep_, places_of
-
-    stack = torch.zeros(2, rank, 256)
-    for strides, scales in (((256, 1), None), ((1, 256), torch.ones(2, rank))):
-        operand = Operand(places_of(stack), strides)
-        grouped_product_(torch.zeros(2, rank, rank), operand, operand.turned, 256, scales=scales, precision="tf32x3")
-    keep_(stack, places_of(stack), torch.zeros(2, dtype=torch.bool))
-    settings: dict[str, Any] = {"step": 2, "betas": (0.9, 0.99), "eps": 1e-8, "error_feedback": True}
-    rotation = torch.zeros(2, rank, rank)
-    advance_moments_(stack, rotation, list(stack), list(stack), precision="tf32x3", **settings)
-
-
-CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-    (mars_adamw, (False,)),
-    (mars_adamw, (True,)),
-    (update, ("lion",)),
-    (update, ("momentum",)),
-    (update, ("step", False)),
-    (norms, (True,)),
-    (norms, (False,)),
-    (sonew, (0,)),
-    (sonew, (1,)),
-    (sonew, (1, True)),
-    (sonew, (1, True, "adam_official")),
-    (newton_schulz, (torch.bfloat16,)),
-    (newton_schulz, (torch.float32,)),
-    (factors, ("official", torch.bfloat16)),
-    (rescale, ()),
-    (moments, ()),
-    (low_rank_step, (False,)),
-    (low_rank_matrices, (256,)),
-]
-MORE = [
-    *((sonew, (band,)) for band in range(2, 9)),
-    *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
-    (low_rank_step, (True,)),
-    (low_rank_matrices, (16,)),
-    (low_rank_matrices, (512,)),
-]
+FIGURES = json.loads((Path(__file__).parents[2] / "docs/data/kernels.json").read_text())
+# Bytes: on a branch that one step of a run takes; and at ranks above 256, where a tile is as tall as the rank.
+SPILLS = {("_moments_kernel", "sm_90"): 8, ("_moments_in_place_kernel", "sm_80"): 8}
+SPILLS[("_moments_in_place_kernel", "sm_90")] = 248
+# Whose fields are read 4 or 8 bytes at a time: an address, or a place in a row, says nothing of alignment.
+NARROW = re.compile(r"_(norms|rescale|step|sum)_kernel|sonew_[2-8]_kernel")
 
 
 def launches_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> list[Launch]:
-    launches = recorded(lambda: call(*arguments), kernel_modules())
+    launches = recorded(lambda: call(*arguments))
     assert launches
     return launches
 
@@ -201,3 +88,21 @@ def test_the_package_needs_no_triton_to_be_imported() -> None:
         "else: raise SystemExit('where does it come from?')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_nothing_spills_and_the_page_has_these_figures() -> None:
+    """For A100, H100 and MI300; with another Triton than the page's the figures may be others."""
+    for row in FIGURES["rows"]:
+        assert row["spills"] <= SPILLS.get((row["kernel"], row["target"]), 0), row
+        assert row["widest"] == 16 or NARROW.fullmatch(row["kernel"]), row
+    page = Path(__file__).parents[2] / "docs/kernels.md"
+    assert page.read_text() == kernels_page(FIGURES["rows"], FIGURES["triton"])
+
+
+@pytest.mark.skipif(triton.__version__ != FIGURES["triton"], reason="another compiler than that of the figures")
+@pytest.mark.parametrize(
+    "case", [CALLS[0], CALLS[13], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in [*CALLS, *MORE])]
+)
+def test_figures_are_those_of_the_code(case: tuple[Callable[..., None], tuple[Any, ...]]) -> None:
+    found = list(measured([case]))
+    assert found == [row for row in FIGURES["rows"] if row["case"] == found[0]["case"]]

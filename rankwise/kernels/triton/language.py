@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["ceil_div", "device_scalar", "jit", "launch"]
+__all__ = ["ceil_div", "device_scalar", "has_wide_products", "jit", "launch"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -31,6 +31,13 @@ def device_scalar(value: float | torch.Tensor, device: torch.device) -> float | 
     if isinstance(value, torch.Tensor):
         return value.detach().to(device=device, dtype=torch.float32, non_blocking=True)
     return float(value)
+
+
+def has_wide_products(device: torch.device) -> bool:
+    """Whether tiles are multiplied from shared memory, as since Hopper, which leaves registers for larger ones."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

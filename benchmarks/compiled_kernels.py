@@ -1,0 +1,356 @@
+"""What each Triton kernel becomes on devices that need not be there: registers, spills, shared memory, accesses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from benchmarks.launches import kernel_modules
+from benchmarks.performance import markdown
+from rankwise.kernels.passes import FIELDS, Pass, Scalars
+
+__all__ = [
+    "CALLS",
+    "MORE",
+    "TARGETS",
+    "Launch",
+    "Resources",
+    "compiled",
+    "kernels_page",
+    "measured",
+    "recorded",
+    "resources",
+]
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+"""A100, H100 and H200, MI300."""
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+class Launch(NamedTuple):
+    """A kernel and what it was to be called with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def recorded(call: Callable[[], Any], target: str = "sm_90") -> list[Launch]:
+    """The launches of a call on a device of :data:`TARGETS`, none of which takes place."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+        launches.append(Launch(kernel, arguments, constants))
+
+    replaced = {"launch": record, "has_wide_products": lambda device: target != "sm_80"}
+    with ExitStack() as stack:
+        for module in kernel_modules():
+            for name, instead in replaced.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, instead))
+        call()
+    return launches
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+
+
+def compiled(launch: Launch, target: str = "sm_90") -> Any:
+    """What Triton would run: aligned pointers, and integers specialised as it does itself.
+
+    Args:
+        launch: The kernel and its arguments.
+        target: Of :data:`TARGETS`.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kernel, arguments, constants = launch
+    if TARGETS[target][0] == "hip" and constants.get("PRECISION") == "tf32x3":
+        constants = {**constants, "PRECISION": "ieee"}  # as is chosen where tensor cores know no TF32
+    names = kernel.arg_names
+    values = {**dict(zip(names, arguments, strict=False)), **constants}
+    fixed = {param.name for param in kernel.params if param.is_constexpr}
+    fixed |= {name for name in names if type(values[name]) is int and values[name] == 1}
+    signature = {name: "constexpr" if name in fixed else _type(values[name]) for name in names}
+
+    def divisible(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
+
+    hints = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in fixed and divisible(values[name])
+    }
+    source = ASTSource(kernel, signature, {name: values[name] for name in names if name in fixed}, hints)
+    options = {name: value for name, value in constants.items() if name not in names}
+    return compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+
+
+class Resources(NamedTuple):
+    """Of one compiled kernel.
+
+    Attributes:
+        registers: Of a thread; of AMD's the vector registers.
+        spills: Bytes of a thread that do not fit into them; of AMD's the vector registers that do not.
+        shared: Bytes of shared memory of a block.
+        threads: Of a block.
+        widest: Bytes of the widest access to memory by one thread.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    threads: int
+    widest: int
+
+
+def resources(kernel: Any, target: str) -> Resources:
+    """What a compiled kernel takes.
+
+    Args:
+        kernel: As :func:`compiled` gave it.
+        target: What it was compiled for.
+    """
+    threads, shared = kernel.metadata.num_warps * TARGETS[target][2], kernel.metadata.shared
+    if "amdgcn" in kernel.asm:
+        code = kernel.asm["amdgcn"]
+        registers, spills = (int(_only(rf"\.{name}:\s+(\d+)", code)) for name in ("vgpr_count", "vgpr_spill_count"))
+        accesses = re.findall(r"\b(?:global|buffer)_(?:load|store)_(?:dword|b)(?:x?(\d+))?\b", code)
+        widest = max((int(size or 1) for size in accesses), default=0)
+        return Resources(registers, spills, shared, threads, widest if widest > 4 else 4 * widest)
+    registers, spills = _assembled(kernel.asm["cubin"])
+    widths = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*0x([0-9a-f]+)", kernel.asm["ptx"])
+    sizes = [int(count or 1) * int(bits) // 8 for count, bits in widths] + [int(size, 16) for size in copies]
+    return Resources(registers, spills, shared, threads, max(sizes, default=0))
+
+
+def _only(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return found[1]
+
+
+def _assembled(code: bytes) -> tuple[int, int]:
+    """Registers, and bytes of a thread's stack, which only spills need here."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(code)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(_only(r"REG:(\d+)", told)), int(_only(r"STACK:(\d+)", told)) + int(_only(r"LOCAL:(\d+)", told))
+
+
+def measured(cases: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[dict[str, Any]]:
+    """A row for each kernel of each case and device.
+
+    Args:
+        cases: Calls that launch kernels, and their arguments.
+    """
+    for call, arguments in cases:
+        for target in TARGETS:
+            seen: dict[str, int] = {}
+            for launch in recorded(partial(call, *arguments), target):
+                name = launch.kernel.fn.__name__
+                seen[name] = seen.get(name, 0) + 1
+                found = resources(compiled(launch, target), target)
+                yield {"case": _words(call, arguments), "kernel": name, "launch": seen[name], "target": target} | (
+                    found._asdict()
+                )
+
+
+def _words(call: Callable[..., None], arguments: tuple[Any, ...]) -> str:
+    given = ", ".join(str(argument).removeprefix("torch.") for argument in arguments)
+    name = call.__name__.replace("_", " ")
+    return f"{name} ({given})" if given else name
+
+
+_INTRODUCTION = """# What the kernels become
+
+Every Triton kernel, compiled with the configuration that it is launched with, for an A100 (sm_80), an H100 or H200
+(sm_90) and an MI300 (gfx942), none of which was there. *Registers* are those of a thread, *spilled* what does not fit
+into them, in bytes (of gfx942 in registers), *widest* the widest access of a thread to memory in bytes. Made by Triton
+{triton} with
+
+```
+python -m benchmarks kernels --output docs/data/kernels.json --page docs/kernels.md
+```
+
+"""
+
+
+def kernels_page(rows: Sequence[Mapping[str, Any]], version: str) -> str:
+    """The page of these figures.
+
+    Args:
+        rows: As :func:`measured` gives them.
+        version: Triton's.
+    """
+    found: dict[tuple[str, str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["case"], row["kernel"], row["launch"]), {})[row["target"]] = row
+    lines = [
+        [
+            case,
+            f"`{kernel.strip('_')}`",
+            *(" / ".join(str(by[target][what]) for target in TARGETS) for what in Resources._fields),
+        ]
+        for (case, kernel, _), by in found.items()
+    ]
+    headings = ["call", "kernel", "registers", "spilled", "shared bytes", "threads", "widest"]
+    return _INTRODUCTION.format(triton=version) + "Each cell: sm_80 / sm_90 / gfx942.\n\n" + markdown(headings, lines)
+
+
+# --- what is called ----
+
+
+def run(length: int = 4096) -> list[torch.Tensor]:
+    return [torch.zeros(5), torch.zeros(length)]
+
+
+def counts(of_device: bool) -> Any:
+    return torch.ones(2) + 1 if of_device else 2
+
+
+def update(rule: Any, compared: bool = True, of_device: bool = False, lr: Any = 0.1) -> None:
+    from rankwise.kernels import triton
+
+    names = (*FIELDS[rule], *(("reference",) if compared else ()))
+    numbers = counts(of_device) if rule == "adamw" else 1
+    scalars = Scalars(lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=numbers, k=0.5, advance=rule != "lion")
+    triton.run(Pass(rule, {name: run() for name in names}, scalars, None if rule == "lion" else torch.ones(2)))
+
+
+def mars_adamw(of_device: bool) -> None:
+    update("adamw", of_device=of_device, lr=torch.tensor(0.1))
+
+
+def norms(compared: bool) -> None:
+    from rankwise.kernels import triton
+
+    triton.squared_norms(run(), run() if compared else None, 0.5)
+
+
+class Place(NamedTuple):
+    start: int
+    chain: int | None
+
+
+def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
+    from rankwise.sonew.cuda import sonew_directions
+
+    sonew_directions(
+        [Place(0, None), Place(3, 1024)],
+        *(run() for _ in range(3)),
+        [run() for _ in range(band)],
+        [None, None],
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        gamma=1e-2,
+        step=counts(of_device),
+        graft=graft,
+        graft_eps=1e-8,
+        out=run(),
+    )
+
+
+def newton_schulz(dtype: torch.dtype) -> None:
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
+
+    x = torch.zeros(2, 64, 64, dtype=dtype)
+    symmetric_product(x)
+    symmetric_polynomial(x, 1.0, 2.0)
+
+
+def factors(rule: str, dtype: torch.dtype) -> None:
+    from rankwise.mkor.cuda import update_factors_
+
+    inverses = list(torch.zeros(2, 64, 64, dtype=dtype))
+    update_factors_(inverses, torch.zeros(2, 64), decay=0.9, rule=rule, seen=torch.ones(2, dtype=torch.bool))
+
+
+def rescale() -> None:
+    from rankwise.mkor.cuda_rescale import rescale_
+
+    rescale_(run(), run(), 64)
+
+
+def moments() -> None:
+    from rankwise.ldadam.cuda import low_rank_moments
+
+    for step in (1, 2, torch.tensor([2, 3])):
+        low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
+
+
+def low_rank_step(right: bool) -> None:
+    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
+
+    part = [Factors(0, torch.zeros(8, 4), torch.zeros(4, 8), torch.zeros(4, 8))]
+    errors = [torch.zeros(64, dtype=torch.bfloat16)]
+    low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
+
+
+def low_rank_matrices(rank: int) -> None:
+    from rankwise.ldadam.cuda_moments import advance_moments_
+    from rankwise.ldadam.cuda_products import Operand, grouped_product_, keep_, places_of
+
+    stack = torch.zeros(2, rank, 256)
+    for strides, scales in (((256, 1), None), ((1, 256), torch.ones(2, rank))):
+        operand = Operand(places_of(stack), strides)
+        grouped_product_(torch.zeros(2, rank, rank), operand, operand.turned, 256, scales=scales, precision="tf32x3")
+    keep_(stack, places_of(stack), torch.zeros(2, dtype=torch.bool))
+    settings: dict[str, Any] = {"step": 2, "betas": (0.9, 0.99), "eps": 1e-8, "error_feedback": True}
+    rotation = torch.zeros(2, rank, rank)
+    advance_moments_(stack, rotation, list(stack), list(stack), precision="tf32x3", **settings)
+
+
+CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    (mars_adamw, (False,)),
+    (mars_adamw, (True,)),
+    (update, ("lion",)),
+    (update, ("momentum",)),
+    (update, ("step", False)),
+    (norms, (True,)),
+    (norms, (False,)),
+    (sonew, (0,)),
+    (sonew, (1,)),
+    (sonew, (1, True)),
+    (sonew, (1, True, "adam_official")),
+    (newton_schulz, (torch.bfloat16,)),
+    (newton_schulz, (torch.float32,)),
+    (factors, ("official", torch.bfloat16)),
+    (rescale, ()),
+    (moments, ()),
+    (low_rank_step, (False,)),
+    (low_rank_matrices, (256,)),
+]
+MORE = [
+    *((sonew, (band,)) for band in range(2, 9)),
+    *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
+    (low_rank_step, (True,)),
+    (low_rank_matrices, (16,)),
+    (low_rank_matrices, (512,)),
+]
