@@ -11,7 +11,14 @@ from typing import Any
 
 from .making import OPTIMIZERS, STAGES
 
-__all__ = ["OPTIMIZERS", "STAGES", "deepspeed_config", "deepspeed_config_path", "megatron_config_path"]
+__all__ = [
+    "OPTIMIZERS",
+    "STAGES",
+    "deepspeed_config",
+    "deepspeed_config_path",
+    "megatron_config_path",
+    "trainer_config_path",
+]
 
 
 def deepspeed_config_path(optimizer: str, stage: int = 2) -> Path:
@@ -57,6 +64,18 @@ def megatron_config_path(optimizer: str) -> Path:
         ValueError: if there is no such optimizer.
     """
     return Path(__file__).resolve().parent / "megatron" / f"{_known(optimizer)}.yaml"
+
+
+def trainer_config_path(optimizer: str) -> Path:
+    """Path of the packaged DeepSpeed JSON in which the Trainer, or accelerate, fills in what is ``"auto"``.
+
+    Args:
+        optimizer: name as in :data:`OPTIMIZERS`, in any case.
+
+    Raises:
+        ValueError: if there is no such optimizer.
+    """
+    return Path(__file__).resolve().parent / "huggingface" / f"{_known(optimizer)}.json"
 
 
 def _known(optimizer: str) -> str:

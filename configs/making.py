@@ -40,6 +40,20 @@ def _deepspeed(name: str, stage: int) -> str:
     return re.sub(r"\[\s+([^\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
+def _huggingface(name: str) -> str:
+    """What the Trainer and accelerate both fill in is theirs; betas and eps are the type's own if nobody names them."""
+    kept = {key: value for key, value in VALUES[name].items() if key not in ("betas", "eps")}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": OPTIMIZERS[name], "params": {**kept, "lr": "auto", "weight_decay": "auto"}},
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
 def _megatron(name: str) -> str:
     """The same values as flags: some are Megatron's own, the others begin with the name of the class."""
     values = dict(VALUES[name])
@@ -61,6 +75,7 @@ def contents() -> Iterator[tuple[str, str]]:
     """Every file: its path below the package, and its text."""
     for name in OPTIMIZERS:
         yield f"megatron/{name}.yaml", _megatron(name)
+        yield f"huggingface/{name}.json", _huggingface(name)
         for stage in STAGES:
             yield f"deepspeed/zero{stage}/{name}.json", _deepspeed(name, stage)
 

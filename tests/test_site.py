@@ -54,10 +54,10 @@ def blocks(path: Path, *languages: str) -> list[str]:
     return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", path.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "frameworks").glob("*.md")), ids=lambda page: page.stem)
-def test_snippets_are_those_of_readme_that_run(page: Path) -> None:
+@pytest.mark.parametrize("page", ["deepspeed", "megatron", "pytorch"])
+def test_snippets_are_those_of_readme_that_run(page: str) -> None:
     known = blocks(ROOT / "README.md", "python", "json")
-    assert [block for block in blocks(page, "python", "json") if block not in known] == []
+    assert [block for block in blocks(DOCS / f"frameworks/{page}.md", "python", "json") if block not in known] == []
 
 
 def texts_of(part: str) -> Iterator[str]:

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.configs import OPTIMIZERS, STAGES, deepspeed_config, deepspeed_config_path, megatron_config_path
+from rankwise.configs import (
+    OPTIMIZERS,
+    STAGES,
+    deepspeed_config,
+    deepspeed_config_path,
+    megatron_config_path,
+    trainer_config_path,
+)
 from rankwise.configs.making import write
 from rankwise.launch.flags import read_flags
 
@@ -33,7 +40,7 @@ def test_the_files_are_those_that_one_table_gives(tmp_path: Path) -> None:
     root = Path(str(files("rankwise.configs")))
     write(tmp_path)
     made = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()}
-    assert len(made) == len(OPTIMIZERS) * (len(STAGES) + 1)
+    assert len(made) == len(OPTIMIZERS) * (len(STAGES) + 2)
     for path, text in made.items():
         assert (root / path).read_text() == text, path
 
@@ -42,6 +49,20 @@ def test_nothing_but_the_grid_is_packaged() -> None:
     root = files("rankwise.configs") / "deepspeed"
     found = {(folder.name, file.name) for folder in root.iterdir() for file in folder.iterdir()}
     assert found == {(f"zero{stage}", f"{name}.json") for stage in STAGES for name in OPTIMIZERS}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_trainer_is_left_what_it_fills_in(name: str) -> None:
+    config, ready = json.loads(trainer_config_path(name).read_text()), deepspeed_config(name)["optimizer"]
+    params = config["optimizer"]["params"]
+    assert config["optimizer"]["type"] == ready["type"] and params["lr"] == params["weight_decay"] == "auto"
+    own = {key: value for key, value in params.items() if value != "auto"}
+    assert own == {key: ready["params"][key] for key in own} and not {"betas", "eps"} & set(params)
+    if name != "adamw":
+        pytest.importorskip("deepspeed")
+        from deepspeed_plugin import validate_config
+
+        validate_config(config)
 
 
 def test_every_optimizer_has_flags_for_megatron() -> None:

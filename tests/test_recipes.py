@@ -1,0 +1,66 @@
+"""The recipes of the documentation run as they stand; the scripts are forked, so that they share what they import."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/frameworks/huggingface.md").read_text()
+
+
+def block(section: str, language: str = "python") -> str:
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return found
+
+
+def _executed(rank: int, world: int, folder: str, section: str, result: str, **variables: str) -> str:
+    from cpu_deepspeed import choose_cpu
+
+    os.chdir(folder)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", **variables)
+    choose_cpu()
+    names: dict[str, object] = {"__name__": "recipe"}
+    exec(compile(block(section), section, "exec"), names)
+    return str(eval(result, names))
+
+
+def _without_engine(rank: int, world: int, folder: str, section: str, result: str) -> str:
+    return _executed(rank, world, folder, section, result, ACCELERATE_USE_CPU="true")
+
+
+def _with_deepspeed(rank: int, world: int, folder: str, section: str, result: str) -> str:
+    file = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}
+    return _executed(rank, world, folder, section, result, **(file if section.startswith("accelerate") else {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "engine"),
+    [("The Trainer with DeepSpeed", "trainer.model_wrapped"), ("accelerate with DeepSpeed", "model")],
+)
+def test_an_engine_gets_what_the_json_leaves_open(section: str, engine: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "ds.json").write_text(block("The Trainer with DeepSpeed", "json"))
+    read = f"[{engine}.basic_optimizer.param_groups[0][key] for key in ('weight_decay', 'betas')]"
+    result = f"(type({engine}.basic_optimizer).__name__, {engine}.global_steps, {read})"
+    (found,) = run_ranks(1, _with_deepspeed, str(tmp_path), section, result, timeout=100.0)
+    assert found.startswith("('LDAdam', ") and found.endswith("[0.1, (0.908, 0.99)])"), found
+
+
+def test_accelerate_prepares_an_optimizer_of_ours(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    read = "optimizer.optimizer.read_health()['factors_updated']"
+    (found,) = run_ranks(1, _without_engine, str(tmp_path), "accelerate without DeepSpeed", read, timeout=100.0)
+    assert float(found) > 0
+
+
+def test_lightning_steps_an_optimizer_of_ours(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs pip install lightning")
+    read = "(trainer.global_step, trainer.optimizers[0].read_health()['factors_updated'] > 0)"
+    (found,) = run_ranks(1, _without_engine, str(tmp_path), "Lightning", read, timeout=100.0)
+    assert found == "(3, True)"
