@@ -285,6 +285,14 @@ def newton_schulz(dtype: torch.dtype) -> None:
     symmetric_polynomial(x, 1.0, 2.0)
 
 
+def orthogonal_steps(product: torch.dtype, rows: int, columns: int) -> None:
+    from rankwise.kernels.orthogonal_step import OrthogonalStep
+    from rankwise.kernels.triton.orthogonal_steps import orthogonal_steps_
+
+    pair = torch.ones(2, 2 * rows * columns)
+    orthogonal_steps_([OrthogonalStep((rows, columns), pair[0], pair[1], 1e-7, 0.2, 0.1, 1)], product)
+
+
 def factors(rule: str, dtype: torch.dtype) -> None:
     from rankwise.mkor.cuda import update_factors_
 
@@ -346,8 +354,10 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (moments, ()),
     (low_rank_step, (False,)),
     (low_rank_matrices, (256,)),
+    (orthogonal_steps, (torch.bfloat16, 128, 64)),
 ]
 MORE = [
+    (orthogonal_steps, (torch.float32, 64, 128)),
     *((sonew, (band,)) for band in range(2, 9)),
     *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
     (low_rank_step, (True,)),

@@ -85,10 +85,15 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
     """Bytes of what a kernel finds by the addresses in its table."""
     if name in ("update_kernel", "norm_kernel"):
         fields = given["FIELDS"]
-        writes = 0
+        reference = given["REFERENCE"].primitive_bitwidth // 8
+        moved = 4 * fields
         if name == "update_kernel":
-            writes = {0: 1, 1: 2, 2: 3, 3: 1}[given["RULE"]] + (given["CORRECT"] and given["ADVANCE"])
-        return 4 * (fields + writes) * sum(table[fields :: fields + 1])
+            moved += 4 * {0: 1, 1: 2, 2: 3, 3: 1}[given["RULE"]] + given["GRAD"].primitive_bitwidth // 8 - 4
+        if given.get("CORRECT", fields == 2):
+            moved += reference - 4 + (reference if given.get("ADVANCE") else 0)
+        return moved * sum(table[fields :: fields + 1])
+    if name == "normalise_kernel":
+        return (4 + given["ELEMENT"].primitive_bitwidth // 8) * sum(table[2::3])
     if name in ("_norms_kernel", "_rescale_kernel"):
         # Two fields are read; or one of them, and one is written.
         return 4 * 2 * sum(table[2::3])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from rankwise.kernels import blocked, lists, native, triton
 from rankwise.kernels.native import tiled_newton_schulz as native_newton_schulz
 from rankwise.kernels.native.products import products
-from rankwise.kernels.native.tiled_newton_schulz import OrthogonalStep
+from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.updates.newton_schulz import newton_schulz
 
@@ -74,17 +75,24 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def orthogonal_steps_for(
-    device: torch.device, dtype: torch.dtype, product: torch.dtype
+    device: torch.device, dtype: torch.dtype, product: torch.dtype, cautious: bool = False
 ) -> Callable[[Sequence[OrthogonalStep]], None] | None:
-    """:func:`rankwise.kernels.native.tiled_newton_schulz.orthogonal_steps_`, or None where there is no such form.
+    """What steps many matrices where they lie, or None where there is no such form.
 
     Args:
         device: Where the tensors lie.
         dtype: Their type.
         product: The type of the products.
+        cautious: Whether decay depends on the step.
     """
-    chosen = kernels_for(device, dtype) is native and native_newton_schulz.takes(dtype, product)
-    return native_newton_schulz.orthogonal_steps_ if chosen else None
+    chosen = kernels_for(device, dtype)
+    if chosen is native and not cautious and native_newton_schulz.takes(dtype, product):
+        return native_newton_schulz.orthogonal_steps_
+    if chosen is not triton:
+        return None
+    from rankwise.kernels.triton.orthogonal_steps import orthogonal_steps_, takes
+
+    return partial(orthogonal_steps_, product=product) if takes(dtype, product) else None
 
 
 def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:

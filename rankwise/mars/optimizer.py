@@ -13,7 +13,7 @@ from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
 from rankwise.mars.declared import MARSDeclared
 from rankwise.mars.options import MARSOptions
-from rankwise.mars.rule import MARSRule, MomentumSignature
+from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.unit import Bucket, StepUnit, joined, spans
@@ -114,7 +114,10 @@ class MARS(ShardedOptimizer):
                 short, long = min(rows, columns), max(rows, columns)
                 signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.step_group[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
-        self.planner.choose_owners(unit, tasks)
+        product = self.declared.product_type(unit.device, unit.dtype)
+        # Those that lie whole on their owner are then stepped together.
+        alone = product is not None and steps_in_place(unit, product) is not None
+        self.planner.choose_owners(unit, tasks, alone=alone)
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of the corrected gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from rankwise.step.first_order import step_and_decay
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 
-__all__ = ["MARSRule", "MomentumSignature"]
+__all__ = ["MARSRule", "MomentumSignature", "steps_in_place"]
 
 
 class MomentumSignature(NamedTuple):
@@ -35,6 +35,16 @@ class MomentumSignature(NamedTuple):
     columns: int
     logical: tuple[int, int]
     group: int
+
+
+def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[OrthogonalStep]], None] | None:
+    """What steps a unit's matrices where they lie, or None.
+
+    Args:
+        unit: Their unit.
+        product: Type of the products.
+    """
+    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious)
 
 
 class MARSRule(MatrixRule):
@@ -62,15 +72,16 @@ class MARSRule(MatrixRule):
         self._product = product
         self._variant: updates.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: updates.Scale = options.scale  # type: ignore[assignment]
-        # Cautious decay has to know the directions.
-        in_place = None if unit.cautious else orthogonal_steps_for(unit.device, unit.dtype, product)
-        self._steps_in_place = in_place
+        self._steps_in_place = steps_in_place(unit, product)
         self._taken: list[OrthogonalStep] = []
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
-        """The momenta; the weights have decayed then, unless they do so cautiously."""
+        """The momenta; weights that are not stepped in place have decayed then, unless they do so cautiously."""
+        later = in_place if self._steps_in_place is not None else ()
         for bucket in self.buckets if not self.unit.cautious else ():
-            decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
+            pairs = zip(bucket.entries, bucket.weights, strict=True)
+            weights = [weight for entry, weight in pairs if entry.index not in later]
+            decay_(weights, bucket.group["lr"], bucket.group["weight_decay"])
         return self.state_by_fragment("exp_avg")
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
@@ -131,9 +142,11 @@ class MARSRule(MatrixRule):
             weight,
             eps=updates.norm_offset(self._variant, group["betas"][0], self._eps(group)),
             factor=updates.shape_factor(self._variant, *signature.logical, self._scaled_as),
-            lr=float(group["lr"]),
+            lr=group["lr"],
             steps=group["ns_steps"],
             coefficients=group["ns_coefficients"],
+            weight_decay=group["weight_decay"],
+            cautious=self.unit.cautious,
         )
 
     def _eps(self, group: Mapping[str, Any]) -> float | None:

@@ -138,7 +138,7 @@ class MatrixExchange:
         for batch in self.plan.batches:
             # Slices are computed together with those of other ranks.
             alone = self.one_by_one and not batch.partners
-            apart = [task for task in batch.tasks if alone and self._lies_whole(task)]
+            apart = [task for task in batch.tasks if alone and self._is_apart(task)]
             here = {task.key for task in apart}
             straddling = tuple(task for task in batch.tasks if task.key not in here)
             if straddling:
@@ -146,6 +146,12 @@ class MatrixExchange:
                 yield replace(batch, tasks=straddling)
             for task in apart:
                 yield replace(batch, tasks=(task,))
+
+    def _is_apart(self, task: MatrixTask) -> bool:
+        """Whether a task is a batch of its own: where stacks are faster, only one that is stepped where it lies."""
+        if self.device.type in self.one_by_one_on:
+            return self._lies_whole(task)
+        return self._lies_in_place(Batch(task.signature, (task,)))
 
     def _lies_whole(self, task: MatrixTask) -> bool:
         return all(set(self.layout.holders[part]) == {self.plan.owners[task.key]} for part in task.parts)

@@ -57,23 +57,24 @@ PLAIN = Products(_square, _polynomial, 1.0)
 """The library's."""
 
 
-def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN) -> Tensor:
+def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, turned: bool = False) -> Tensor:
     """Whichever form is less work, where both are as stable.
 
     One polynomial over and over, as published, is applied to the matrices themselves always: trajectories of it have
     been recorded to the bit.
 
     Args:
-        x: (b, m, n), m <= n, of norms at most one.
+        x: (b, m, n), m <= n, of norms at most one; (b, n, m) where they are turned.
         table: The polynomial of each step.
         products: What multiplies.
+        turned: Whether the matrices lie transposed, and the results are to.
     """
-    short, long = x.shape[-2:]
+    short, long = sorted(x.shape[-2:])
     stable = x.dtype in _STABLE and len(set(table)) > 1
     less = operations(short, long, len(table), products.symmetric, True) < operations(
         short, long, len(table), products.symmetric, False
     )
-    return (iterate_on_gram if stable and less else iterate)(x, table, products)
+    return (iterate_on_gram if stable and less else iterate)(x, table, products, turned)
 
 
 def operations(short: int, long: int, steps: int, symmetric: float, on_gram: bool) -> float:
@@ -94,38 +95,42 @@ def operations(short: int, long: int, steps: int, symmetric: float, on_gram: boo
     return runs * (symmetric + 1.0) * square + (symmetric * steps + 3.0 * (steps - runs)) * cube
 
 
-def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN) -> Tensor:
+def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, turned: bool = False) -> Tensor:
     """``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, step by step.
 
     Args:
         x: (b, m, n), m <= n.
         table: ``(a, b, c)`` of each step.
         products: What multiplies.
+        turned: As for :func:`orthogonalise`.
     """
     for a, b, c in table:
-        x = torch.baddbmm(x, products.polynomial(products.square(x), b, c), x, beta=a)
+        factor = products.polynomial(products.square(x.mT if turned else x), b, c)
+        left, right = (x, factor) if turned else (factor, x)
+        x = torch.baddbmm(x, left, right, beta=a)
     return x
 
 
-def iterate_on_gram(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN) -> Tensor:
+def iterate_on_gram(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, turned: bool = False) -> Tensor:
     """The same polynomials of the same singular values; rounded otherwise.
 
     Args:
         x: (b, m, n), m <= n.
         table: ``(a, b, c)`` of each step.
         products: What multiplies.
+        turned: As for :func:`orthogonalise`.
     """
     for start in range(0, len(table), RESTART):
-        x = _few_steps(x, table[start : start + RESTART], products)
+        x = _few_steps(x, table[start : start + RESTART], products, turned)
     return x
 
 
-def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products) -> Tensor:
+def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products, turned: bool) -> Tensor:
     (a, b, c), *others = table
-    gram = products.square(x)
-    z = products.polynomial(gram, b, c)
     if not others:
-        return torch.baddbmm(x, z, x, beta=a)
+        return iterate(x, table, products, turned)
+    gram = products.square(x.mT if turned else x)
+    z = products.polynomial(gram, b, c)
     factor = z.clone()
     factor.diagonal(dim1=-2, dim2=-1).add_(a)
     for following in others:
@@ -134,4 +139,4 @@ def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products) -> Tenso
         a, b, c = following
         z = products.polynomial(gram, b, c)
         factor = torch.baddbmm(factor, z, factor, beta=a)
-    return factor @ x
+    return x @ factor.mT if turned else factor @ x

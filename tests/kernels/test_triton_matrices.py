@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from triton_runs import assert_runs_close  # noqa: E402
 
+from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.ldadam import formulas as low_rank
 from rankwise.mkor import formulas as mkor
 from rankwise.updates import newton_schulz as linalg
@@ -75,6 +76,47 @@ def test_a_polynomial_for_each_step(
     tolerance = 1e-4 if dtype is None else 0.02 if dtype == torch.float16 else 0.1
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
     assert len(launches) == (5 + 2 if on_gram and dtype != torch.bfloat16 else 5 * 2)
+
+
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
+def test_steps_along_orthogonal_momenta(
+    product: torch.dtype, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tall, wide and unaligned ones, by other polynomials and rates, three of a shape in stacks of two."""
+    from rankwise.kernels.triton import orthogonal_steps, steps
+
+    monkeypatch.setattr(orthogonal_steps, "ELEMENTS_AT_ONCE", 2 * 20 * 35)
+    monkeypatch.setattr(orthogonal_steps, "TILE", 64)
+    monkeypatch.setattr(steps, "TILE", 64)
+    # Signs of what is rounded may be others, and so may what decays.
+    exact = product == torch.float32
+    jobs = [
+        OrthogonalStep((20, 35), *_filled(3 * 20 * 35, 0), 1e-7, 3.0, 0.1, 5, weight_decay=0.5),
+        OrthogonalStep((40, 16), *_filled(40 * 16, 1), 0.5, 0.2, torch.tensor(0.1), 5, "cans", 0.5, cautious=exact),
+    ]
+    wanted = [_stepped(job) for job in jobs]
+    before = [(job.momentum.clone(), job.weight.clone()) for job in jobs]
+    orthogonal_steps.orthogonal_steps_(jobs, product)
+    for job, weight, (momentum, start) in zip(jobs, wanted, before, strict=True):
+        assert torch.equal(job.momentum, momentum)
+        tolerance = 1e-5 if exact else 0.03
+        assert (job.weight - weight).norm() < tolerance * (start - weight).norm()
+    # A stack of two, one of one, and the other shape.
+    assert [launches.count(name) for name in ("normalise_kernel", "update_kernel", "norm_kernel")] == [3, 3, 1]
+
+
+def _filled(length: int, offset: int) -> tuple[Tensor, Tensor]:
+    found = torch.randn(2, length + offset, generator=generator(length))[:, offset:]
+    return found[0], found[1].contiguous()
+
+
+def _stepped(job: OrthogonalStep) -> Tensor:
+    directions = job.factor * linalg.newton_schulz(
+        job.momentum.double().view(-1, *job.shape), job.steps, eps=job.eps, coefficients=job.coefficients
+    )
+    weight, directions = job.weight.double(), directions.reshape(-1)
+    decay = job.weight_decay * (~(directions * weight < 0) if job.cautious else torch.ones(len(weight)))
+    return weight - float(job.lr) * (decay * weight + directions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,6 +20,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mars-lion": (MARS, {"variant": "lion", "clip": None}),
     "mars-muon": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
     "mars-muon-cans": (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans"}),
+    "mars-shampoo-cautious": (
+        MARS,
+        {"variant": "shampoo", "ns_dtype": "float32", "weight_decay_method": "cautious", "capturable": True},
+    ),
     "sonew-1": (SONew, {"band": 1}),
     "sonew-2": (SONew, {"band": 2, "graft": "momentum"}),
     "ldadam": (LDAdam, {"rank": 3}),

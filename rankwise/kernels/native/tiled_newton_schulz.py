@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rankwise.kernels.lists import decay_
 from rankwise.kernels.native import squared_norms
 from rankwise.kernels.native.products import products
+from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.kernels.sizes import check_lengths
 from rankwise.updates import newton_schulz as linalg
 from rankwise.updates.polynomials import Quintic, quintics
 
-__all__ = ["OrthogonalStep", "newton_schulz", "orthogonal_steps_", "takes"]
+__all__ = ["newton_schulz", "orthogonal_steps_", "takes"]
 
 
 class _Orthogonal(ctypes.Structure):
@@ -35,31 +36,6 @@ class _Orthogonal(ctypes.Structure):
         ("moves", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("factor", "lr")),
     ]
-
-
-@dataclass
-class OrthogonalStep:
-    """Matrices of one shape, one after another in memory, whose weights are to be stepped where they lie.
-
-    Attributes:
-        shape: Of each.
-        momentum: What is orthogonalised, 1-D, left as it is.
-        weight: 1-D, loses ``lr * factor`` times the result.
-        eps: Added to the norm.
-        factor: Of the orthogonal factor.
-        lr: Learning rate.
-        steps: Iterations.
-        coefficients: Name of their polynomials.
-    """
-
-    shape: tuple[int, int]
-    momentum: Tensor
-    weight: Tensor
-    eps: float
-    factor: float
-    lr: float
-    steps: int
-    coefficients: str = "published"
 
 
 def takes(matrix: torch.dtype, product: torch.dtype) -> bool:
@@ -108,29 +84,26 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
     """Step weights along the orthogonal factors of their momenta, the same as :func:`newton_schulz` gives.
 
     Args:
-        jobs: :func:`takes` must say yes to their tensors, which are contiguous.
+        jobs: :func:`takes` must say yes to their tensors, which are contiguous. None is cautious.
     """
     for job in jobs:
         check_lengths([job.momentum], [job.weight])
+    for rate, weight_decay in dict.fromkeys((job.lr, job.weight_decay) for job in jobs):
+        decay_([job.weight for job in jobs if (job.lr, job.weight_decay) == (rate, weight_decay)], rate, weight_decay)
     for way in dict.fromkeys((job.coefficients, job.steps) for job in jobs):
         matrices = [
             (job, momentum, weight)
             for job in jobs
             if (job.coefficients, job.steps) == way
-            for momentum, weight in zip(
-                *(_single(tensor, job.shape) for tensor in (job.momentum, job.weight)), strict=True
-            )
+            for momentum, weight in job.matrices()
         ]
         norms = _norms([momentum for _, momentum, _ in matrices])
         described = [
+            # ctypes takes a 0-d tensor on the CPU for a float.
             _Orthogonal(*job.shape, momentum.data_ptr(), norm + job.eps, weight.data_ptr(), 1, job.factor, job.lr)
             for (job, momentum, weight), norm in zip(matrices, norms, strict=True)
         ]
         _run(described, quintics(*way))
-
-
-def _single(tensor: Tensor, shape: tuple[int, int]) -> Sequence[Tensor]:
-    return tensor.view(-1, shape[0] * shape[1]).unbind()
 
 
 def _norms(matrices: list[Tensor]) -> list[float]:

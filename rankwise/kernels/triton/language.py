@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
-__all__ = ["ceil_div", "device_scalar", "has_wide_products", "jit", "launch"]
+__all__ = ["ELEMENTS", "ceil_div", "device_scalar", "has_wide_products", "jit", "launch"]
+
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What a kernel calls a type."""
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -89,9 +89,10 @@ class Runs:
     """The tables of one launch.
 
     Args:
-        fields: Lists of contiguous 1-D fp32 tensors, one list per field and one tensor per run.
+        fields: Lists of contiguous 1-D tensors, one list per field and one tensor per run.
         tile: Elements per program.
         extras: Lists of further integers, one per run.
+        types: Of the fields; None: all are fp32.
 
     Attributes:
         table: (runs, fields + 1 + extras) int64: addresses, length, extras.
@@ -105,14 +106,21 @@ class Runs:
         ValueError: If the lists differ in length, or the tensors of a run do; or a tensor is of another kind.
     """
 
-    def __init__(self, fields: Sequence[Sequence[Tensor]], tile: int, extras: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        fields: Sequence[Sequence[Tensor]],
+        tile: int,
+        extras: Sequence[Sequence[int]] = (),
+        types: Sequence[torch.dtype] | None = None,
+    ) -> None:
         lengths = tuple(tensor.numel() for tensor in fields[0])
         for field in fields[1:]:
             if tuple(tensor.numel() for tensor in field) != lengths:
                 raise ValueError("every field of a launch needs one tensor per run, as long as those of the others")
         self.runs = len(lengths)
         self.device = fields[0][0].device if lengths else torch.device("cpu")
-        rows = zip(*(addresses(field) for field in fields), lengths, *extras, strict=True)
+        found = map(addresses, fields, types or [torch.float32] * len(fields))
+        rows = zip(*found, lengths, *extras, strict=True)
         self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
         tiles = tiles_of(lengths, tile, self.device)
         self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
@@ -157,10 +165,16 @@ def _sum_kernel(
 
 @jit
 def read(
-    row: tl.tensor, FIELD: tl.constexpr, start: tl.tensor, inside: tl.tensor, BLOCK: tl.constexpr, FAST: tl.constexpr
+    row: tl.tensor,
+    FIELD: tl.constexpr,
+    start: tl.tensor,
+    inside: tl.tensor,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+    ELEMENT: tl.constexpr = tl.float32,
 ) -> tl.tensor:
     """A tile of a field. FAST: it is full and begins at a multiple of 16 bytes, so that wide loads are possible."""
-    pointer = tl.load(row + FIELD).to(tl.pointer_type(tl.float32)) + start
+    pointer = tl.load(row + FIELD).to(tl.pointer_type(ELEMENT)) + start
     lanes = tl.arange(0, BLOCK)
     if FAST:
         return tl.load(tl.multiple_of(pointer, 16) + lanes)
@@ -177,9 +191,11 @@ def write(
     inside: tl.tensor,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
+    ELEMENT: tl.constexpr = tl.float32,
 ) -> None:
-    """Store a tile of a field."""
-    pointer = tl.load(row + FIELD).to(tl.pointer_type(tl.float32)) + start
+    """Store a tile of a field, rounded to its type."""
+    pointer = tl.load(row + FIELD).to(tl.pointer_type(ELEMENT)) + start
+    value = value.to(ELEMENT)
     lanes = tl.arange(0, BLOCK)
     if FAST:
         tl.store(tl.multiple_of(pointer, 16) + lanes, value)

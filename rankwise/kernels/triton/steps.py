@@ -6,14 +6,14 @@ the gradient and a reference that does not advance read only).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Rule
-from rankwise.kernels.triton.language import device_scalar, jit, launch
+from rankwise.kernels.triton.language import ELEMENTS, device_scalar, jit, launch
 from rankwise.kernels.triton.segments import Runs, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
@@ -25,18 +25,20 @@ _WARPS_OF_RULES = 8
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
 
 
-def run(update: Pass) -> None:
+def run(update: Pass, scale: float = 1.0) -> None:
     """Do a pass, in place.
 
     Args:
-        update: Its tensors are contiguous fp32 runs.
+        update: Its tensors are contiguous fp32 runs; references, and the directions of a "step", may be narrower.
+        scale: Of a "step": what its directions are multiplied by.
 
     Raises:
         ValueError: One is of another kind, or the lists do not fit together.
     """
     fields, scalars = list(update.fields.values()), update.scalars
-    runs = Runs(fields, TILE)
-    own_scale, root = update.corrections() if update.rule == "adamw" else (1.0, 1.0)
+    types = _types(update.fields, ("reference", *(("grad",) if update.rule == "step" else ())))
+    runs = Runs(fields, TILE, types=list(types.values()))
+    own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
     launch(
         update_kernel,
         (runs.count,),
@@ -61,6 +63,8 @@ def run(update: Pass) -> None:
         CAUTIOUS=update.is_cautious,
         LR_ON_DEVICE=isinstance(scalars.lr, Tensor),
         STEPS_ON_DEVICE=isinstance(own_scale, Tensor),
+        GRAD=ELEMENTS[types["grad"]],
+        REFERENCE=ELEMENTS[types.get("reference", torch.float32)],
         FIELDS=len(fields),
         BLOCK=TILE,
         num_warps=WARPS if update.rule == "step" else _WARPS_OF_RULES,
@@ -72,7 +76,7 @@ def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None
 
     Args:
         tensors: Contiguous fp32 runs, at least one.
-        references: ``h``, if any.
+        references: ``h``, if any; in fp32 or narrower.
         k: As in a pass.
 
     Returns:
@@ -81,8 +85,9 @@ def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None
     Raises:
         ValueError: If a tensor is of another kind.
     """
-    fields = [tensors] if references is None else [tensors, references]
-    runs = Runs(fields, TILE)
+    fields = {"grad": tensors} if references is None else {"grad": tensors, "reference": references}
+    types = _types(fields, ("reference",))
+    runs = Runs(list(fields.values()), TILE, types=list(types.values()))
     partials = runs.partial_sums(1)
     launch(
         norm_kernel,
@@ -92,11 +97,18 @@ def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None
         runs.tiles,
         partials,
         float(k),
+        REFERENCE=ELEMENTS[types.get("reference", torch.float32)],
         FIELDS=len(fields),
         BLOCK=TILE,
         num_warps=WARPS if references is None else _WARPS_OF_RULES,
     )
     return run_sums(runs, partials)[0]
+
+
+def _types(fields: Mapping[str, Sequence[Tensor]], narrow: Collection[str]) -> dict[str, torch.dtype]:
+    """Types of the lists; those that may not be narrow are fp32."""
+    known = {name: tensors[0].dtype for name, tensors in fields.items() if name in narrow}
+    return {name: known[name] if known.get(name) in ELEMENTS else torch.float32 for name in fields}
 
 
 def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
@@ -145,15 +157,18 @@ def _gradient(
     start: tl.tensor,
     inside: tl.tensor,
     k: tl.tensor,
+    GRAD: tl.constexpr,
+    REFERENCE: tl.constexpr,
     FIELDS: tl.constexpr,
     CORRECT: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """``g + k (g - h)``, or ``g`` itself, and ``g``; the gradient is the first field, the reference the last."""
-    grad = read(row, 0, start, inside, BLOCK, FAST)
+    grad = read(row, 0, start, inside, BLOCK, FAST, GRAD).to(tl.float32)
     if CORRECT:
-        return grad + k * (grad - read(row, FIELDS - 1, start, inside, BLOCK, FAST)), grad
+        reference = read(row, FIELDS - 1, start, inside, BLOCK, FAST, REFERENCE).to(tl.float32)
+        return grad + k * (grad - reference), grad
     else:
         return grad, grad
 
@@ -164,6 +179,7 @@ def norm_kernel(
     tiles: tl.tensor,
     partials: tl.tensor,
     k: tl.tensor,
+    REFERENCE: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -173,9 +189,9 @@ def norm_kernel(
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + FIELDS)
     if (start + BLOCK <= length) & wide(row, FIELDS):
-        _norm_tile(row, start, length, partials + program, k, FIELDS, BLOCK, True)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, FIELDS, BLOCK, True)
     else:
-        _norm_tile(row, start, length, partials + program, k, FIELDS, BLOCK, False)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, FIELDS, BLOCK, False)
 
 
 @jit
@@ -185,12 +201,13 @@ def _norm_tile(
     length: tl.tensor,
     partial: tl.tensor,
     k: tl.tensor,
+    REFERENCE: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     inside = start + tl.arange(0, BLOCK) < length
-    value, grad = _gradient(row, start, inside, k, FIELDS, FIELDS == 2, BLOCK, FAST)
+    value, grad = _gradient(row, start, inside, k, tl.float32, REFERENCE, FIELDS, FIELDS == 2, BLOCK, FAST)
     value = value.to(tl.float64)
     tl.store(partial, tl.sum(value * value, axis=0))
 
@@ -227,6 +244,8 @@ def update_kernel(
     CAUTIOUS: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     STEPS_ON_DEVICE: tl.constexpr,
+    GRAD: tl.constexpr,
+    REFERENCE: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -246,10 +265,10 @@ def update_kernel(
     # fmt: off
     if (start + BLOCK <= length) & wide(row, FIELDS):
         _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
-                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, FIELDS, BLOCK, True)
+                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, REFERENCE, FIELDS, BLOCK, True)
     else:
         _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
-                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, FIELDS, BLOCK, False)
+                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, REFERENCE, FIELDS, BLOCK, False)
     # fmt: on
 
 
@@ -273,15 +292,17 @@ def _update_tile(
     SCALED: tl.constexpr,
     ADVANCE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
+    GRAD: tl.constexpr,
+    REFERENCE: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """Fields: gradient, momentum, then weight, second moment (AdamW) and, last, reference, as far as there are."""
     inside = start + tl.arange(0, BLOCK) < length
-    value, grad = _gradient(row, start, inside, k, FIELDS, CORRECT, BLOCK, FAST)
+    value, grad = _gradient(row, start, inside, k, GRAD, REFERENCE, FIELDS, CORRECT, BLOCK, FAST)
     if CORRECT and ADVANCE:
-        write(row, FIELDS - 1, start, grad, inside, BLOCK, FAST)
+        write(row, FIELDS - 1, start, grad, inside, BLOCK, FAST, REFERENCE)
     if RULE == 3:
         direction = value
         if SCALED:

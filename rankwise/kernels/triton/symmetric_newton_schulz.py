@@ -15,7 +15,7 @@ from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.updates.polynomial_steps import Products, orthogonalise
 from rankwise.updates.polynomials import quintics
 
-__all__ = ["newton_schulz", "symmetric_polynomial", "symmetric_product"]
+__all__ = ["HALVED", "newton_schulz", "symmetric_polynomial", "symmetric_product"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -58,7 +58,7 @@ def newton_schulz(
     norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
     x = (wide_enough / (norm + eps)).to(dtype)
     x = (x.mT if tall else x).contiguous()
-    x = orthogonalise(x, table, _HALVED).to(matrix.dtype)
+    x = orthogonalise(x, table, HALVED).to(matrix.dtype)
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
@@ -88,7 +88,8 @@ def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
     return _product(gram, gram.contiguous(), square, linear)
 
 
-_HALVED = Products(symmetric_product, symmetric_polynomial, 0.5)
+HALVED = Products(symmetric_product, symmetric_polynomial, 0.5)
+"""With half the work."""
 
 
 def _product(x: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:

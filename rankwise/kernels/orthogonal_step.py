@@ -1,0 +1,46 @@
+"""A step along an orthogonalised momentum, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rankwise.updates.adamw import Scalar
+
+__all__ = ["OrthogonalStep"]
+
+
+@dataclass
+class OrthogonalStep:
+    """Matrices of one shape, one after another in memory, whose weights are to be stepped where they lie.
+
+    Attributes:
+        shape: Of each.
+        momentum: What is orthogonalised, 1-D, left as it is.
+        weight: 1-D, decays, and loses ``lr * factor`` times the result.
+        eps: Added to the norm.
+        factor: Of the orthogonal factor.
+        lr: Learning rate, a float or a 0-d tensor.
+        steps: Iterations.
+        coefficients: Name of their polynomials.
+        weight_decay: Decoupled decay rate.
+        cautious: Whether elements that step away from zero do not decay.
+    """
+
+    shape: tuple[int, int]
+    momentum: Tensor
+    weight: Tensor
+    eps: float
+    factor: float
+    lr: Scalar
+    steps: int
+    coefficients: str = "published"
+    weight_decay: float = 0.0
+    cautious: bool = False
+
+    def matrices(self) -> list[tuple[Tensor, Tensor]]:
+        """Momentum and weight of each, 1-D."""
+        length = self.shape[0] * self.shape[1]
+        parts = (tensor.view(-1, length).unbind() for tensor in (self.momentum, self.weight))
+        return list(zip(*parts, strict=True))

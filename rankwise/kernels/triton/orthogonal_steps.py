@@ -1,0 +1,154 @@
+r"""Steps along orthogonalised momenta where they lie: stacks of equal shapes, and nothing in between in fp32.
+
+Bytes per element, outside the products: 4 for the norms, 6 for the normalised copy in bfloat16, 10 for the weight. What
+lies transposed is worked on as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from rankwise.kernels.orthogonal_step import OrthogonalStep
+from rankwise.kernels.passes import Pass, Scalars
+from rankwise.kernels.triton import steps
+from rankwise.kernels.triton.language import ELEMENTS, jit, launch
+from rankwise.kernels.triton.segments import Runs, read, wide, write
+from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
+from rankwise.updates.polynomial_steps import orthogonalise
+from rankwise.updates.polynomials import quintics
+
+__all__ = ["normalised", "orthogonal_steps_", "takes"]
+
+ELEMENTS_AT_ONCE = 1 << 26
+"""In one stack: what bounds the scratch memory, of about five times as many in the type of the products."""
+TILE = 2048
+
+
+def takes(dtype: torch.dtype, product: torch.dtype) -> bool:
+    """Whether there is a form for matrices of this type with products in this type."""
+    return dtype == torch.float32 and product in ELEMENTS
+
+
+def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> None:
+    """Step weights along the orthogonal factors of their momenta.
+
+    Args:
+        jobs: Their tensors are contiguous fp32 runs.
+        product: Type of the products.
+
+    Raises:
+        ValueError: A tensor is of another kind.
+    """
+    stacks = list(_stacks(jobs))
+    momenta = [momentum for _, found in stacks for momentum, _ in found]
+    if not momenta:
+        return
+    squares = steps.squared_norms(momenta, None, 0.0)
+    for job, found in stacks:
+        own, squares = squares[: len(found)], squares[len(found) :]
+        _step_together(job, found, own, product)
+
+
+_Matrix = tuple[Tensor, Tensor]
+"""Momentum and weight, 1-D."""
+
+
+def _stacks(jobs: Sequence[OrthogonalStep]) -> Iterator[tuple[OrthogonalStep, list[_Matrix]]]:
+    """Matrices that are computed together, and a job with what they have in common."""
+
+    def sign(job: OrthogonalStep) -> tuple[Any, ...]:
+        rate = id(job.lr) if isinstance(job.lr, Tensor) else job.lr
+        return job.shape, job.eps, job.factor, rate, job.weight_decay, job.cautious, job.steps, job.coefficients
+
+    for _, alike in groupby(sorted(jobs, key=sign), sign):
+        found = list(alike)
+        matrices = [matrix for job in found for matrix in job.matrices()]
+        at_once = max(1, ELEMENTS_AT_ONCE // (found[0].shape[0] * found[0].shape[1]))
+        for first in range(0, len(matrices), at_once):
+            yield found[0], matrices[first : first + at_once]
+
+
+def _step_together(job: OrthogonalStep, matrices: Sequence[_Matrix], squares: Tensor, product: torch.dtype) -> None:
+    momenta, weights = map(list, zip(*matrices, strict=True))
+    rows, columns = job.shape
+    table = quintics(job.coefficients, job.steps)
+    # The start is kept by nothing but the iteration.
+    found = orthogonalise(normalised(momenta, job.shape, squares, job.eps, product), table, HALVED, rows > columns)
+    directions = list(found.view(len(momenta), -1).unbind())
+    scalars = Scalars(lr=job.lr, weight_decay=job.weight_decay, cautious=job.cautious)
+    steps.run(Pass("step", {"grad": directions, "param": weights}, scalars), scale=job.factor)
+
+
+def normalised(
+    matrices: Sequence[Tensor], shape: tuple[int, int], squares: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """A stack of matrices over their norms.
+
+    Args:
+        matrices: Contiguous fp32 runs.
+        shape: Of each.
+        squares: (matrices,) fp64, of their norms.
+        eps: Added to the norm.
+        dtype: Of the stack.
+
+    Returns:
+        (matrices, rows, columns).
+    """
+    stack = torch.empty(len(matrices), *shape, dtype=dtype, device=matrices[0].device)
+    runs = Runs([matrices, stack.view(len(matrices), -1).unbind()], TILE, types=[torch.float32, dtype])
+    launch(
+        normalise_kernel,
+        (runs.count,),
+        runs.device,
+        runs.table,
+        runs.tiles,
+        squares,
+        float(eps),
+        ELEMENT=ELEMENTS[dtype],
+        BLOCK=TILE,
+        num_warps=4,
+    )
+    return stack
+
+
+@jit
+def normalise_kernel(
+    table: tl.tensor,
+    tiles: tl.tensor,
+    squares: tl.tensor,
+    eps: tl.tensor,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A tile of a matrix, divided by its norm, into a stack."""
+    program = tl.program_id(0).to(tl.int64)
+    run = tl.load(tiles + 2 * program)
+    row = table + run * 3
+    start = tl.load(tiles + 2 * program + 1)
+    length = tl.load(row + 2)
+    divisor = tl.sqrt(tl.load(squares + run)).to(tl.float32) + eps
+    if (start + BLOCK <= length) & wide(row, 2):
+        _normalise_tile(row, start, length, divisor, ELEMENT, BLOCK, True)
+    else:
+        _normalise_tile(row, start, length, divisor, ELEMENT, BLOCK, False)
+
+
+@jit
+def _normalise_tile(
+    row: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    divisor: tl.tensor,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    inside = start + tl.arange(0, BLOCK) < length
+    value = tl.div_rn(read(row, 0, start, inside, BLOCK, FAST), divisor)
+    write(row, 1, start, value, inside, BLOCK, FAST, ELEMENT)
