@@ -29,17 +29,15 @@ console = Console()
 
 _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
-_Ranks = Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or two on a CPU.")]
+_Ranks = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default one per GPU, or two.")]
 _Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
-_DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the command that would start the ranks, and its environment, and end.")
-]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and its environment.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-_Model = Annotated[ModelFamily, typer.Option(help="Shape of the language model.", rich_help_panel=_SHAPE)]
-_Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.", rich_help_panel=_SHAPE)]
-_Hidden = Annotated[int, typer.Option(min=1, help="Width; a multiple of --heads.", rich_help_panel=_SHAPE)]
-_Heads = Annotated[int, typer.Option(min=1, help="Attention heads.", rich_help_panel=_SHAPE)]
-_SeqLen = Annotated[int, typer.Option(min=1, help="Tokens per sample.", rich_help_panel=_SHAPE)]
+_Model = Annotated[ModelFamily, typer.Option(metavar="NAME", help="gpt2 or llama.", rich_help_panel=_SHAPE)]
+_Layers = Annotated[int, typer.Option(min=1, metavar="N", help="Transformer blocks.", rich_help_panel=_SHAPE)]
+_Hidden = Annotated[int, typer.Option(min=1, metavar="N", help="Width; a multiple of --heads.", rich_help_panel=_SHAPE)]
+_Heads = Annotated[int, typer.Option(min=1, metavar="N", help="Attention heads.", rich_help_panel=_SHAPE)]
+_SeqLen = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per sample.", rich_help_panel=_SHAPE)]
 _Config = Annotated[Path | None, typer.Option(help="DeepSpeed JSON file.", exists=True, dir_okay=False)]
 
 
@@ -75,67 +73,62 @@ def train(
         typer.Option(help="Types, separated by commas, or 'all'.", show_default="adamw, mars-m"),
     ] = None,
     config: _Config = None,
-    framework: Annotated[Framework, typer.Option(help="What trains the model.", rich_help_panel=_WHERE)] = "deepspeed",
+    framework: Annotated[
+        Framework, typer.Option(metavar="NAME", help="deepspeed or megatron.", rich_help_panel=_WHERE)
+    ] = "deepspeed",
     stage: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=3,
-            help="ZeRO's; default: the config's, or 2. Megatron: 0 is without distributed optimizer.",
+            metavar="N",
+            help="ZeRO's; default: the config's, or 2. Megatron: 0 is plain.",
             rich_help_panel=_WHERE,
         ),
     ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="Ranks each matrix is cut over, under Megatron.", rich_help_panel=_WHERE)
+        int, typer.Option(min=1, metavar="N", help="Megatron's tensor parallelism.", rich_help_panel=_WHERE)
     ] = 1,
     ranks: _Ranks = None,
     device: _Device = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_RUN)] = 300,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.", rich_help_panel=_RUN)] = 300,
     warmup: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of steps lr rises in.", rich_help_panel=_RUN)
+        float, typer.Option(min=0, max=1, metavar="X", help="Share of steps lr rises in.", rich_help_panel=_RUN)
     ] = 0.1,
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate instead of the config's.", rich_help_panel=_RUN)
+        float | None, typer.Option(metavar="X", help="Peak, instead of the config's.", rich_help_panel=_RUN)
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Text file or folder; by default Python's own standard library.", rich_help_panel=_TEXT),
+        typer.Option(help="File or folder; by default Python's standard library.", rich_help_panel=_TEXT),
     ] = None,
-    tokenizer: Annotated[
-        str, typer.Option(help="'bytes', or name or path of a Hugging Face tokenizer.", rich_help_panel=_TEXT)
-    ] = "bytes",
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or one of Hugging Face.", rich_help_panel=_TEXT)] = "bytes",
     model: _Model = "gpt2",
     layers: _Layers = 4,
     hidden: _Hidden = 192,
     heads: _Heads = 6,
     seq_len: _SeqLen = 128,
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a pass and rank.", rich_help_panel=_RUN)
+        int | None, typer.Option(min=1, metavar="N", help="Samples of a pass and rank.", rich_help_panel=_RUN)
     ] = None,
     accumulation: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches per step.", rich_help_panel=_RUN)
+        int | None, typer.Option(min=1, metavar="N", help="Micro-batches per step.", rich_help_panel=_RUN)
     ] = None,
     validation_interval: Annotated[
-        int, typer.Option(min=1, help="Steps between validations.", rich_help_panel=_TEXT)
+        int, typer.Option(min=1, metavar="N", help="Steps between validations.", rich_help_panel=_TEXT)
     ] = 50,
     validation_samples: Annotated[
-        int, typer.Option(min=1, help="Windows per validation.", rich_help_panel=_TEXT)
+        int, typer.Option(min=1, metavar="N", help="Windows per validation.", rich_help_panel=_TEXT)
     ] = 128,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Initialisation and order of the samples.", rich_help_panel=_RUN)
-    ] = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of the results; by default runs/<time>.", rich_help_panel=_TEXT)
-    ] = None,
-    cache: Annotated[Path, typer.Option(help="Folder of the tokenized text.", rich_help_panel=_TEXT)] = Path(
-        "runs/.cache"
-    ),
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and samples.", rich_help_panel=_RUN)] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder; by default runs/<time>.", rich_help_panel=_TEXT)] = None,
+    cache: Annotated[Path, typer.Option(help="Of the tokenized text.", rich_help_panel=_TEXT)] = Path("runs/.cache"),
     dry_run: _DryRun = False,
 ) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
-    The runs share model, data, schedule and DeepSpeed configuration; only its "optimizer" block differs. Under Megatron
-    the same values are given to megatron-core: learning rates, batch sizes and clipping.
+    The runs share model, data, schedule and DeepSpeed configuration, but for its "optimizer" block.
+    Megatron is given the same values.
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
     from rankwise.launch.drawing import HOW_TO_DRAW
@@ -283,7 +276,7 @@ def megatron(
 def universal(
     source: Annotated[Path, typer.Argument(help="Folder of a tag, such as checkpoints/global_step100.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, such as checkpoints/universal.")],
-    workers: Annotated[int, typer.Option(min=1, help="Processes of DeepSpeed's converter.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of DeepSpeed's converter.")] = 2,
 ) -> None:
     """Make a DeepSpeed universal checkpoint that keeps the states of our optimizers.
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from rankwise.options.checks import Check, InvalidError
 
-__all__ = ["ByPattern", "TypedLayouts"]
+__all__ = ["ByPattern", "Json"]
 
 
-class TypedLayouts(dict[str, Any]):
+class Json(dict[str, Any]):
     """Such a dictionary as a command line has it, in JSON."""
 
     def __init__(self, text: str) -> None:
@@ -30,7 +30,7 @@ class ByPattern(Check):
         example: How to write one.
     """
 
-    kind = TypedLayouts
+    kind = Json
     optional = True
     values: ClassVar[str]
     example: ClassVar[str]

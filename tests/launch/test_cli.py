@@ -89,6 +89,11 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     assert re.search(rf"Example: rankwise {command} ", " ".join(lines))
 
 
+def test_help_of_the_longest_command_fits_a_narrower_screen() -> None:
+    result = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"})
+    assert len(result.output.splitlines()) <= 50
+
+
 def test_help_shows_defaults_in_brackets_as_they_are() -> None:
     status, output = run("train", "--help")
     assert status == 0 and "adamw, mars-m" in output

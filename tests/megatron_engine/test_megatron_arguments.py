@@ -88,6 +88,11 @@ def test_help_lists_the_flags_in_a_group_of_their_own(capsys: pytest.CaptureFixt
     assert "--optimizer" in stock
 
 
+def test_values_are_named_by_what_is_typed() -> None:
+    known = {action.metavar for action in parser()._actions if action.dest.startswith(("mars_", "mkor_", "sonew_"))}
+    assert known == {None, "FLOAT", "INT", "STR", "JSON", "PATTERN"}
+
+
 def test_values_of_every_kind() -> None:
     read = options(*"--optimizer ldadam --ldadam-rank 256 --ldadam-betas 0.9 0.99 --no-ldadam-error-feedback".split())
     assert read == {"rank": 256, "betas": (0.9, 0.99), "error_feedback": False}
