@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _LOSSES = ("lm loss", "Train/Samples/train_loss", "train/loss", "train_loss", "l
 _VALIDATIONS = ("lm loss validation", "eval/loss", "eval_loss", "validation_loss", "val_loss")
 _SAMPLES = "Train/Samples/"
 """How DeepSpeed's names begin, whose events are counted in samples."""
+_RATE = f"{_SAMPLES}lr"
+"""Written at every step."""
 _PARTS = tuple(f"{_SAMPLES}elapsed_time_ms_{part}" for part in ("forward", "backward", "step"))
 _PEAK = "mem-max-allocated-bytes"
 
@@ -103,13 +106,13 @@ def from_tensorboard(folder: Path, loss: str | None, seq_len: int | None) -> Log
     start = min((found[0].wall_time for found in events.values()), default=0.0)
     clock = {float(event.step): event.wall_time - start for event in events[chosen]}
     run = _of_series(folder, series, chosen, seq_len)
-    per_step = _samples_per_step(series[chosen]) if chosen.startswith(_SAMPLES) else 1.0
+    per_step = _samples_per_step(series, chosen)
     return LoggedRun(**{**vars(run), "seconds": Curve.of({at / per_step: value for at, value in clock.items()})})
 
 
 def from_csv(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
     """A folder of DeepSpeed's ``csv_monitor``, a file for each quantity."""
-    known = {_as_file(name): name for name in (*_LOSSES, *_VALIDATIONS, *_PARTS, *([loss] if loss else []))}
+    known = {_as_file(name): name for name in (*_LOSSES, *_VALIDATIONS, *_PARTS, _RATE, *([loss] if loss else []))}
     series = {}
     for file in folder.glob("*.csv"):
         with file.open(newline="", encoding="utf-8") as lines:
@@ -123,7 +126,7 @@ def from_csv(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
 
 def _of_series(folder: Path, series: Mapping[str, Mapping[float, float]], loss: str, seq_len: int | None) -> LoggedRun:
     counted = loss.startswith(_SAMPLES)
-    per_step = _samples_per_step(series[loss]) if counted else 1.0
+    per_step = _samples_per_step(series, loss)
     held = next((name for name in _VALIDATIONS if name in series), None)
     parts = [sum(series[name].values()) for name in _PARTS if name in series]
     taken = sum(parts, 0.0)
@@ -155,10 +158,12 @@ def _chosen(series: Iterable[str], folder: Path, loss: str | None) -> str:
     return found
 
 
-def _samples_per_step(values: Iterable[float]) -> float:
-    """The least distance of two steps, or of the first one from the start."""
-    at = [0.0, *sorted(values)]
-    return min((later - earlier for earlier, later in zip(at, at[1:], strict=False) if later > earlier), default=1.0)
+def _samples_per_step(series: Mapping[str, Mapping[float, float]], loss: str) -> float:
+    """Of a loss that is counted in them: the least distance of two steps, or of the first one from the start."""
+    if not loss.startswith(_SAMPLES):
+        return 1.0
+    at = sorted({0.0, *series[loss], *series.get(_RATE, ())})
+    return min((later - earlier for earlier, later in pairwise(at)), default=1.0)
 
 
 def _as_file(name: str) -> str:

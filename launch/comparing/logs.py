@@ -39,7 +39,7 @@ def read_runs(paths: Sequence[Path], loss: str | None = None, seq_len: int | Non
     Raises:
         LogError: A path has no log that is known, or a log has no such loss.
     """
-    runs = [run for path in paths for run in _runs_at(path, loss, seq_len)]
+    runs = [run for path in paths for run in _runs_at(path.resolve(), loss, seq_len)]
     for run in runs:
         if not run.loss.steps:
             raise LogError(f"{run.source} has no loss yet; see --loss")
