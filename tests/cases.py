@@ -28,6 +28,10 @@ class Case:
     def is_mkor(self) -> bool:
         return self.cls is MKOR
 
+    @property
+    def has_bfloat16_states(self) -> bool:
+        return "bfloat16" in (self.options.get("error_dtype"), self.options.get("reference_dtype"))
+
     def build(self, params: Iterable[Any], model: nn.Module | None = None, **overrides: Any) -> Any:
         """The optimizer, its statistics hooked to ``model`` where it takes any."""
         optimizer = self.cls(params, **{**self.options, **overrides})
@@ -40,6 +44,7 @@ CASES = [
     Case("mars-adamw", MARS, {"lr": 1e-2, "weight_decay": 0.1}),
     Case("mars-adamw-1d", MARS, {"lr": 1e-2, "optimize_1d": True, "gamma": 0.1, "clip": 0.05}),
     Case("mars-adamw-exact", MARS, {"lr": 1e-2, "exact": True, "weight_decay": 0.1, "gamma": 0.3}),
+    Case("mars-bf16-reference", MARS, {"lr": 1e-2, "weight_decay": 0.1, "reference_dtype": "bfloat16"}),
     Case("mars-lion", MARS, {"lr": 1e-3, "variant": "lion", "clip": None}),
     Case("mars-shampoo", MARS, {"lr": 1e-2, "variant": "shampoo", "weight_decay": 0.1, **F64}),
     Case("mars-m", MARS, {"lr": 1e-2, "variant": "muon", "weight_decay": 0.1, "lr_1d": 3e-3, **F64}),

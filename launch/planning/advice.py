@@ -85,6 +85,7 @@ _CHANGES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("comm_dtype", lambda now: "bfloat16"),
     ("update_interval", lambda now: now * 5 if now < 50 else None),
     ("error_dtype", lambda now: "bfloat16"),
+    ("reference_dtype", lambda now: "bfloat16"),
     ("rank", _smaller(8)),
     ("rank", _smaller(8)),
     ("max_factor_dim", _smaller(1024)),

@@ -99,7 +99,7 @@ def _gradient(block: Mapping[str, Tensor], k: float, space: Tensor) -> Tensor:
     grad = block["grad"]
     if "reference" not in block:
         return grad
-    return torch.lerp(block["reference"], grad, 1.0 + k, out=space[: grad.numel()])
+    return torch.lerp(block["reference"].to(grad.dtype), grad, 1.0 + k, out=space[: grad.numel()])
 
 
 def _descend_(param: Tensor, direction: Tensor, lr: float, rate: float, scalars: Scalars) -> None:

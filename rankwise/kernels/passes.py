@@ -82,8 +82,9 @@ class Pass:
     Args:
         rule: What becomes of an element.
         fields: The lists of :data:`FIELDS`, and "reference" where the gradients are compared with one. One tensor per
-            fragment, all lists of one length, and the tensors of a position of one length and type; any list may be
-            empty. "grad" is read only, but that "step" may use its directions up; the others are updated in place.
+            fragment, all lists of one length, and the tensors of a position of one length and type, but that references
+            may have fewer digits and are rounded to the nearest as they advance; any list may be empty. "grad" is read
+            only, but that "step" may use its directions up; the others are updated in place.
         scalars: The rule's numbers.
         factors: (fragments,), what multiplies the (corrected) gradient; None for 1.
 

@@ -48,7 +48,9 @@ class MARSDeclared(Declared):
             return {"exp_avg": None, "exp_avg_sq": None}
         second = () if self.options.variant == "lion" or self.is_orthogonal(info) else ("exp_avg_sq",)
         references = ("reference", "next_reference") if self.options.exact else ("reference",)
-        return dict.fromkeys(("exp_avg", *second, *references))
+        dtype = self.options.reference_dtype
+        compared = None if dtype is None else getattr(torch, dtype)
+        return dict.fromkeys(("exp_avg", *second)) | dict.fromkeys(references, compared)
 
     def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> tuple[str, ...]:
         """See the base class; not of corrected gradients, whose clipping gives the squares another scale."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rankwise.options import shared
-from rankwise.options.checks import Choice, Flag, Number, OrNone
+from rankwise.options.checks import Choice, Flag, FloatType, Number, OrNone
 from rankwise.options.fields import Options, option
 from rankwise.updates.polynomials import COEFFICIENT_SETS
 
@@ -70,6 +70,12 @@ class MARSOptions(Options):
         OrNone(Number(above=True)),
         "Largest norm of a corrected gradient, per parameter; None does not clip.",
         per_group=True,
+    )
+    reference_dtype: str | None = option(
+        None,
+        OrNone(FloatType(narrow=False)),
+        "Type of what gradients are compared with, the previous gradient: bfloat16 halves its memory and rounds it to "
+        "the nearest, by 0.2 % at most. None: that of the computation.",
     )
     optimize_1d: bool = option(False, Flag(), "Vectors take the variance-reduced rule too, instead of AdamW.")
     lr_1d: float | None = option(

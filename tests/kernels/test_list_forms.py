@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from types import ModuleType
 
 import oracles
 import pytest
@@ -328,3 +329,19 @@ def test_the_form_follows_device_and_type() -> None:
         assert directions_for(cpu, torch.float32) is blocked_sonew.sonew_directions
     assert directions_for(cpu, torch.float32) is native_sonew.sonew_directions
     assert step_for(cpu, torch.float32) is native_ldadam.ldadam_step
+
+
+@FORMS
+def test_references_of_fewer_digits_are_rounded_to_the_nearest(form: ModuleType) -> None:
+    """As torch rounds, ties and what is not finite included; what is compared is what was kept."""
+    numbers = [0.0, -0.0, 1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1e-40, 3.4e38, torch.inf, -torch.inf, torch.nan]
+    grad = torch.cat([torch.tensor(numbers), torch.randn(100, generator=torch.Generator().manual_seed(0))])
+    reference, momentum = torch.full((110,), 0.3, dtype=torch.bfloat16), torch.zeros(110)
+    found = form.squared_norms([grad[10:]], [reference[10:]], 0.5)
+    corrected = grad + 0.5 * (grad - reference.float())
+    torch.testing.assert_close(found[0], corrected[10:].double().square().sum(), rtol=1e-6, atol=0.0)
+    fields = {"grad": [grad], "exp_avg": [momentum], "reference": [reference]}
+    form.run(Pass("momentum", fields, Scalars(betas=(0.9, 0.0), k=0.5, advance=True)))
+    torch.testing.assert_close(momentum, 0.1 * corrected, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert torch.equal(reference.view(torch.int16)[:-101], grad.bfloat16().view(torch.int16)[:-101])
+    torch.testing.assert_close(reference, grad.bfloat16(), rtol=0.0, atol=0.0, equal_nan=True)

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mars-adamw": (MARS, {"variant": "adamw"}),
+    "mars-bf16-reference": (MARS, {"variant": "adamw", "reference_dtype": "bfloat16"}),
     "mars-lion": (MARS, {"variant": "lion", "clip": None}),
     "mars-muon": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
     "mars-muon-cans": (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans"}),

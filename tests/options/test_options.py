@@ -75,6 +75,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (LDAdam, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.908, 0.99\]"),
     (LDAdam, "error_feedback", FLAGS, "it must be true or false", "the default is True"),
     (LDAdam, "error_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
+    (MARS, "reference_dtype", [*DTYPES, "float16"], "it must name a floating-point type", "write '.*float"),
     (LDAdam, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (MKOR, "backend", ["adam", "SGD"], "it must be one of 'adamw', 'lamb', 'sgd'", "did you mean"),
     (MKOR, "factor_decay", [-0.1, 1.0, 0.0, 0], r"it must lie in \(0, 1\)", "the default is 0.95"),
@@ -315,6 +316,7 @@ def test_constructor_refuses_unknown_keywords() -> None:
     [
         (MARS, "variant", "lion"),
         (MARS, "lr_1d", 0.1),
+        (MARS, "reference_dtype", "bfloat16"),
         (SONew, "band", 4),
         (SONew, "chain", "tensor"),
         (LDAdam, "error_dtype", "bfloat16"),

@@ -26,6 +26,7 @@ from rankwise.sonew import native as native_sonew
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mars-adamw": (MARS, {"weight_decay": 0.1}),
     "mars-lion": (MARS, {"variant": "lion", "weight_decay": 0.1}),
+    "mars-bf16-reference": (MARS, {"reference_dtype": "bfloat16", "weight_decay": 0.1}),
     "mars-m": (MARS, {"variant": "muon", "ns_dtype": "float32"}),
     "mars-m-cans": (MARS, {"variant": "muon", "ns_dtype": "float32", "ns_coefficients": "cans", "ns_steps": 6}),
     "sonew-diagonal": (SONew, {"band": 0, "eps": 1e-4}),

@@ -49,7 +49,8 @@ def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.blocked.run`."""
     scalars = update.scalars
     alone = update.rule == "adamw" and update.factors is None and update.references is None and not update.is_cautious
-    if not update.grads or alone or isinstance(scalars.step, Tensor) or not are_runs(*update.fields.values()):
+    types = _types(update.fields) if update.grads else None
+    if types is None or alone or isinstance(scalars.step, Tensor):
         blocked.run(update)
         return
     numbers = {
@@ -65,17 +66,34 @@ def run(update: Pass) -> None:
     }
     if update.rule == "adamw":
         numbers["scale"], numbers["root"] = (float(value) for value in update.corrections())
-    _call("run", update.fields, update.factors, numbers)
+    _call(f"run_{types}", update.fields, update.factors, numbers)
 
 
 def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms`, summed in a fixed order."""
     fields = {"grad": tensors, **({} if references is None else {"reference": references})}
-    if not tensors or not are_runs(*fields.values()):
+    types = _types(fields) if tensors else None
+    if types is None:
         return blocked.squared_norms(tensors, references, k)
     sums = torch.zeros(len(tensors), dtype=torch.float64)
-    _call("squared_norms", fields, None, {"k": k}, ctypes.c_void_p(sums.data_ptr()))
+    _call(f"squared_norms_{types}", fields, None, {"k": k}, ctypes.c_void_p(sums.data_ptr()))
     return sums
+
+
+def _types(fields: Mapping[str, Tensors]) -> str | None:
+    """What the functions for these lists end with, or None where there are none."""
+    own = [tensors for name, tensors in fields.items() if name != "reference"]
+    grads, references = fields["grad"], fields.get("reference")
+    if not are_runs(*own):
+        return None
+    suffix = SUFFIXES[grads[0].dtype]
+    if references is None or are_runs(grads, references):
+        return suffix
+    narrow = all(
+        reference.dtype == torch.bfloat16 and reference.is_contiguous() and reference.numel() == grad.numel()
+        for reference, grad in zip(references, grads, strict=True)
+    )
+    return f"{suffix}_bfloat16" if narrow and suffix == "float32" else None
 
 
 def _call(
@@ -90,4 +108,4 @@ def _call(
         arrays["factor"] = doubles(factors.tolist())
     places = {array: ctypes.addressof(values) for array, values in arrays.items()}
     described = _PassInC(runs=len(first), tile=_TILE, threads=torch.get_num_threads(), **places, **numbers)
-    getattr(own, f"{name}_{SUFFIXES[first[0].dtype]}")(ctypes.byref(described), *more)
+    getattr(own, name)(ctypes.byref(described), *more)
