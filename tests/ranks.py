@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -18,6 +19,7 @@ TIMEOUT = 240.0
 
 
 def _main(rank: int, world: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # DeepSpeed collects garbage often; what this process inherited need not be searched each time
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:

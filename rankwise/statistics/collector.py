@@ -62,6 +62,7 @@ class Collector:
         self._last_micro_batch: Callable[[], bool] | None = None
         self._unscaled_by: Tensor | None = None
         self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
+        self._ask_uncompiled = self._ask
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The model of a copy is not known.
@@ -104,6 +105,8 @@ class Collector:
             return name is not None and table.routes[name].rule == "matrix"
 
         self.release()
+        # Not in the class's body: the compiler takes as long to import as torch.
+        self._ask_uncompiled = torch.compiler.disable(self._ask)
         self.hooks = Capture(model, wanted, window, describe)
         self.hooks.on_training_forward = self._find_replicas
         self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
@@ -170,9 +173,8 @@ class Collector:
         if self._planner.source.group is None:
             wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
             if wrapper is not None:
-                self._ask(wrapper, weights)
+                self._ask_uncompiled(wrapper, weights)
 
-    @torch.compiler.disable
     def _ask(self, wrapper: nn.parallel.DistributedDataParallel, weights: Sequence[nn.Parameter]) -> None:
         """See above; out of the way of compilers, which cannot follow process groups."""
         if wrapper.process_group.size() == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -397,7 +396,6 @@ def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Reco
 
 def run_all(rank: int, world: int, jobs: list[Job], zero: Mapping[str, Any]) -> list[Record]:
     """Train several jobs in one set of processes."""
-    gc.freeze()  # DeepSpeed collects garbage often; what this process inherited need not be searched each time
     deepspeed.init_distributed("gloo")
     return [run_engine(rank, world, job, zero) for job in jobs]
 
