@@ -9,14 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .for_models import MODELS
 from .making import OPTIMIZERS, STAGES
 
 __all__ = [
+    "MODELS",
     "OPTIMIZERS",
     "STAGES",
     "deepspeed_config",
     "deepspeed_config_path",
     "megatron_config_path",
+    "model_config_path",
     "trainer_config_path",
 ]
 
@@ -76,6 +79,27 @@ def trainer_config_path(optimizer: str) -> Path:
         ValueError: if there is no such optimizer.
     """
     return Path(__file__).resolve().parent / "huggingface" / f"{_known(optimizer)}.json"
+
+
+def model_config_path(model: str, optimizer: str, framework: str = "deepspeed") -> Path:
+    """Path of the packaged configuration of an optimizer for a model of a usual size.
+
+    Args:
+        model: ``"gpt2-small"``, ``"llama-8b"`` ...: a folder below ``models``.
+        optimizer: name as in :data:`OPTIMIZERS`, in any case; ``"mars"`` by the name of a variant.
+        framework: ``"deepspeed"``, for a JSON, or ``"megatron"``, for a YAML of flags.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    endings = {"deepspeed": "json", "megatron": "yaml"}
+    for what, given, known in (("model", model, MODELS), ("framework", framework, endings)):
+        if given not in known:
+            raise ValueError(f"{what} is {given!r}: it must be one of {', '.join(known)}")
+    name = _known(optimizer)
+    if name == "mars":
+        raise ValueError("optimizer is 'mars': it must be one of mars-adamw, mars-lion, mars-shampoo, mars-m")
+    return Path(__file__).resolve().parent / "models" / model / f"{name}.{endings[framework]}"
 
 
 def _known(optimizer: str) -> str:

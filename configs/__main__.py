@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from rankwise.configs.making import write
+from rankwise.configs import for_models, making
 
 if __name__ == "__main__":
-    write(Path(__file__).resolve().parent)
+    here = Path(__file__).resolve().parent
+    making.write(here, making.contents())
+    making.write(here, for_models.contents())

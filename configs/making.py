@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,14 @@ def contents() -> Iterator[tuple[str, str]]:
             yield f"deepspeed/zero{stage}/{name}.json", _deepspeed(name, stage)
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, files: Iterable[tuple[str, str]]) -> None:
     """Write every file.
 
     Args:
         folder: The package's, or another one.
+        files: Their paths below it, and their texts.
     """
-    for name, text in contents():
+    for name, text in files:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

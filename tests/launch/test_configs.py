@@ -12,10 +12,10 @@ from rankwise.configs import (
     STAGES,
     deepspeed_config,
     deepspeed_config_path,
+    making,
     megatron_config_path,
     trainer_config_path,
 )
-from rankwise.configs.making import write
 from rankwise.launch.flags import read_flags
 
 
@@ -38,7 +38,7 @@ def test_files_of_an_optimizer_differ_only_in_the_stage(name: str) -> None:
 def test_the_files_are_those_that_one_table_gives(tmp_path: Path) -> None:
     """After a change of the table, `python -m rankwise.configs` writes them anew."""
     root = Path(str(files("rankwise.configs")))
-    write(tmp_path)
+    making.write(tmp_path, making.contents())
     made = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()}
     assert len(made) == len(OPTIMIZERS) * (len(STAGES) + 2)
     for path, text in made.items():
