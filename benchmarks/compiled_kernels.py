@@ -307,14 +307,14 @@ def rescale() -> None:
 
 
 def moments() -> None:
-    from rankwise.ldadam.cuda import low_rank_moments
+    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
 
     for step in (1, 2, torch.tensor([2, 3])):
         low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
 
 
 def low_rank_step(right: bool) -> None:
-    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
+    from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 
     part = [Factors(0, torch.zeros(8, 4), torch.zeros(4, 8), torch.zeros(4, 8))]
     errors = [torch.zeros(64, dtype=torch.bfloat16)]
@@ -322,8 +322,8 @@ def low_rank_step(right: bool) -> None:
 
 
 def low_rank_matrices(rank: int) -> None:
-    from rankwise.ldadam.cuda_moments import advance_moments_
-    from rankwise.ldadam.cuda_products import Operand, grouped_product_, keep_, places_of
+    from rankwise.ldadam.cuda.grouped_moments import advance_moments_
+    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, places_of
 
     stack = torch.zeros(2, rank, 256)
     for strides, scales in (((256, 1), None), ((1, 256), torch.ones(2, rank))):

@@ -345,7 +345,7 @@ def test_these_checks_themselves() -> None:
 
 # --- matrix rules ----------------------------------------------------------------------------------------------------
 
-BACKENDS = ("native", "triton", "blocked", "cuda", "cuda_fragments", "cuda_matrices", "cuda_rescale")
+BACKENDS = ("native", "triton", "blocked", "cuda", "cuda_rescale")
 CHOICES = ("kernels_for", "is_for_cpus", "MatrixExchange", "HaloExchange")
 
 
@@ -379,7 +379,7 @@ def test_rules_know_neither_backend_nor_exchange() -> None:
         ("from rankwise.kernels.native.tiled_newton_schulz import newton_schulz", True),
         ("from rankwise.kernels.forms import kernels_for", True),
         ("from rankwise.kernels.forms import newton_schulz_for", False),
-        ("from rankwise.ldadam.cuda_fragments import low_rank_step_", True),
+        ("from rankwise.ldadam.cuda.low_rank_step import low_rank_step_", True),
         ("from rankwise.sharding import MatrixExchange", True),
         ("from rankwise.sharding.exchange import Gather", True),
         ("from rankwise.sharding import Batch", False),

@@ -13,12 +13,12 @@ import pytest
 
 def kernel_modules() -> list[ModuleType]:
     shared = importlib.import_module("rankwise.kernels.triton")
-    rooms = (importlib.import_module(f"rankwise.{room}") for room in ("ldadam", "mars", "mkor", "sonew"))
+    rooms = [importlib.import_module(f"rankwise.{room}") for room in ("ldadam", "mars", "mkor", "sonew")]
     return [
-        importlib.import_module(f"{package.__name__}.{module.name}")
+        importlib.import_module(module.name)
         for package in (shared, *rooms)
-        for module in pkgutil.iter_modules(package.__path__)
-        if package is shared or module.name.startswith("cuda")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if package is shared or module.name.split(".")[2].startswith("cuda")
     ]
 
 

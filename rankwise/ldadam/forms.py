@@ -30,11 +30,11 @@ def fragments_step_for(device: torch.device, dtype: torch.dtype) -> Callable[...
         dtype: Their type.
 
     Returns:
-        As :func:`rankwise.ldadam.cuda_fragments.low_rank_step_`.
+        As :func:`rankwise.ldadam.cuda.low_rank_step.low_rank_step_`.
     """
     if kernels_for(device, dtype) is not triton:
         return None
-    from rankwise.ldadam.cuda_fragments import low_rank_step_
+    from rankwise.ldadam.cuda.low_rank_step import low_rank_step_
 
     return partial(low_rank_step_, precision=_precision(device))
 
@@ -48,7 +48,7 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> formulas.Moments:
     """
     if kernels_for(device, dtype) is not triton:
         return formulas.low_rank_moments
-    from rankwise.ldadam.cuda import low_rank_moments
+    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
 
     return partial(low_rank_moments, precision=_precision(device))
 
@@ -77,7 +77,7 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
         return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place, in_stacks=False)
     if chosen is not triton:
         return None
-    from rankwise.ldadam.cuda_matrices import ldadam_matrices_, takes_matrices
+    from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
 
     step = partial(ldadam_matrices_, precision=_precision(device))
     return StepsInPlace(takes_matrices, step, in_stacks=True)

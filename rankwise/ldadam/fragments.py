@@ -150,7 +150,7 @@ class Fragments:
             return False
         indices = [index for index, _ in arrived]
         feedback = indices[0] in self._errors
-        from rankwise.ldadam.cuda_fragments import Factors
+        from rankwise.ldadam.cuda.low_rank_step import Factors
 
         factors = []
         for index, result in arrived:

@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from triton_interpreter import kernel_modules  # noqa: E402
 
 from rankwise.kernels.triton import tables  # noqa: E402
-from rankwise.ldadam.cuda import low_rank_moments  # noqa: E402
+from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.sonew.cuda import sonew_directions  # noqa: E402
 
 LENGTHS = (130, 0, 1, 64, 2100)

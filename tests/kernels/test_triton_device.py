@@ -22,9 +22,9 @@ from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.forms import using  # noqa: E402
 from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
-from rankwise.ldadam import cuda as ldadam_cuda  # noqa: E402
 from rankwise.ldadam import formulas as ldadam  # noqa: E402
-from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_  # noqa: E402
+from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
+from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
 from rankwise.mkor.cuda import update_factors_  # noqa: E402
 from rankwise.sonew import banded  # noqa: E402
@@ -190,7 +190,7 @@ def test_low_rank() -> None:
     second = first.square() * 3 + 0.1
     rotation = torch.linalg.qr(torch.randn(batch, rank, rank, device=DEVICE))[0].contiguous()
     inputs = (projected, rotation, first, second)
-    found = twice(lambda: list(ldadam_cuda.low_rank_moments(*inputs, 3, BETAS, 1e-6, True)))
+    found = twice(lambda: list(low_rank_moments(*inputs, 3, BETAS, 1e-6, True)))
     wanted = ldadam.low_rank_moments(*(value.cpu().double() for value in inputs), 3, BETAS, 1e-6, True)
     assert_runs_close(found, wanted, 1e-4)
 

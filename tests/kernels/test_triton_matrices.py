@@ -287,7 +287,7 @@ def test_rescale_of_the_gradient_itself_changes_no_bit() -> None:
 @pytest.mark.parametrize("step", [1, 2, 9])
 @pytest.mark.parametrize(("feedback", "written"), [(True, None), (True, 0.8), (False, None)])
 def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> None:
-    from rankwise.ldadam.cuda import low_rank_moments
+    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
 
     batch, rank, length = 2, 35, 70
     source = generator(step)
@@ -303,7 +303,7 @@ def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> N
 
 
 def test_a_negative_variance_counts_by_its_size() -> None:
-    from rankwise.ldadam.cuda import low_rank_moments
+    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
 
     source = generator(20)
     projected, first = torch.randn(2, 1, 4, 8, generator=source)
@@ -321,7 +321,7 @@ CUTS = (0, 17, 18, 18, 100, 1400, 2100)
 @pytest.mark.parametrize("shape", [(30, 70), (70, 30)])
 def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, launches: list[str]) -> None:
     """Two matrices, one whole and one cut in the middle of rows, in one launch."""
-    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
+    from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 
     (rows, cols), rank, lr, decay = shape, 5, 0.1, 0.2
     short, long = min(shape), max(shape)
@@ -349,7 +349,7 @@ def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, lau
 
 
 def test_the_error_may_take_the_place_of_its_source() -> None:
-    from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
+    from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 
     source = generator(3)
     basis, direction, kept = (torch.randn(shape, generator=source) for shape in ((4, 2), (2, 6), (2, 6)))

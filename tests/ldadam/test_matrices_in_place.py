@@ -60,7 +60,7 @@ def results(given: LowRankStep) -> dict[str, Tensor]:
 
 
 def step(*jobs: LowRankStep) -> Any:
-    from rankwise.ldadam.cuda_matrices import ldadam_matrices_
+    from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_
 
     return ldadam_matrices_(jobs, "ieee")
 
@@ -75,9 +75,9 @@ def test_a_step_is_that_of_the_plain_functions(
     feedback: bool, error: torch.dtype | None, at_once: int, interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several shapes, ranks, groups and counts, all at once or a few at a time."""
-    from rankwise.ldadam import cuda_matrices
+    from rankwise.ldadam.cuda import grouped_matrices
 
-    monkeypatch.setattr(cuda_matrices, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(grouped_matrices, "ELEMENTS_AT_ONCE", at_once)
     if error is not None and not feedback:
         return
     groups = [{**GROUP, "error_feedback": feedback}, {**GROUP, "error_feedback": feedback, "lr": 0.3}]
@@ -146,7 +146,7 @@ def test_launches_do_not_depend_on_the_number_of_matrices(launches: list[str]) -
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(5, 33, 20), (130, 16, 40), (1, 1, 1), (20, 20, 129)])
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
 def test_grouped_products(rows: int, columns: int, depth: int, turned: tuple[bool, bool], interpreter: None) -> None:
-    from rankwise.ldadam.cuda_products import Operand, grouped_product_, places_of
+    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, places_of
 
     shapes = [(rows, depth), (depth, columns)]
     stored = [randn(3, *(shape[::-1] if turn else shape), seed=7) for shape, turn in zip(shapes, turned, strict=True)]

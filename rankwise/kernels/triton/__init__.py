@@ -21,10 +21,10 @@ function                     does                                               
 ============================ ==================================================== ======================== ============
 
 The last three lie in the module :mod:`.newton_schulz`; ``newton_schulz`` has one library product per step besides.
-Papers' rooms have kernels of their own, in modules named ``cuda``. All of it compiles with Triton 3.2 and later. Where
-tensors lie is uploaded once per set of addresses (:mod:`.tables`); steps on the same memory upload nothing. All but
-MKOR's ``update_factors_`` can be captured in a graph; there a step's number is a tensor on the device, with an entry
-per run or matrix.
+Papers' rooms have kernels of their own, in modules or packages named ``cuda``. All of it compiles with Triton 3.2 and
+later. Where tensors lie is uploaded once per set of addresses (:mod:`.tables`); steps on the same memory upload
+nothing. All but MKOR's ``update_factors_`` can be captured in a graph; there a step's number is a tensor on the device,
+with an entry per run or matrix.
 """
 
 from rankwise.kernels.triton.launched_passes import STEPS_ON_DEVICE, is_available, run, squared_norms

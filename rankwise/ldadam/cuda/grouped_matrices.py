@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.lists import add_, copy_
-from rankwise.ldadam.cuda_fragments import Factors, low_rank_step_
-from rankwise.ldadam.cuda_moments import MAX_RANK, advance_moments_
-from rankwise.ldadam.cuda_products import Operand, grouped_product_, keep_, places_of
+from rankwise.ldadam.cuda.grouped_moments import MAX_RANK, advance_moments_
+from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, places_of
+from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 from rankwise.ldadam.formulas import basis_weights
 from rankwise.ldadam.in_place import InPlace, LowRankStep
 from rankwise.updates.orthonormal import MIN_SECOND_DIAGONAL, triangular_factor
@@ -48,7 +48,7 @@ def ldadam_matrices_(jobs: Sequence[LowRankStep], precision: str) -> InPlace:
 
     Args:
         jobs: The matrices; :func:`takes_matrices` must say yes to the tensors of each.
-        precision: Of the products, as :func:`rankwise.ldadam.cuda_products.grouped_product_` takes it.
+        precision: Of the products, as :func:`rankwise.ldadam.cuda.grouped_products.grouped_product_` takes it.
     """
     late = [job for job in jobs if job.gradient is not None]
     add_([job.source for job in late], [job.gradient for job in late if job.gradient is not None])
