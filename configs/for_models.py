@@ -58,6 +58,7 @@ _LLAMA = "arXiv 2407.21783, table 3; betas and decay: arXiv 2307.09288"
 
 def _gpt2(layers: int, hidden: int, heads: int, gpus: int, micro_batch: int, lr: float) -> Model:
     shape = {"num-layers": layers, "hidden-size": hidden, "num-attention-heads": heads, "ffn-hidden-size": 4 * hidden}
+    shape["vocab-size"] = 50_257
     return Model(gpus, 1, shape, 1024, micro_batch, 480, 100_000, 2000, lr, f"{_MARS}, its baseline")
 
 
@@ -66,12 +67,19 @@ def _llama(layers: int, hidden: int, heads: int, ffn: int, tied: bool = False, e
         **{"num-layers": layers, "hidden-size": hidden, "num-attention-heads": heads, "ffn-hidden-size": ffn},
         **{"group-query-attention": True, "num-query-groups": 8, "swiglu": True, "disable-bias-linear": True},
         **{"normalization": "RMSNorm", "position-embedding-type": "rope", "rotary-base": 500_000},
+        "vocab-size": 32_000 if experts else 128_256,
         **({} if tied else {"untie-embeddings-and-output-weights": True}),
         **({"num-experts": experts, "moe-router-topk": 2} if experts else {}),
     }
 
 
-_BERT = {"num-layers": 24, "hidden-size": 1024, "num-attention-heads": 16, "ffn-hidden-size": 4096}
+_BERT = {
+    "num-layers": 24,
+    "hidden-size": 1024,
+    "num-attention-heads": 16,
+    "ffn-hidden-size": 4096,
+    "vocab-size": 30_522,
+}
 _TENSORS, _STAGES, _EXPERTS = (f"{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert"))
 _TINY = "arXiv 2401.02385, of as many parameters"
 _MIXTRAL = "not published; arXiv 2307.09288's of 13 B, as many as a token meets"
@@ -228,8 +236,8 @@ and checkpoints are yours). `python -m rankwise.configs` writes them from the ta
 begin a search, and the column says which. All of them clip at 1.0, rise linearly and fall along a cosine to a tenth,
 whatever the schedule was there.
 
-What a run holds, sends and costs: `rankwise plan --config models/llama-8b/mkor.json --model llama-8b --ranks 64`, and
-the same with the `.yaml` file.
+What a run holds, sends and costs: `rankwise plan --config models/llama-8b/mkor.json --model llama-8b --ranks 64`, or
+`rankwise plan --config models/llama-8b/mkor.yaml --ranks 64`, where the model stands in the file.
 """
 
 

@@ -203,6 +203,8 @@ def _family(question: Question) -> Sizes | None:
     given = [name for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads)) if value]
     if not given and question.model not in ("gpt2", "llama"):
         return None
+    if question.model in KNOWN and flag_value(words, "--num-layers"):
+        raise ValueError(f"model is {question.model!r}, and Megatron's flags have --num-layers: leave --model out")
     if len(given) < 3 or question.model not in (None, "gpt2", "llama"):
         raise ValueError("sizes are --model gpt2 or llama with all of --layers, --hidden and --heads")
     llama = question.model == "llama" or (question.model is None and "--swiglu" in words)
@@ -216,8 +218,9 @@ def _family(question: Question) -> Sizes | None:
     experts = int(flag_value(words, "--num-experts") or 0)
     inner = int(flag_value(words, "--moe-ffn-hidden-size") or ffn) if experts else 0
     chosen = int(flag_value(words, "--moe-router-topk") or 2)
+    positions = int(flag_value(words, "--max-position-embeddings") or question.seq_len)
     return Sizes(
-        family, int(layers or 0), wide, int(heads or 0), kv, ffn, vocab, question.seq_len, tied, experts, inner, chosen
+        family, int(layers or 0), wide, int(heads or 0), kv, ffn, vocab, positions, tied, experts, inner, chosen
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from rankwise.configs import OPTIMIZERS, model_config_path
 from rankwise.configs.for_models import MODELS, contents, recipe
 from rankwise.launch.flags import read_flags
+from rankwise.launch.planning.asked import Question, answered
 from rankwise.launch.planning.described import KNOWN
 
 NAMES = [name for name in OPTIMIZERS if name != "mars"]
@@ -73,11 +74,23 @@ def test_every_yaml_has_our_flags_and_the_models_sizes(model: str) -> None:
         assert sizes == [known.layers, known.hidden, known.ffn] and shape["num-attention-heads"] == known.heads
         assert shape.get("num-query-groups", known.heads) == known.kv_heads
         assert ("untie-embeddings-and-output-weights" not in shape) == known.tied
-        assert shape.get("num-experts", 0) == known.experts
+        assert shape.get("num-experts", 0) == known.experts and shape["vocab-size"] == known.vocab
     ways = 1
     for size in MODELS[model].parallel.values():
         ways *= size
     assert MODELS[model].gpus % ways == 0
+
+
+def test_the_plan_takes_both_files_as_they_are() -> None:
+    pytest.importorskip("megatron.core")
+    path = model_config_path("gpt2-small", "sonew", "megatron")
+    from_json = answered(Question(model_config_path("gpt2-small", "sonew"), model="gpt2-small", ranks=8)).figures()
+    from_yaml = answered(Question(path, ranks=8)).figures()
+    # Megatron rounds the vocabulary up.
+    assert from_yaml.parameters == pytest.approx(from_json.parameters, rel=2e-3)
+    assert max(from_yaml.states()) == pytest.approx(max(from_json.states()), rel=0.02)
+    with pytest.raises(ValueError, match="leave --model out"):
+        answered(Question(path, model="gpt2-small", ranks=8))
 
 
 def test_what_there_is_no_file_for_is_refused() -> None:
