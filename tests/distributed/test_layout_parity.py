@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +13,17 @@ from simulated import CASES, LAYOUTS, Framework, reference, run_of, whole_key, w
 
 F64, F32 = torch.float64, torch.float32
 STEPS = 6  # two of which move MKOR's factors
-# Both types in one process and on three ranks; elsewhere the sharper one.
-CELLS = [(1, F64), (2, F64), (3, F64), (4, F64), (3, F32)]
+# The sharper type everywhere, the other one where all is cut; what tensor parallelism cuts at two and at four ranks,
+# where copies and pieces of shards come in, the rest at up to three.
+CUT = tuple(layout for layout in LAYOUTS if not layout.startswith("tensor"))
+CELLS: dict[tuple[int, torch.dtype], tuple[str, ...]] = {
+    (1, F64): LAYOUTS,
+    (2, F64): LAYOUTS,
+    (3, F64): CUT,
+    (4, F64): ("cut", "tensor", "tensor_copies"),
+    (2, F32): LAYOUTS,
+}
+WHOLE = dict.fromkeys([(3, F64), (4, F64), (3, F32)], LAYOUTS)
 
 
 class Outcome(NamedTuple):
@@ -23,8 +33,8 @@ class Outcome(NamedTuple):
     misplaced: list[str]
 
 
-def _follow(rank: int, world: int, dtype: torch.dtype) -> dict[tuple[str, str], Outcome]:
-    return {(case, layout): _run(case, layout, rank, world, dtype) for case in CASES for layout in LAYOUTS}
+def _follow(rank: int, world: int, dtype: torch.dtype, layouts: Sequence[str]) -> dict[tuple[str, str], Outcome]:
+    return {(case, layout): _run(case, layout, rank, world, dtype) for case in CASES for layout in layouts}
 
 
 def _run(case: str, layout: str, rank: int, world: int, dtype: torch.dtype) -> Outcome:
@@ -43,21 +53,28 @@ def _run(case: str, layout: str, rank: int, world: int, dtype: torch.dtype) -> O
 
 
 @functools.cache
-def _outcomes(world: int, dtype: torch.dtype) -> list[dict[tuple[str, str], Outcome]]:
+def _outcomes(world: int, dtype: torch.dtype, layouts: tuple[str, ...]) -> list[dict[tuple[str, str], Outcome]]:
     for case in CASES:
         reference(case, dtype, STEPS)  # before the fork, so that no rank computes it
-    return [_follow(0, 1, dtype)] if world == 1 else run_ranks(world, _follow, dtype)
+    return [_follow(0, 1, dtype, layouts)] if world == 1 else run_ranks(world, _follow, dtype, layouts)
 
 
-def _ids(value: Any) -> str:
-    return str(value).removeprefix("torch.")
+def _cells(table: Mapping[tuple[int, torch.dtype], tuple[str, ...]], marks: Any = ()) -> list[Any]:
+    return [
+        pytest.param(
+            world, dtype, layouts, layout, marks=marks, id=f"{world}-{str(dtype).removeprefix('torch.')}-{layout}"
+        )
+        for (world, dtype), layouts in table.items()
+        for layout in layouts
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world", "dtype"), CELLS, ids=_ids)
-def test_follows_one_process(world: int, dtype: torch.dtype, layout: str, case: str) -> None:
-    outcomes = [outcome[case, layout] for outcome in _outcomes(world, dtype)]
+@pytest.mark.parametrize(
+    ("world", "dtype", "layouts", "layout"), [*_cells(CELLS), *_cells(WHOLE, pytest.mark.exhaustive)]
+)
+def test_follows_one_process(world: int, dtype: torch.dtype, layouts: tuple[str, ...], layout: str, case: str) -> None:
+    outcomes = [outcome[case, layout] for outcome in _outcomes(world, dtype, layouts)]
     bound = 1e-10 if dtype is F64 else 1e-6 if CASES[case].element_wise else 1e-5
     assert max(outcome.error for outcome in outcomes) <= bound
     # Matrix states exist on their owner alone.

@@ -9,18 +9,25 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.multiprocessing import start_processes
 
 from rankwise.launch.comparing.logs import read_runs
 from rankwise.launch.comparing.side_by_side import as_rows
 from rankwise.launch.environment import missing_build_tools, rank_environment
+from rankwise.launch.plan import Overrides, planned_configs
+from rankwise.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # Our own command starts it too.
 TORCHRUN = pytest.param("torchrun", marks=pytest.mark.exhaustive)
+# README's script is run by it.
+OURS = pytest.param("rankwise", marks=pytest.mark.exhaustive)
 
 
 def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -132,25 +139,40 @@ def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None
     assert not empty.exists() or not list(empty.rglob("*.so"))
 
 
-def trained_by_megatron(family: str, optimizer: str, tp: int, text: Path, tmp_path: Path) -> dict:
-    """Three steps on two ranks: what the run says of itself, and that it has the size of the Hugging Face model."""
+def megatron_settings(family: str, optimizer: str, tp: int, text: Path, tmp_path: Path) -> Settings:
+    """Three steps on two ranks."""
+    config = planned_configs(None, [optimizer], Overrides(micro_batch=2))[optimizer]
+    shape: dict[str, Any] = {"model": family, "layers": 1, "hidden": 32, "heads": 2, "seq_len": 32}
+    how: dict[str, Any] = {"framework": "megatron", "tensor_parallel": tp, "steps": 3, "validation_samples": 6}
+    places = {"output": str(tmp_path / f"{family}-{tp}"), "data": str(text), "cache": str(tmp_path / "cache")}
+    return Settings(label=optimizer, deepspeed=config, **places, **shape, **how)
+
+
+def _megatron_rank(rank: int, settings: Settings, port: int) -> None:
+    from rankwise.launch import megatron_pretrain
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    megatron_pretrain.run(settings)
+
+
+def summary_of(settings: Settings) -> dict[str, Any]:
+    """What two ranks say of a run that they start without the command, and that it has the size of Hugging Face's."""
     from rankwise.launch.models import build_model
 
-    output = f"{family}-{optimizer}-{tp}"
-    result = command(
-        *("train", "--framework", "megatron", "--optimizer", optimizer, "--ranks", "2", "--tp", str(tp)),
-        *("--model", family, "--micro-batch", "2", "--steps", "3", "--data", str(text), "--output", output, *SMALL),
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "validation" in result.stdout and "unigram" in result.stdout and f"TP {tp}, DP {2 // tp}" in result.stdout
-    assert (tmp_path / output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    summary = json.loads((tmp_path / output / optimizer / "summary.json").read_text())
-    model = build_model(family, vocab_size=257, layers=1, hidden=32, heads=2, seq_len=32)
+    import_module("megatron.core.models.gpt")  # here, and not in every rank
+    settings.write()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    start_processes(_megatron_rank, (settings, port), nprocs=2, start_method="fork")
+    summary = json.loads((Path(settings.output) / "summary.json").read_text())
+    model = build_model(settings.model, vocab_size=257, layers=1, hidden=32, heads=2, seq_len=32)
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["tokens"] == 3 * 2 * 2 * 32 and summary["world_size"] == 2
     assert summary["validation_loss"] < 6 and summary["state_bytes_per_rank"] > 0
-    return summary
+    found: dict[str, Any] = summary
+    return found
 
 
 @pytest.mark.slow
@@ -158,11 +180,21 @@ def test_megatron_trains_the_same_model_and_leaves_the_same_table(text: Path, tm
     """Also that tensor parallelism, which divides the model and not the samples, leaves the losses as they are."""
     pytest.importorskip("megatron.core")
     pytest.importorskip("transformers")
-    baseline = trained_by_megatron("gpt2", "adamw", 1, text, tmp_path)
+    result = command(
+        *("train", "--framework", "megatron", "--optimizer", "mars-m", "--ranks", "2", "--tp", "2", "--model", "llama"),
+        *("--micro-batch", "2", "--steps", "3", "--data", str(text), "--output", "out", *SMALL),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "validation" in result.stdout and "unigram" in result.stdout and "TP 2, DP 1" in result.stdout
+    assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+    divided = json.loads((tmp_path / "out/mars-m/summary.json").read_text())
+    whole = summary_of(megatron_settings("llama", "mars-m", 1, text, tmp_path))
+    assert divided["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-4)
+    assert divided["parameters"] == whole["parameters"]
+    baseline = summary_of(megatron_settings("gpt2", "adamw", 1, text, tmp_path))
     moments = 4 * 2 * baseline["parameters"] / 2  # fp32, halved by the distributed optimizer
     assert moments <= baseline["state_bytes_per_rank"] <= moments * 1.1
-    losses = [trained_by_megatron("llama", "mars-m", tp, text, tmp_path)["validation_loss"] for tp in (1, 2)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 USER_SCRIPT = """
@@ -186,7 +218,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["rankwise", TORCHRUN, "deepspeed"])
+@pytest.mark.parametrize("launcher", [OURS, TORCHRUN, "deepspeed"])
 def test_unedited_script_trains_with_our_type(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "train.py").write_text(USER_SCRIPT)
