@@ -169,6 +169,27 @@ def kernels(
         page.write_text(kernels_page(rows, triton.__version__))
 
 
+@app.command()
+def host(
+    tensors: Annotated[int, typer.Option(min=10, help="Matrices, or fragments of one tensor.")] = 300,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each that are timed.")] = 40,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file of the figures; replaces rows of the same types.")
+    ] = None,
+) -> None:
+    """Time of the host in a step of many small tensors, beside AdamW's."""
+    from benchmarks.host import host_times
+    from benchmarks.step import merged
+
+    for row in host_times(tensors, rounds):
+        times = (f"{row[key] * 1e3:.1f}" for key in ("tensors_seconds", "fragments_seconds", "few_seconds"))
+        console.print(
+            "{}: {} ms, fragments {}, a tenth {}; {:.2f} of AdamW's".format(row["name"], *times, row["ratio"])
+        )
+        if output is not None:
+            output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
+
+
 def _counts_cells(row: dict[str, Any]) -> list[str]:
     goal = row["goal"] or {}
     aims = dict.fromkeys(("bytes_per_parameter", "outside_products", "launches", "waits"), "")
@@ -239,7 +260,7 @@ def communication(
 
 @app.command()
 def performance(
-    figures: Annotated[Path, typer.Argument(help="JSON written by step, training, communication.", exists=True)],
+    figures: Annotated[Path, typer.Argument(help="JSON written by step, training, communication, host.", exists=True)],
     page: Annotated[Path, typer.Argument(help="Markdown page to write, with a plot beside it.")] = Path(
         "docs/performance.md"
     ),

@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks import communication
 from benchmarks.communication import FlatPiece, Waits, measure_communication
 from benchmarks.contenders import OURS, others, selected
+from benchmarks.host import calls_of, host_times
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.orthogonality import measure_errors, measure_times, newton_schulz_page
 from benchmarks.performance import performance_page
@@ -124,6 +125,33 @@ def test_communication_of_real_ranks(tmp_path: Path) -> None:
         assert 0.0 < row["host_seconds"] < row["seconds"] and row["ranks"] == 2 and row["peak_bytes"] == 0
     assert rows[0]["waits"] == 1, "the norm of the corrected gradients"
     assert performance_page(rows).count("## Exposed communication, tiny on 2 ranks") == 1
+
+
+# --- the host's share ------------------------------------------------------------------------------------------------
+
+
+def test_host_times_beside_adamws() -> None:
+    (row,) = host_times(10, 2, {"MARS-AdamW"})
+    assert 0.0 < row["few_seconds"] and 0.0 < row["ratio"] < 20.0
+    assert performance_page([row]).count("## The host's share, 10 matrices of 16 x 16") == 1
+
+
+# Calls of functions for every further tensor, and for every further fragment of one.
+CALLS = {
+    "MARS-AdamW": (118, 57),
+    "MARS-Lion": (98, 49),
+    "MARS-M": (159, 110),
+    "SONew, tridiagonal": (123, 62),
+    "LDAdam, rank 4": (181, 143),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_host_calls_no_more_functions_than_this(name: str) -> None:
+    """Deterministic where times are not: what the host does for a tensor grows with what it calls."""
+    pytest.importorskip("triton")
+    further = [(calls_of(name, 30, fragments) - calls_of(name, 20, fragments)) / 10 for fragments in (False, True)]
+    assert further[0] <= CALLS[name][0] + 3 and further[1] <= CALLS[name][1] + 3, further
 
 
 # --- contenders ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.planning.entries import Entry
+from rankwise.sharding import runs_of
 from rankwise.sharding.sources import real_view
 
 __all__ = ["ElementStates", "StateTypes", "States", "StoredRun"]
@@ -79,24 +81,34 @@ class ElementStates:
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> list[Tensor]:
         """Views of a state on some entries, as :meth:`Fragment.of` gives them, allocated on first use."""
-        found = []
-        for entry in entries:
-            fragment, whole = entry.fragment, entry.stored or entry
-            slot = self._slots[(fragment.tensor, name)]
-            stored = self._stored(states, fragment.tensor, name, slot)
-            start = slot.offsets[whole.index] + fragment.offset - whole.fragment.offset
-            found.append(fragment.of(stored.view(-1), start))
+        found: list[Tensor] = []
+        for index, together in groupby(entries, lambda entry: entry.fragment.tensor):
+            own, slot = list(together), self._slots[(index, name)]
+            firsts = [self._first(entry, slot) for entry in own]
+            stored = self._stored(states, index, name, slot)
+            flat = stored if stored.dim() == 1 else stored.view(-1)
+            found += runs_of(flat, [entry.fragment for entry in own], firsts)
         return found
+
+    @staticmethod
+    def _first(entry: Entry, slot: _Slot) -> int:
+        if entry.stored is None:
+            return slot.offsets[entry.index]
+        return slot.offsets[entry.stored.index] + entry.fragment.offset - entry.stored.fragment.offset
 
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
         owner = self._tensors[index]
         state = states[owner]
-        shape = self._shape(owner, slot)
-        if name not in state:
+        stored: Tensor | None = state.get(name)
+        numel = slot.compact_numel
+        if numel is None:
+            numel = owner.numel() * (2 if owner.is_complex() else 1)
+        if stored is None:
             refuse_capture(owner.device, "the first step of a parameter")
-            state[name] = torch.zeros(shape, dtype=slot.dtype, device=owner.device)
-        stored: Tensor = state[name]
-        if stored.numel() != prod(shape):
+            shape = self._shape(owner, slot)
+            stored = state[name] = torch.zeros(shape, dtype=slot.dtype, device=owner.device)
+        if stored.numel() != numel:
+            shape = self._shape(owner, slot)
             raise RuntimeError(
                 f"the state {name!r} of a parameter has the shape {tuple(stored.shape)}, but must have {shape}: it was "
                 "replaced since the optimizer was built; build a new optimizer, or put the state of that shape back"

@@ -58,6 +58,7 @@ class Bucket:
     grads: list[Tensor]
     _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
     _counts: Callable[[Sequence[Entry]], Tensor] = field(repr=False)
+    _found: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def step(self) -> Step:
@@ -65,8 +66,10 @@ class Bucket:
         return self._counts(self.entries) if self.count is None else self.count
 
     def state(self, name: str) -> list[Tensor]:
-        """Views of an element state on the bucket's fragments."""
-        return self._states(name, self.entries)
+        """Views of an element state on the bucket's fragments; a bucket lives for one step, and looks once."""
+        if name not in self._found:
+            self._found[name] = self._states(name, self.entries)
+        return self._found[name]
 
     def only(self, places: Sequence[int]) -> Bucket:
         """The same of some of its entries, given by their places in its lists."""

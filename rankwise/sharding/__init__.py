@@ -6,7 +6,7 @@ from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .inside import Block, cut_into_blocks, in_blocks
-from .layout import Fragment, Layout, LayoutError, Place
+from .layout import Fragment, Layout, LayoutError, Place, runs_of
 from .local_groups import local_group
 from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
@@ -48,6 +48,7 @@ __all__ = [
     "matrix_volume",
     "own_pieces",
     "plan_matrices",
+    "runs_of",
     "sums_volume",
     "together",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from rankwise.planning.entries import Entry
 from rankwise.planning.planner import Planner
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.routing.roles import Rule
+from rankwise.sharding import runs_of
 from rankwise.sharding.sources import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
 
@@ -81,24 +83,20 @@ class Opening:
         zeros = unit.layout.world_size > 1 and not unit.layout.replicated
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
             return None
-        for tensor in unit.tensors:
-            if tensor.grad is not None and (type(tensor.grad) is not Tensor or tensor.grad.is_sparse):
-                self._refuse_gradient(tensor, tensor.grad)
+        found = [tensor.grad for tensor in unit.tensors]
+        for tensor, grad in zip(unit.tensors, found, strict=True):
+            if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
+                self._refuse_gradient(tensor, grad)
         opened = Opened([], [])
         stepped: list[Tensor] = []
-        for tensor in unit.tensors:
-            grad = tensor.grad
+        for tensor, grad in zip(unit.tensors, found, strict=True):
             if grad is None and not zeros:
                 opened.weights.append(None)
                 opened.grads.append(None)
                 continue
-            weight = real_view(tensor.detach()).to(unit.dtype).contiguous().view(-1)
+            weight = _flat(tensor, unit.dtype)
             opened.weights.append(weight)
-            if grad is None:
-                opened.grads.append(torch.zeros_like(weight))
-            else:
-                # Gradients of complex parameters may be conjugates by name only.
-                opened.grads.append(real_view(grad.detach().resolve_conj()).to(unit.dtype).reshape(-1))
+            opened.grads.append(torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype))
             stepped.append(tensor)
         self._count(unit, states, stepped)
         return opened
@@ -119,8 +117,8 @@ class Opening:
         if counts and self.counts_on_device(unit):
             torch._foreach_add_(counts, 1.0)
             return
-        for count in counts:
-            count += 1
+        if counts:
+            torch._foreach_add_(counts, 1.0)
 
     def buckets(
         self,
@@ -136,22 +134,25 @@ class Opening:
         views = partial(unit.states.views, states)
         # What only the device knows cannot be grouped by.
         known = not self.counts_on_device(unit)
-        for entry in unit.entries:
-            tensor = entry.fragment.tensor
+        for tensor, entries in groupby(unit.entries, lambda entry: entry.fragment.tensor):
             weight, grad = weights[tensor], grads[tensor]
             if weight is None or grad is None:
                 continue
-            before = self._transition.before(entry.info.name)
-            count = int(states[unit.tensors[tensor]]["step"]) - before if known else None
-            place = unit.step_group[entry.key]
-            key = (place, entry.route.rule, count, before)
-            bucket = found.get(key)
-            if bucket is None:
-                counts = partial(_counts_of, unit, states, before)
-                bucket = found[key] = Bucket(step_groups[place], entry.route.rule, count, [], [], [], views, counts)
-            bucket.entries.append(entry)
-            bucket.weights.append(entry.fragment.of(weight))
-            bucket.grads.append(entry.fragment.of(grad))
+            own = list(entries)
+            taken = int(states[unit.tensors[tensor]]["step"]) if known else None
+            fragments = [entry.fragment for entry in own]
+            for entry, *runs in zip(own, runs_of(weight, fragments), runs_of(grad, fragments), strict=True):
+                before = self._transition.before(entry.info.name)
+                count = None if taken is None else taken - before
+                place = unit.step_group[entry.key]
+                key = (place, entry.route.rule, count, before)
+                bucket = found.get(key)
+                if bucket is None:
+                    counts = partial(_counts_of, unit, states, before)
+                    bucket = found[key] = Bucket(step_groups[place], entry.route.rule, count, [], [], [], views, counts)
+                bucket.entries.append(entry)
+                bucket.weights.append(runs[0])
+                bucket.grads.append(runs[1])
         return list(found.values())
 
     def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
@@ -160,6 +161,14 @@ class Opening:
             if weight is not None and weight.data_ptr() != tensor.data_ptr():
                 target = real_view(tensor)
                 target.copy_(weight.view(target.shape))
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Its values in a row: the same memory where they lie so in this type."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    # Gradients of complex parameters may be conjugates by name only.
+    return real_view(tensor.detach().resolve_conj()).to(dtype).contiguous().view(-1)
 
 
 def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[Entry]) -> Tensor:
