@@ -348,6 +348,17 @@ def routing(page: Annotated[Path, typer.Argument(help="Markdown page to write.")
 
 
 @app.command()
+def plans(page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/model-plans.md")) -> None:
+    """Plan every packaged configuration for a model; takes some minutes."""
+    import subprocess
+
+    from benchmarks.model_plans import plans_page
+
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    page.write_text(plans_page(commit))
+
+
+@app.command()
 def options(page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/options.md")) -> None:
     """Write the page of all options from their declarations."""
     from benchmarks.options_page import options_page

@@ -238,6 +238,7 @@ whatever the schedule was there.
 
 What a run holds, sends and costs: `rankwise plan --config models/llama-8b/mkor.json --model llama-8b --ranks 64`, or
 `rankwise plan --config models/llama-8b/mkor.yaml --ranks 64`, where the model stands in the file.
+What it says of [all of them](../../docs/model-plans.md).
 """
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.options_page import options_page
 from benchmarks.site_hooks import pages_of_sources, rewritten
+from rankwise.configs import MODELS, OPTIMIZERS
 from rankwise.names import CLASSES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 def test_the_option_tables_are_those_of_the_code() -> None:
     assert (DOCS / "options.md").read_text() == options_page(), "python -m benchmarks options writes it anew"
+
+
+def test_every_configuration_for_a_model_is_planned() -> None:
+    page = (DOCS / "model-plans.md").read_text()
+    for model in MODELS:
+        section = page.partition(f"\n## {model}: {MODELS[model].gpus} GPUs\n")[2].partition("\n## ")[0]
+        assert [name for name in OPTIMIZERS if f"| {name} |" not in section] == ["adamw", "mars"], model
 
 
 def test_links_that_leave_the_docs_lead_to_pages_of_their_own() -> None:
