@@ -140,9 +140,9 @@ def test_host_times_beside_adamws() -> None:
 CALLS = {
     "MARS-AdamW": (118, 57),
     "MARS-Lion": (98, 49),
-    "MARS-M": (159, 110),
+    "MARS-M": (141, 92),
     "SONew, tridiagonal": (123, 62),
-    "LDAdam, rank 4": (181, 143),
+    "LDAdam, rank 4": (135, 100),
 }
 
 
@@ -150,7 +150,7 @@ CALLS = {
 def test_the_host_calls_no_more_functions_than_this(name: str) -> None:
     """Deterministic where times are not: what the host does for a tensor grows with what it calls."""
     pytest.importorskip("triton")
-    further = [(calls_of(name, 30, fragments) - calls_of(name, 20, fragments)) / 10 for fragments in (False, True)]
+    further = [(calls_of(name, 120, fragments) - calls_of(name, 20, fragments)) / 100 for fragments in (False, True)]
     assert further[0] <= CALLS[name][0] + 3 and further[1] <= CALLS[name][1] + 3, further
 
 

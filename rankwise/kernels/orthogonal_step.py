@@ -42,5 +42,7 @@ class OrthogonalStep:
     def matrices(self) -> list[tuple[Tensor, Tensor]]:
         """Momentum and weight of each, 1-D."""
         length = self.shape[0] * self.shape[1]
+        if self.momentum.numel() == self.weight.numel() == length:
+            return [(self.momentum, self.weight)]
         parts = (tensor.view(-1, length).unbind() for tensor in (self.momentum, self.weight))
         return list(zip(*parts, strict=True))

@@ -114,12 +114,14 @@ class LDAdamRule(MatrixRule):
     def _step_taken(self, form: StepsInPlace) -> None:
         found = form.step([ready for _, _, ready in self._taken])
         left = set(found.left)
-        for place, (task, index, ready) in enumerate(self._taken):
-            if place in left:
-                self._step_others([(task, index)])
-                continue
-            ready.state["step"] += 1
+        stepped = [ready for place, (_, _, ready) in enumerate(self._taken) if place not in left]
+        if stepped:
+            torch._foreach_add_([ready.state["step"] for ready in stepped], 1)
+        for ready in stepped:
             ready.state["beta1"].fill_(ready.group["betas"][0])
+        for place in sorted(left):
+            task, index, _ = self._taken[place]
+            self._step_others([(task, index)])
         if len(left) < len(self._taken):
             self.health.add("subspace_rotation", found.rotation, len(self._taken) - len(left))
         self.health.add("kept_bases", found.kept)

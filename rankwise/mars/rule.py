@@ -74,6 +74,7 @@ class MARSRule(MatrixRule):
         self._scaled_as: updates.Scale = options.scale  # type: ignore[assignment]
         self._steps_in_place = steps_in_place(unit, product)
         self._taken: list[OrthogonalStep] = []
+        self._numbers: dict[MomentumSignature, tuple[float, float]] = {}
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """The momenta; weights that are not stepped in place have decayed then, unless they do so cautiously."""
@@ -136,12 +137,16 @@ class MARSRule(MatrixRule):
 
     def _in_place(self, signature: MomentumSignature, exp_avg: Tensor, weight: Tensor) -> OrthogonalStep:
         group, shape = self.groups[signature.group], (signature.rows, signature.columns)
+        if signature not in self._numbers:
+            eps = updates.norm_offset(self._variant, group["betas"][0], self._eps(group))
+            self._numbers[signature] = eps, updates.shape_factor(self._variant, *signature.logical, self._scaled_as)
+        eps, factor = self._numbers[signature]
         return OrthogonalStep(
             shape,
             exp_avg,
             weight,
-            eps=updates.norm_offset(self._variant, group["betas"][0], self._eps(group)),
-            factor=updates.shape_factor(self._variant, *signature.logical, self._scaled_as),
+            eps=eps,
+            factor=factor,
             lr=group["lr"],
             steps=group["ns_steps"],
             coefficients=group["ns_coefficients"],

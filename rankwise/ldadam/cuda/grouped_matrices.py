@@ -39,8 +39,12 @@ def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> 
         error: An error buffer of its own, contiguous, in float32 or bfloat16.
     """
     known = error is None or (error.dtype in (torch.float32, torch.bfloat16) and error.is_contiguous())
-    fits = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
-    return known and fits and rank <= MAX_RANK
+    if not known or rank > MAX_RANK:
+        return False
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            return False
+    return True
 
 
 def ldadam_matrices_(jobs: Sequence[LowRankStep], precision: str) -> InPlace:

@@ -7,7 +7,9 @@ Bytes: the operands once and the result, if the caches keep what tiles read agai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -97,7 +99,7 @@ def grouped_product_(
         float(beta),
         SCALED=scales is not None,
         ADDED=added is not None,
-        ALIGNED=all(place % 16 == 0 for place in places),
+        ALIGNED=reduce(or_, places, 0) % 16 == 0,
         PRECISION=precision,
         ROWS=tile[0],
         COLUMNS=tile[1],
