@@ -229,6 +229,7 @@ def compare(
     else:
         console.print(compared(found))
     if png is not None:
+        png.parent.mkdir(parents=True, exist_ok=True)
         draw(found, png)
 
 

@@ -49,7 +49,7 @@ def from_trainer(folder: Path, loss: str | None, seq_len: int | None) -> LoggedR
     """``trainer_state.json`` of Hugging Face's Trainer."""
     records = _json(folder / "trainer_state.json").get("log_history", [])
     return LoggedRun(
-        label=folder.name,
+        label=folder.parent.name if folder.name.startswith("checkpoint-") else folder.name,
         source=folder,
         loss=_column(records, loss or "loss"),
         validation=_column(records, "eval_loss"),
@@ -117,7 +117,10 @@ def from_csv(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
     for file in folder.glob("*.csv"):
         with file.open(newline="", encoding="utf-8") as lines:
             rows = [row for row in csv.reader(lines) if len(row) == 2 and row[0] != "step"]
-        series[known.get(file.name, file.stem)] = {float(at): float(value) for at, value in rows}
+        try:
+            series[known.get(file.name, file.stem)] = {float(at): float(value) for at, value in rows}
+        except ValueError as error:
+            raise LogError(f"{file} is none of csv_monitor's, with numbers alone: {error}") from error
     return _of_series(folder, series, _chosen(series, folder, loss), seq_len)
 
 

@@ -37,7 +37,7 @@ class Curve:
     def at(self, step: float) -> float:
         """The value at a step, on the line between its neighbours; beyond the ends, on the nearest line."""
         if len(self.steps) == 1:
-            return self.values[0] * step / self.steps[0]
+            return self.values[0] * step / self.steps[0] if self.steps[0] else self.values[0]
         right = min(max(bisect_right(self.steps, step), 1), len(self.steps) - 1)
         (x, y), (far, above) = ((self.steps[i], self.values[i]) for i in (right - 1, right))
         return y + (above - y) * (step - x) / (far - x)

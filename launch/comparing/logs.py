@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ _KINDS: tuple[tuple[str, Reader], ...] = (
     ("*.csv", from_csv),
 )
 """By what a folder holds; the first that fits counts."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+"""Folders of the Trainer."""
 
 
 def read_runs(paths: Sequence[Path], loss: str | None = None, seq_len: int | None = None) -> list[LoggedRun]:
@@ -40,6 +43,7 @@ def read_runs(paths: Sequence[Path], loss: str | None = None, seq_len: int | Non
         LogError: A path has no log that is known, or a log has no such loss.
     """
     runs = [run for path in paths for run in _runs_at(path.resolve(), loss, seq_len)]
+    runs = list({run.source: run for run in runs}.values())
     for run in runs:
         if not run.loss.steps:
             raise LogError(f"{run.source} has no loss yet; see --loss")
@@ -70,7 +74,12 @@ def _reader(folder: Path) -> Reader | None:
 
 def _folders(path: Path) -> Iterator[Path]:
     """Folders with logs at any depth, but none below one."""
-    for folder in sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")):
+    folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    saved = {int(found[1]): folder for folder in folders if (found := _CHECKPOINT.fullmatch(folder.name))}
+    older = set(saved.values()) - {saved[max(saved)]} if saved else set()
+    for folder in folders:
+        if folder in older:
+            continue  # Its log is the newest one's beginning.
         if _reader(folder):
             yield folder
         else:

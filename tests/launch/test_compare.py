@@ -113,7 +113,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("x", "y"):
         of_ours(tmp_path / name / "[adamw]", "[adamw]", LOSSES, 0.5)
-    picture = tmp_path / "losses.png"
+    picture = tmp_path / "pictures/losses.png"
     result = CliRunner().invoke(app, ["compare", str(tmp_path), "--png", str(picture)], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     assert "x/[adamw]" in result.output and "y/[adamw]" in result.output and "2.5000" in result.output
@@ -132,17 +132,35 @@ def test_a_run_that_goes_on_or_was_killed_is_read_as_far_as_it_is(tmp_path: Path
     assert run.label == "mkor" and run.steps == 30 and run.total("tokens") is None and run.total("seconds") == 15
 
 
+def test_a_run_counts_once(tmp_path: Path) -> None:
+    folder = of_ours(tmp_path / "a/adamw", "adamw", LOSSES, 0.5)
+    for step in (10, 20, 100):
+        (tmp_path / f"a/trainer/checkpoint-{step}").mkdir(parents=True)
+        history = [{"step": at, "loss": 1.0} for at in range(0, step + 1, 10)]
+        (tmp_path / f"a/trainer/checkpoint-{step}/trainer_state.json").write_text(json.dumps({"log_history": history}))
+    runs = read_runs([folder, tmp_path / "a", tmp_path / "a/../a"])
+    assert [(run.label, run.steps) for run in runs] == [("adamw", 30), ("trainer", 100)]
+
+
+def test_a_loss_at_the_start_alone_is_no_division_by_zero(tmp_path: Path) -> None:
+    row = as_rows(read_runs([of_ours(tmp_path / "x", "x", {0: 4.0}, 0.5)]))[0]
+    assert row["steps"] == 0 and row["of_steps"] is None and row["tokens_per_second"] is None
+
+
 def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     folder = of_ours(tmp_path / "run", "run", LOSSES, 0.5)
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/Train_Samples_lr.csv").write_text("step,lr\n8,0.1\n")
     (tmp_path / "words.txt").write_text("nothing\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/cities.csv").write_text("city,country\nBern,Switzerland\n")
     for path, message in (
         (tmp_path / "gone", "does not exist"),
         (tmp_path / "empty", "no log in it or below"),
         (tmp_path / "csv", "name one of Train/Samples/lr by --loss"),
         (tmp_path / "words.txt", "has no loss yet"),
+        (tmp_path / "data", "cities.csv is none of csv_monitor's"),
     ):
         with pytest.raises(LogError, match=message):
             read_runs([path])
