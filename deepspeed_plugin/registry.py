@@ -32,7 +32,8 @@ from rankwise.names import CLASSES
 from rankwise.options.validation import OptionError
 from rankwise.planning.table import idle_allowed
 from rankwise.routing.patterns import checked_later
-from rankwise.step.optimizer import ShardedOptimizer, deferred_steps
+from rankwise.step.opening import deferred_steps
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
 

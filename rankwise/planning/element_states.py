@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +16,13 @@ from rankwise.planning.entries import Entry
 from rankwise.sharding import runs_of
 from rankwise.sharding.sources import real_view
 
-__all__ = ["ElementStates", "StateTypes", "States", "StoredRun"]
+__all__ = ["ElementStates", "StateTypes", "States"]
 
 StateTypes = Mapping[str, torch.dtype | None]
 """Type of every element state by name; None is that of the computation."""
 
 States = Mapping[Tensor, dict[str, Any]]
 """``Optimizer.state``: handed in at every call, because loading a checkpoint replaces it."""
-
-
-class StoredRun(NamedTuple):
-    """A run of a parameter in an optimizer tensor, with views of its element states."""
-
-    key: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-    offset: int
-    states: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -148,14 +137,6 @@ class ElementStates:
                 # A matrix of a stack counts from its own first element.
                 before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.fragment.shape)
                 found.append((before + entry.fragment.start, self.views(states, state, [entry])[0]))
-        return found
-
-    def runs(self, states: States, index: int) -> list[StoredRun]:
-        """The runs in one tensor with views of their states, allocated if they were not."""
-        found = []
-        for entry, views in self.of_entries(states, index):
-            fragment = entry.fragment
-            found.append(StoredRun(entry.key, fragment.shape, fragment.start, fragment.end, fragment.offset, views))
         return found
 
     def record(self, names: Iterable[str], index: int) -> dict[str, Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rankwise.options.hints import OPTION_WORDS, nearest, shown
 from rankwise.options.validation import OptionError
 from rankwise.planning.declared import Declared
+from rankwise.planning.step_groups import peak_of
 
 __all__ = ["GroupValues"]
 
+logger = logging.getLogger(__name__)
+_SMALLEST = torch.finfo(torch.float32).tiny
 # Schedulers' and frameworks' own keys of a param group that are spelt much like ours.
 _KEYS_OF_OTHERS = frozenset({"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name"})
 # Of schedules that change more than rates, such as OneCycleLR.
@@ -59,6 +64,30 @@ class GroupValues:
                 raise OptionError(
                     f"{declared.name}: {name}={group[name]!r} in a param group is invalid: it must be the same "
                     f"for all groups; pass it to the constructor (groups may set {', '.join(declared.group_options)})"
+                )
+
+    def refuse_without_peak(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group whose decay would be a share of nothing.
+
+        Raises:
+            OptionError: Its rate is 0, and decay does not follow the schedule.
+        """
+        if self._declared.step_groups.independent and not peak_of(group):
+            raise OptionError(
+                f"{self._declared.name}: lr={group['lr']!r} is invalid with weight_decay_method='independent': it must "
+                "be above 0, because decay is a share of it; pass the peak lr and let the scheduler start from 0"
+            )
+
+    def warn_of_tiny(self) -> None:
+        """Say so where an option is nothing in the type of the computation."""
+        for key in ("eps", "graft_eps"):
+            value = getattr(self._declared.options, key, 1.0)
+            if value < _SMALLEST:
+                logger.warning(
+                    "%s: with %s=%g, nothing in float32, a weight whose gradients were all zero becomes 0 / 0.",
+                    self._declared.name,
+                    key,
+                    value,
                 )
 
     def _refuse_misspelt(self, group: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -21,7 +22,25 @@ from rankwise.sharding import runs_of
 from rankwise.sharding.sources import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
 
-__all__ = ["Opened", "Opening"]
+__all__ = ["Opened", "Opening", "are_deferred", "deferred_steps"]
+
+_deferrals = 0
+
+
+@contextmanager
+def deferred_steps() -> Iterator[None]:
+    """Make every optimizer's ``step()`` inert: frameworks step once on zero gradients while they set themselves up."""
+    global _deferrals
+    _deferrals += 1
+    try:
+        yield
+    finally:
+        _deferrals -= 1
+
+
+def are_deferred() -> bool:
+    """Whether :func:`deferred_steps` is in force."""
+    return _deferrals > 0
 
 
 class Opened(NamedTuple):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,39 +15,24 @@ from torch.optim import Optimizer
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError
 from rankwise.planning.declared import Declared
-from rankwise.planning.element_states import StateTypes, StoredRun
+from rankwise.planning.element_states import StateTypes
 from rankwise.planning.live_groups import LiveGroups
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.planner import Planner
-from rankwise.planning.step_groups import PEAK, peak_of
+from rankwise.planning.step_groups import PEAK
 from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.values import GroupValues
 from rankwise.planning.work import StepWork
 from rankwise.sharding import EvenCuts, Traffic
 from rankwise.sharding.sources import LayoutSource, TensorContents
-from rankwise.step.opening import Opening
+from rankwise.step.opening import Opening, are_deferred
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved import SavedStates
 from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
 
-__all__ = ["ShardedOptimizer", "deferred_steps"]
-
-logger = logging.getLogger(__name__)
-_deferrals = 0
-_SMALLEST = torch.finfo(torch.float32).tiny
-
-
-@contextmanager
-def deferred_steps() -> Iterator[None]:
-    """Make every optimizer's ``step()`` inert: frameworks step once on zero gradients while they set themselves up."""
-    global _deferrals
-    _deferrals += 1
-    try:
-        yield
-    finally:
-        _deferrals -= 1
+__all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -126,7 +109,7 @@ class ShardedOptimizer(Optimizer, ABC):
             self._take_in(index)
         self.table.refuse_if_idle(unless_allowed=True)
         self.table.refuse_unmatched()
-        _warn_of_tiny(declared)
+        self.values.warn_of_tiny()
         ShardedOptimizer.instances.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,11 +207,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def _take_in(self, index: int) -> None:
         group = self.param_groups[index]
-        if self.declared.step_groups.independent and not peak_of(group):
-            raise OptionError(
-                f"{self.declared.name}: lr={group['lr']!r} is invalid with weight_decay_method='independent': it must "
-                "be above 0, because decay is a share of it; pass the peak lr and let the scheduler start from 0"
-            )
+        self.values.refuse_without_peak(group)
         self.table.refuse_unreadable(group)
         self.table.add_group(self.param_groups, index)
         self.values.accept(self.param_groups[index])
@@ -309,7 +288,7 @@ class ShardedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if _deferrals:
+        if are_deferred():
             return loss
         self.saved.forget_consolidated()
         unit = self._unit()
@@ -462,10 +441,6 @@ class ShardedOptimizer(Optimizer, ABC):
         """Where an element state of one parameter lies; see :meth:`SavedStates.stored_states`."""
         return self.saved.stored_states(self.param_groups, self.state, tensor, name, state)
 
-    def storage(self) -> Iterator[tuple[Tensor, list[StoredRun]]]:
-        """Every planned tensor with its runs and views of its element states, allocated if they were not."""
-        return self.saved.storage(self.state)
-
     # --- reports ------------------------------------------------------------------------------------------------
 
     def read_health(self) -> dict[str, float]:
@@ -492,15 +467,3 @@ class ShardedOptimizer(Optimizer, ABC):
     def owners(self) -> dict[str, int]:
         """Owner rank of every planned matrix."""
         return self.planner.owners()
-
-
-def _warn_of_tiny(declared: Declared) -> None:
-    for key in ("eps", "graft_eps"):
-        value = getattr(declared.options, key, 1.0)
-        if value < _SMALLEST:
-            logger.warning(
-                "%s: with %s=%g, nothing in float32, a weight whose gradients were all zero becomes 0 / 0.",
-                declared.name,
-                key,
-                value,
-            )

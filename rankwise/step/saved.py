@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.declared import Declared
-from rankwise.planning.element_states import States, StateTypes, StoredRun
+from rankwise.planning.element_states import States, StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.misfits import refuse_strange
 from rankwise.planning.planner import Planned, Planner
@@ -238,9 +238,3 @@ class SavedStates:
         # States were loaded and no step has planned since.
         _, kept = self._planner.kept_in(groups, tensor, groups[self._planner.source.contents(tensor).group])
         return kept.of_parameter(states, 0, name, state)
-
-    def storage(self, states: States) -> Iterator[tuple[Tensor, list[StoredRun]]]:
-        """Every planned tensor with its runs and views of its element states, allocated if they were not."""
-        for unit in self._planner.units.values():
-            for index, tensor in enumerate(unit.tensors):
-                yield tensor, unit.states.runs(states, index)

@@ -108,10 +108,6 @@ def grouped_product_(
     )
 
 
-def _tile_along(size: int, most: int) -> int:
-    return min(most, max(_LEAST, 1 << (size - 1).bit_length()))
-
-
 def keep_(found: Tensor, old: Sequence[int], failed: Tensor) -> None:
     """Put the old values in the place of those that failed; the others cost nothing.
 
