@@ -64,6 +64,7 @@ def test_goes_on_from_adamw(case: Case) -> None:
     assert case.name in (
         "mars-adamw",
         "mars-adamw-1d",
+        "mars-bf16-reference",
         "mkor-sgd",
         "ldadam",
         "ldadam-no-feedback",
