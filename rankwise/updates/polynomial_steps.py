@@ -46,6 +46,11 @@ class Products(NamedTuple):
 
 
 def _square(x: Tensor) -> Tensor:
+    if len(x) == 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        # The library's product of two dimensions takes the transpose as it lies, that of stacks copies it: the same
+        # bits, a quarter faster.
+        single = x[0].contiguous()
+        return torch.mm(single, single.mT)[None]
     return x @ x.mT
 
 
