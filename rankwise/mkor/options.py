@@ -144,7 +144,7 @@ class MKOROptions(Options):
 
     def unread(self) -> Mapping[str, tuple[str, str]]:
         """What belongs to the other backends, and to MKOR-H."""
-        theirs = ("betas",) if self.backend == "sgd" else ("momentum", "nesterov")
+        theirs = ("betas", "eps") if self.backend == "sgd" else ("momentum", "nesterov")
         other = "'adamw' or 'lamb'" if self.backend == "sgd" else "'sgd'"
         found = {
             key: (f"backend={self.backend!r} does not read it", f"leave it out, or set backend to {other}")

@@ -265,6 +265,7 @@ def test_what_was_probably_meant(cls: type, options: dict[str, Any], words: str)
         ({"momentum": 0.5}, "momentum=0.5 is invalid: backend='adamw' does not read it; .* set backend to 'sgd'"),
         ({"nesterov": True, "backend": "lamb"}, "nesterov=True is invalid: backend='lamb' does not read it"),
         ({"betas": (0.8, 0.9), "backend": "sgd"}, "betas=.* set backend to 'adamw' or 'lamb'"),
+        ({"eps": 1e-6, "backend": "sgd"}, "eps=1e-06 is invalid: backend='sgd' does not read it"),
         ({"hybrid_patience": 5}, "hybrid_patience=5 is invalid: nothing reads it without hybrid"),
     ],
 )
