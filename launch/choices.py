@@ -56,7 +56,7 @@ CHOICES: Mapping[str, Characteristics] = {
     ),
     "MKOR": Characteristics(
         "second-order steps by Kronecker factors of activations and gradients",
-        "short of memory (two factors for each matrix); experts, which take its backend",
+        "short of memory (two factors for each matrix); stacked experts and `deepspeed.moe`'s, which take its backend",
         "1 (1.87 M parameters, 300 steps, one seed, three rates each)",
     ),
     "MKOR-H": Characteristics(
