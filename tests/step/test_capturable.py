@@ -145,6 +145,27 @@ def test_replays_are_steps(name: str) -> None:
     assert _deviation(run, twin) < _tolerance(name)
 
 
+@pytest.mark.parametrize("name", ["mars-adamw", "mars-shampoo", "mars-m", "sonew-tridiagonal", "ldadam"])
+@pytest.mark.parametrize("method", ["independent", "cautious"])
+def test_replays_follow_multiplied_rates_and_their_decay(name: str, method: str) -> None:
+    """A schedule writes one rate; parameters with a multiplier, and decay as a share of it, follow in the graph."""
+    options = {"lr_scale": {"0.*": 0.25, "*.bias": 2.0}, "weight_decay": 0.3, "weight_decay_method": method}
+    if name in ("mars-shampoo", "mars-m"):
+        options["scale"] = "rms"
+    run, twin, plain = Run(name, capturable=True, **options), Run(name, **options), Run(name)
+    for each in (run, twin, plain):
+        for index in range(3):
+            each.step(index)
+    graph = run.capture(3)
+    for index in range(4, 7):
+        run.replay(graph, index)
+    for index in range(3, 7):
+        twin.step(index)
+        plain.step(index)
+    assert _deviation(run, twin) < _tolerance(name)
+    assert _deviation(twin, plain) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["mars-adamw", "mars-m", "sonew-tridiagonal", "sonew-band4", "ldadam"])
 def test_replays_in_single_precision(name: str) -> None:
     run, twin = (Run(name, dtype=torch.float32, capturable=capturable) for capturable in (True, False))
