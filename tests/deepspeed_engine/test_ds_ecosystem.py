@@ -11,6 +11,7 @@ import ds_harness as ds
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from ranks import run_ranks
 from torch import nn
 
@@ -265,3 +266,48 @@ def test_accelerate_fills_auto_values(name: str) -> None:
     for kind, lr, betas, losses in run_ranks(2, _accelerated, name, timeout=100.0):
         assert kind == name and lr == 2e-3 and betas == (0.9, 0.95)
         assert len(losses) == 32 and np.mean(losses[16:]) < np.mean(losses[:16])
+
+
+@pytest.mark.parametrize("method", ["decoupled", "independent"])
+@pytest.mark.parametrize("name", ["MARS-AdamW", "MARS-M", "LDAdam"])
+def test_a_warmup_and_decay_keeps_multipliers(name: str, method: str) -> None:
+    """DeepSpeed's schedule writes one rate over all groups; the twin's rates and decay are multiplied by hand."""
+    cls, preset = ds.deepspeed_plugin.JSON_TYPES[name]
+    peak, decay, scales = 5e-3, 0.2, {"0.*": 0.25, "2.*": 2.0}
+    models = [_two_layers() for _ in range(2)]
+    options = {**preset, "lr": peak, "weight_decay": decay, **({"rank": 2} if name == "LDAdam" else {"lr_1d": peak})}
+    if name != "LDAdam":
+        options["weight_decay_1d"] = decay
+    ours = cls(models[0].named_parameters(), **options, weight_decay_method=method, lr_scale=scales)
+    shares = {layer: 1.0 if method == "decoupled" else 1 / (peak * scale) for layer, scale in scales.items()}
+    groups = [
+        {
+            "params": [pair for pair in models[1].named_parameters() if pair[0].startswith(layer[0])],
+            **{key: decay * shares[layer] for key in options if key.startswith("weight_decay")},
+        }
+        for layer in scales
+    ]
+    twin = cls(groups, **options)
+    start = {key: value.clone() for key, value in models[0].state_dict().items()}
+    schedule = WarmupDecayLR(ours, total_num_steps=8, warmup_max_lr=peak, warmup_num_steps=3, warmup_type="linear")
+    rates = set()
+    for step in range(8):
+        (rate,) = {group["lr"] for group in ours.param_groups}
+        rates.add(rate)
+        for group, scale in zip(twin.param_groups, scales.values(), strict=True):
+            group["lr"] = rate * scale
+        for model, optimizer in zip(models, (ours, twin), strict=True):
+            optimizer.zero_grad()
+            x = torch.randn(16, 9, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            model(x).square().mean().backward()
+            optimizer.step()
+        schedule.step()
+    assert len(rates) > 5
+    expected = models[1].state_dict()
+    for key, value in models[0].state_dict().items():
+        assert (value - expected[key]).norm() <= 1e-10 * (expected[key] - start[key]).norm(), key
+
+
+def _two_layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 9)).double()
