@@ -150,6 +150,29 @@ def counts(
 
 
 @app.command()
+def switch(
+    results: Annotated[Path, typer.Option(help="Finished rows, one a line; goes on where they end.")],
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown page to write, its plot in images/ beside it.")] = None,
+) -> None:
+    """Validation loss where AdamW is replaced by one of ours in the middle of a run, and the other way round."""
+    import torch
+
+    from benchmarks.switching import TYPES, draw_switches, measure_switches, read_rows, switching_page
+
+    torch.set_num_threads(1)
+    done = [(row["way"], row["type"]) for row in read_rows(results)]
+    for row in measure_switches(done, types or TYPES):
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        console.print(row)
+    if page is not None:
+        rows = read_rows(results)
+        draw_switches(rows, page.parent / "images" / "switching.png")
+        page.write_text(switching_page(rows, "images/switching.png"))
+
+
+@app.command()
 def kernels(
     output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
     page: Annotated[Path | None, typer.Option(help="Markdown page to write.")] = None,

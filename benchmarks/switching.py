@@ -1,0 +1,193 @@
+"""From AdamW to one of ours in the middle of a run, and back: what the loss does."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+from benchmarks.convergence.tasks import LanguageModel
+from benchmarks.performance import markdown
+from rankwise.launch.loop import learning_rate_factor
+from rankwise.names import BY_NAME, READY
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+__all__ = ["STEPS", "SWITCH", "TYPES", "measure_switches", "switching_page"]
+
+Row = Mapping[str, Any]
+STEPS, SWITCH = 300, 200
+_MEASURED = (201, 202, 205, 210, 215, 220, 225, 230, 240, 250, 275, 300)
+TYPES = ("mars-adamw", "mars-lion", "mars-m", "sonew", "ldadam", "mkor")
+_ADAMW: Mapping[str, Any] = {"lr": 0.003, "betas": (0.9, 0.95), "weight_decay": 0.1}
+WAYS = ("stay", "start", "there", "there, nothing carried", "back", "back, nothing carried")
+ALLOWED, GONE = 0.02, 250
+
+
+def _task() -> LanguageModel:
+    """That of ``rankwise train``."""
+    return LanguageModel(layers=4, hidden=192, heads=6, window=128, batch=16, clip=1.0, seed=0)
+
+
+def _build(name: str, model: torch.nn.Module) -> Any:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), **_ADAMW)
+    named = BY_NAME[name]
+    optimizer = named.optimizer(
+        list(model.named_parameters()),  # type: ignore[arg-type]
+        **named.complete(READY[name], name, instead=named.optimizer.__name__),
+    )
+    optimizer.capture(model)
+    return optimizer
+
+
+class _Run:
+    """A model, an optimizer, and the steps taken."""
+
+    def __init__(self, name: str) -> None:
+        self.task, self.step, self.losses = _task(), 0, {}  # type: ignore[var-annotated]
+        self.take(_build(name, self.task.model))
+
+    def take(self, optimizer: Any) -> None:
+        """Go on with it, at its own rate."""
+        self.optimizer = optimizer
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    def until(self, last: int) -> _Run:
+        """Train, and measure the validation loss where that is wanted."""
+        while self.step < last:
+            factor = learning_rate_factor(self.step, STEPS, 0.1, 0.1)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+            self.task.gradient(self.step)
+            self.optimizer.step()
+            self.step += 1
+            if self.step in (SWITCH, *_MEASURED):
+                self.losses[self.step] = self.task.figures()["validation_loss"]
+        return self
+
+
+def _switched(begun: _Run, name: str, hand: Callable[[Any, Any], Any] | None) -> _Run:
+    """The run goes on with another optimizer."""
+    other = _Run("adamw")
+    other.task.model.load_state_dict(copy.deepcopy(begun.task.model.state_dict()))
+    other.step, other.losses = begun.step, dict(begun.losses)
+    successor = _build(name, other.task.model)
+    if hand is not None:
+        hand(begun.optimizer, successor)
+    other.take(successor)
+    return other.until(STEPS)
+
+
+def measure_switches(done: Iterable[tuple[str, str]], types: Sequence[str] = TYPES) -> Iterator[dict[str, Any]]:
+    """A row for each way to go and type, as it is finished.
+
+    Args:
+        done: Ways and types that are there already.
+        types: Of ours.
+    """
+    done = set(done)
+    adamw = _Run("adamw").until(SWITCH)
+    for name in types:
+        wanted = [way for way in WAYS if (way, name) not in done]
+        if not wanted:
+            continue
+        ours = _Run(name).until(SWITCH)
+        ways: dict[str, Callable[[], _Run]] = {
+            "stay": lambda: _switched(
+                adamw, "adamw", lambda old, new: new.load_state_dict(copy.deepcopy(old.state_dict()))
+            ),
+            "there": lambda name=name: _switched(  # type: ignore[misc]
+                adamw, name, lambda old, new: new.continue_from(copy.deepcopy(old.state_dict()))
+            ),
+            "there, nothing carried": lambda name=name: _switched(adamw, name, None),  # type: ignore[misc]
+            "back": lambda ours=ours: _switched(ours, "adamw", lambda old, new: old.hand_over(new)),  # type: ignore[misc]
+            "back, nothing carried": lambda ours=ours: _switched(ours, "adamw", None),  # type: ignore[misc]
+            "start": lambda ours=ours: ours.until(STEPS),  # type: ignore[misc]  # the last, for it goes on
+        }
+        for way, run in ways.items():
+            if way in wanted:
+                yield {"way": way, "type": name, "losses": run().losses}
+
+
+def bump(row: Row, other: Row, first: int = SWITCH, last: int = STEPS) -> float:
+    """How far the loss lies above another run's at most, at the steps after ``first`` up to ``last``."""
+    losses = {int(step): loss for step, loss in row["losses"].items()}
+    others = {int(step): loss for step, loss in other["losses"].items()}
+    return max(losses[step] - others[step] for step in losses if first < step <= last)
+
+
+def switching_page(rows: Sequence[Row], picture: str) -> str:
+    """The page of these figures.
+
+    Args:
+        rows: As :func:`measure_switches` gives them.
+        picture: Address of the plot.
+    """
+    by = {(row["way"], row["type"]): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["type"] for row in rows):
+        stay, start = by["stay", name], by["start", name]
+        for way, kept in (("there", stay), ("back", start)):
+            row, fresh = by[way, name], by[f"{way}, nothing carried", name]
+            figures = [bump(row, kept), bump(row, kept, GONE), bump(fresh, kept), row["losses"][_last(row)]]
+            pair = f"AdamW → {name}" if way == "there" else f"{name} → AdamW"
+            lines.append([pair, *(f"{figure:+.3f}" for figure in figures[:3]), f"{figures[3]:.3f}"])
+            lines[-1].append(f"{kept['losses'][_last(kept)]:.3f}")
+    headings = ["switch", "most above staying", "of that after 250", "nothing carried", "at the end", "stayed"]
+    return _HEAD.format(picture=picture) + markdown(headings, lines)
+
+
+def _last(row: Row) -> Any:
+    return max(row["losses"], key=int)
+
+
+_HEAD = f"""# Switching in the middle of a run
+
+`rankwise train`'s model and text (GPT-2 of 4 x 192, 16 x 128 bytes a step, {STEPS} steps with warm-up and cosine, every
+type at the rate of its ready configuration, one seed), plain PyTorch. At step {SWITCH} the optimizer is replaced by
+`continue_from` or `hand_over` ([how](checkpoints.md#another-optimizer)). *Most above staying*: the largest difference
+of the validation loss (nats per byte) from the run that keeps its optimizer, at steps 201 to {STEPS}; *nothing
+carried*: the same, where the successor begins with nothing and at full size. Negative: never above.
+
+```
+python -m benchmarks switch --results docs/data/switching.jsonl --page docs/switching.md
+```
+
+![validation loss around the switch]({{picture}})
+
+"""
+
+
+def draw_switches(rows: Sequence[Row], path: Path) -> None:
+    """Validation losses around the switch, one panel for each type.
+
+    Args:
+        rows: As :func:`measure_switches` gives them.
+        path: The PNG to write.
+    """
+    names = list(dict.fromkeys(row["type"] for row in rows))
+    figure, panels = plt.subplots(2, -(-len(names) // 2), figsize=(11, 6), layout="constrained", squeeze=False)
+    for name, panel in zip(names, panels.flat, strict=False):
+        for row in rows:
+            if row["type"] == name:
+                steps = sorted(map(int, row["losses"]))
+                losses = {int(step): loss for step, loss in row["losses"].items()}
+                style = ":" if "nothing" in row["way"] else "--" if row["way"] in ("stay", "start") else "-"
+                panel.plot(steps, [losses[step] for step in steps], style, label=row["way"])
+        panel.set(title=name, xlabel="step")
+    panels[0, 0].set_ylabel("validation loss, nats per byte")
+    panels[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
