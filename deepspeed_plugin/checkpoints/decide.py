@@ -69,7 +69,8 @@ class Saved:
         stages: Pipeline stages that wrote it.
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
         cut: Settings on which it depends, besides stage and ranks, what lies where in its files.
-        groups: Number of param groups, of ours.
+        groups: Number of param groups, of ours or with ``moments``.
+        moments: Whether another optimizer has left AdamW's two moments.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Saved:
     partitioned: bool = False
     cut: tuple[Any, ...] = ()
     groups: int = 0
+    moments: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class Plan:
         note: What rank 0 says before.
         judge: Whether every rank's optimizer judges its file before any rank takes its own.
         refresh: Whether DeepSpeed's fp32 copies are to follow the weights it has loaded.
+        inherit: Whether AdamW's moments are taken over when DeepSpeed has loaded the weights.
     """
 
     way: Way
@@ -158,6 +161,7 @@ class Plan:
     note: str | None = None
     judge: bool = False
     refresh: bool = False
+    inherit: bool = False
 
 
 def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) -> Plan:
@@ -176,6 +180,10 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
     if isinstance(saved, Universal):
         return _of_universal(saved, present, wanted)
     fresh = wanted.states and saved.author != present.identity
+    if fresh and _inherits(saved, present):
+        _refuse_wrong_weights(saved, present)
+        weights = replace(wanted, load_optimizer_states=False)
+        return Plan(Way.DEEPSPEED, weights, refresh=present.copies, inherit=True)
     by_name = present.identity is not None and saved.author is not None and _moves(saved, present, wanted, fresh)
     in_place = by_name and (fresh or not wanted.states) and _is_for_deepspeed_alone(saved, present)
     chosen = replace(wanted, load_optimizer_states=False) if fresh or in_place else wanted
@@ -223,6 +231,13 @@ def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:
         # Without optimizer states DeepSpeed takes another tag's weights at ZeRO-3, or none.
         return saved.partitioned or present.partitioned
     return (saved.ranks, saved.stage, saved.cut) != (present.ranks, present.stage, present.cut)
+
+
+def _inherits(saved: Saved, present: Present) -> bool:
+    """Whether another optimizer's moments lie where this one's will: its ranks had cut them as these do."""
+    alike = (saved.ranks, saved.stage, saved.cut, saved.stages) == (present.ranks, present.stage, present.cut, 1)
+    ours = present.identity is not None and saved.author is None and saved.moments
+    return ours and alike and saved.groups == present.groups and not (present.pipeline or present.experts)
 
 
 def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:

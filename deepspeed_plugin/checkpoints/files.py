@@ -16,6 +16,7 @@ from deepspeed_plugin.checkpoints.decide import Saved
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.reading import read
 from deepspeed_plugin.checkpoints.stock_form import from_stock
+from rankwise.planning.succession import MOMENTS
 
 __all__ = ["RECORD", "CheckpointFolder", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
 
@@ -138,7 +139,8 @@ class SavedCheckpoint(CheckpointFolder):
             stages=int(self.content.get("mp_world_size", 1)),
             partitioned=self.partitioned_weights,
             cut=cut_of(self.config),
-            groups=len(self.common["param_groups"]) if states and self.author is not None else 0,
+            groups=len(self.common["param_groups"]) if states and (self.author is not None or self.has_moments) else 0,
+            moments=states and self.author is None and self.has_moments,
         )
 
     @cached_property
@@ -227,6 +229,16 @@ class SavedCheckpoint(CheckpointFolder):
         except (AttributeError, ImportError, IndexError, KeyError, TypeError):
             return None
         return state.get("rankwise") if isinstance(state, dict) else None
+
+    @cached_property
+    def has_moments(self) -> bool:
+        """Whether the first rank's states are AdamW's two moments, in the format of torch's optimizers."""
+        try:
+            states = list(self.common["state"].values())
+            # At stage 0 a parameter that no gradient has reached has none.
+            return bool(states) and all(isinstance(state[name], Tensor) for state in states for name in MOMENTS)
+        except (AttributeError, ImportError, IndexError, KeyError, TypeError):
+            return False
 
     @cached_property
     def stage(self) -> int:

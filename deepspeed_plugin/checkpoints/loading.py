@@ -26,6 +26,7 @@ from deepspeed_plugin.checkpoints.restoring import (
     without_record,
 )
 from deepspeed_plugin.checkpoints.stock_form import zero_form
+from deepspeed_plugin.checkpoints.moments import require_moments, take_moments
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, fill_weights
 
 __all__ = ["load_checkpoint"]
@@ -68,11 +69,15 @@ def _by_deepspeed(
 ) -> tuple[str | None, Any]:
     if plan.judge and isinstance(found, SavedCheckpoint):
         _refuse_foreign_states(engine, found)
+    if plan.inherit and isinstance(found, SavedCheckpoint):
+        require_moments(engine, found)
     with zero_form(engine):
         path, client_state = original(engine, load_dir, tag=tag, **vars(plan.wanted))
     if plan.refresh:
         # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
+    if plan.inherit and path is not None and isinstance(found, SavedCheckpoint):
+        take_moments(engine, found)
     return path, client_state if path is None else without_record(client_state)
 
 

@@ -7,6 +7,7 @@ vectors: :func:`saved_vectors` of every rank's file, laid down together, from wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.succession import MOMENTS
 from rankwise.sharding import Fragment
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
 from rankwise.step.optimizer import ShardedOptimizer
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "SlicePlace",
@@ -28,6 +32,7 @@ __all__ = [
     "Vectors",
     "check_stored",
     "common_step",
+    "inherit",
     "merge_vectors",
     "owned_states",
     "restore",
@@ -223,6 +228,43 @@ def restore(
     if states:
         counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
         optimizer.adopt(_matrix_states(wanted), counts)
+
+
+def inherit(optimizer: ShardedOptimizer, tensors: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
+    """Go on where an optimizer with AdamW's states has stopped, whose tensors held the same runs as this one's.
+
+    Args:
+        optimizer: Planned; its weights are loaded already, its states are replaced.
+        tensors: All of it on this rank.
+        states: The other optimizer's, in the order of ``tensors``: of each both moments, as long as the tensor, and the
+            count of steps. Nothing, alike on every rank, for what it never stepped.
+    """
+    succession = optimizer.saved.succession
+    began = max((int(state.get("step", 0)) for state in states), default=0)
+    theirs = {id(tensor): state for tensor, state in zip(tensors, states, strict=True)}
+    without = {
+        entry.info.name
+        for unit in optimizer.planned_units
+        for entry in unit.stored_entries
+        if not theirs[id(unit.tensors[entry.fragment.tensor])]
+    }
+    shapes = {
+        name: dict.fromkeys(MOMENTS, tuple(info.shape))
+        for name, (info, _) in optimizer.table.catalog.items()
+        if name not in without
+    }
+    found = succession.plan(shapes if began else {}, optimizer.param_groups)
+    optimizer.forget_states()
+    for unit in optimizer.planned_units:
+        for index, tensor in enumerate(unit.tensors):
+            for entry, own in unit.states.of_entries(optimizer.state, index):
+                run = slice(entry.fragment.offset, entry.fragment.offset + entry.fragment.numel)
+                for name in found.carried.get(entry.info.name, ()):
+                    own[name].copy_(theirs[id(tensor)][name].reshape(-1)[run])
+    resume(optimizer, {}, began, {**optimizer.extra_state(), **succession.record(found, began)})
+    told = succession.told(found, "another optimizer")
+    if optimizer.rank == 0:
+        logger.warning("%s", told)
 
 
 def _destinations(optimizer: ShardedOptimizer, stored: Collection[str], states: bool) -> Vectors:

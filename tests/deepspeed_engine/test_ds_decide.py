@@ -13,6 +13,7 @@ from deepspeed_plugin.checkpoints.decide import Present, Saved, Universal, Wante
 SAVED = Saved(name="tag", latest="tag", author="SONew", stage=2, ranks=2, groups=1)
 HERE = Present(identity="SONew", optimizer="SONew", stage=2, ranks=2, groups=1)
 THREE: dict[str, Any] = {"stage": 3, "partitioned": True}
+ADAMW: dict[str, Any] = {"author": None, "moments": True}
 OTHERS: dict[str, Any] = {"identity": None, "optimizer": "AdamW"}
 ALL = Wanted()
 WEIGHTS = Wanted(load_optimizer_states=False)
@@ -44,7 +45,17 @@ CASES = {
     "another of ours, in a pipeline": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"pipeline": True}, fresh=True),
     "another of ours, with experts": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"experts": True}, fresh=True),
     "AdamW's": _case(Way.DEEPSPEED, {"author": None}, fresh=True),
-    "AdamW's, into fp32 copies": _case(Way.DEEPSPEED, {"author": None}, {"copies": True}, fresh=True, refresh=True),
+    "AdamW's moments, cut alike": _case(Way.DEEPSPEED, ADAMW, inherit=True),
+    "AdamW's moments, into fp32 copies": _case(Way.DEEPSPEED, ADAMW, {"copies": True}, refresh=True, inherit=True),
+    "AdamW's moments, for more ranks": _case(Way.DEEPSPEED, ADAMW, {"ranks": 3}, fresh=True),
+    "AdamW's moments, for another stage": _case(Way.DEEPSPEED, ADAMW, {"stage": 1}, fresh=True),
+    "AdamW's moments, cut otherwise": _case(Way.DEEPSPEED, ADAMW, {"cut": (True,)}, fresh=True),
+    "AdamW's moments, in other groups": _case(Way.DEEPSPEED, {**ADAMW, "groups": 2}, fresh=True),
+    "AdamW's moments, in a pipeline": _case(Way.DEEPSPEED, ADAMW, {"pipeline": True}, fresh=True),
+    "AdamW's moments, for AdamW": _case(Way.DEEPSPEED, ADAMW, OTHERS),
+    "AdamW's weights, into fp32 copies": _case(
+        Way.DEEPSPEED, {"author": None}, {"copies": True}, fresh=True, refresh=True
+    ),
     "ours, for AdamW": _case(Way.DEEPSPEED, here=OTHERS, fresh=True),
     "other groups, weights alone": _case(Way.MOVE, {**THREE, "groups": 2}, THREE, WEIGHTS),
 }
@@ -56,7 +67,9 @@ def test_the_way(case: str) -> None:
     found = decide(saved, here, wanted)
     assert found.way is way
     assert (found.judge, found.refresh) == (plan.get("judge", False), plan.get("refresh", False))
-    assert found.wanted.states == (wanted.states and not plan.get("fresh", False)), "states of others are not wanted"
+    assert found.inherit == plan.get("inherit", False)
+    theirs = plan.get("fresh", False) or found.inherit
+    assert found.wanted.states == (wanted.states and not theirs), "states of others are not DeepSpeed's to load"
     assert (found.note is not None) == plan.get("fresh", False)
     if found.note is not None:
         assert f"by {saved.author or 'another optimizer'};" in found.note

@@ -109,7 +109,8 @@ def test_another_optimizer_keeps_the_weights(tmp_path: Path, writer: str, reader
     loaded, after, steps = run_ranks(2, _continue_with, by_name[reader], str(tmp_path))[0]
     for name, value in saved.items():
         np.testing.assert_array_equal(loaded[name], value, err_msg=name)
-    assert steps and set(steps) == {1}, "the state starts fresh"
+    # Moments of AdamW's go on on the same ranks; whatever else another optimizer had starts fresh.
+    assert steps and set(steps) == {HALF + 1 if writer == "AdamW" else 1}
     assert any(not np.array_equal(after[name], saved[name]) for name in saved)
 
 
@@ -192,7 +193,8 @@ def test_masters_follow_the_weights_at_stage_0(tmp_path: Path) -> None:
     writer, reader = by_name["AdamW"], by_name["LDAdam"]
     saved, masters = run_ranks(2, _continue_unfused, writer, reader, str(tmp_path))[0]
     for name, value in saved.items():
-        np.testing.assert_array_equal(masters[name], value, err_msg=name)
+        rounded = torch.from_numpy(masters[name]).bfloat16().float().numpy()
+        np.testing.assert_array_equal(rounded, value, err_msg=name)
 
 
 def _change_optimizer(

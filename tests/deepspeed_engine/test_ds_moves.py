@@ -61,11 +61,11 @@ def _load(
 
 
 def _resave(rank: int, world: int, jobs: list[ds.Job], folder: str) -> None:
-    """Load and save at once, before any step."""
+    """Load and save at once, before any step; of the second, AdamW's, the weights alone."""
     deepspeed.init_distributed("gloo")
     for index, job in enumerate(jobs):
         engine = ds.engine_of(job, world)
-        engine.load_checkpoint(f"{folder}/first{index}", tag="tag")
+        engine.load_checkpoint(f"{folder}/first{index}", tag="tag", load_optimizer_states=index == 0)
         engine.save_checkpoint(f"{folder}/second{index}", tag="tag")
         engine.destroy()
 
