@@ -17,6 +17,7 @@ from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
 from deepspeed_plugin.checkpoints.errors import own_error, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.checkpoints.finding import Checkpoint, find
+from deepspeed_plugin.checkpoints.moments import require_moments, take_moments
 from deepspeed_plugin.checkpoints.moving import NamedStates, fill, laid_down
 from deepspeed_plugin.checkpoints.present import present_of
 from deepspeed_plugin.checkpoints.restoring import (
@@ -26,7 +27,6 @@ from deepspeed_plugin.checkpoints.restoring import (
     without_record,
 )
 from deepspeed_plugin.checkpoints.stock_form import zero_form
-from deepspeed_plugin.checkpoints.moments import require_moments, take_moments
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, fill_weights
 
 __all__ = ["load_checkpoint"]
