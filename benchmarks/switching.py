@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ __all__ = ["STEPS", "SWITCH", "TYPES", "measure_switches", "switching_page"]
 Row = Mapping[str, Any]
 STEPS, SWITCH = 300, 200
 _MEASURED = (201, 202, 205, 210, 215, 220, 225, 230, 240, 250, 275, 300)
-TYPES = ("mars-adamw", "mars-lion", "mars-m", "sonew", "ldadam", "mkor")
+TYPES = ("mars-adamw", "mars-m", "sonew", "ldadam", "mkor")
 _ADAMW: Mapping[str, Any] = {"lr": 0.003, "betas": (0.9, 0.95), "weight_decay": 0.1}
-WAYS = ("stay", "start", "there", "there, nothing carried", "back", "back, nothing carried")
-ALLOWED, GONE = 0.02, 250
+STAY = ("stay", "adamw")
+_WINDOWS = 128
+GONE = 250
 
 
 def _task() -> LanguageModel:
     """That of ``rankwise train``."""
-    return LanguageModel(layers=4, hidden=192, heads=6, window=128, batch=16, clip=1.0, seed=0)
+    task = LanguageModel(layers=4, hidden=192, heads=6, window=128, batch=16, clip=1.0, seed=0)
+    task.validation_windows = _WINDOWS  # the same ones every time: differences are of runs
+    return task
 
 
 def _build(name: str, model: torch.nn.Module) -> Any:
@@ -94,25 +98,21 @@ def measure_switches(done: Iterable[tuple[str, str]], types: Sequence[str] = TYP
     """
     done = set(done)
     adamw = _Run("adamw").until(SWITCH)
+    if STAY not in done:
+        stayed = _switched(adamw, "adamw", lambda old, new: new.load_state_dict(copy.deepcopy(old.state_dict())))
+        yield {"way": STAY[0], "type": STAY[1], "losses": stayed.losses}
     for name in types:
-        wanted = [way for way in WAYS if (way, name) not in done]
-        if not wanted:
+        if all((way, name) in done for way in ("there", "there, nothing carried", "back", "start")):
             continue
         ours = _Run(name).until(SWITCH)
-        ways: dict[str, Callable[[], _Run]] = {
-            "stay": lambda: _switched(
-                adamw, "adamw", lambda old, new: new.load_state_dict(copy.deepcopy(old.state_dict()))
-            ),
-            "there": lambda name=name: _switched(  # type: ignore[misc]
-                adamw, name, lambda old, new: new.continue_from(copy.deepcopy(old.state_dict()))
-            ),
-            "there, nothing carried": lambda name=name: _switched(adamw, name, None),  # type: ignore[misc]
-            "back": lambda ours=ours: _switched(ours, "adamw", lambda old, new: old.hand_over(new)),  # type: ignore[misc]
-            "back, nothing carried": lambda ours=ours: _switched(ours, "adamw", None),  # type: ignore[misc]
-            "start": lambda ours=ours: ours.until(STEPS),  # type: ignore[misc]  # the last, for it goes on
-        }
-        for way, run in ways.items():
-            if way in wanted:
+        ways: list[tuple[str, Callable[[], _Run]]] = [
+            ("there", partial(_switched, adamw, name, lambda old, new: new.continue_from(old.state_dict()))),
+            ("there, nothing carried", partial(_switched, adamw, name, None)),
+            ("back", partial(_switched, ours, "adamw", lambda old, new: old.hand_over(new))),
+            ("start", partial(ours.until, STEPS)),  # the last, for it goes on
+        ]
+        for way, run in ways:
+            if (way, name) not in done:
                 yield {"way": way, "type": name, "losses": run().losses}
 
 
@@ -131,16 +131,15 @@ def switching_page(rows: Sequence[Row], picture: str) -> str:
         picture: Address of the plot.
     """
     by = {(row["way"], row["type"]): row for row in rows}
-    lines = []
-    for name in dict.fromkeys(row["type"] for row in rows):
-        stay, start = by["stay", name], by["start", name]
-        for way, kept in (("there", stay), ("back", start)):
-            row, fresh = by[way, name], by[f"{way}, nothing carried", name]
-            figures = [bump(row, kept), bump(row, kept, GONE), bump(fresh, kept), row["losses"][_last(row)]]
+    stay, lines = by[STAY], []
+    for name in dict.fromkeys(row["type"] for row in rows if row["type"] != STAY[1]):
+        fresh = by["there, nothing carried", name]
+        for way, kept, bare in (("there", stay, f"{bump(fresh, stay):+.3f}"), ("back", by["start", name], "-")):
+            row = by[way, name]
             pair = f"AdamW → {name}" if way == "there" else f"{name} → AdamW"
-            lines.append([pair, *(f"{figure:+.3f}" for figure in figures[:3]), f"{figures[3]:.3f}"])
-            lines[-1].append(f"{kept['losses'][_last(kept)]:.3f}")
-    headings = ["switch", "most above staying", "of that after 250", "nothing carried", "at the end", "stayed"]
+            ends = [f"{one['losses'][_last(one)]:.3f}" for one in (row, kept)]
+            lines.append([pair, f"{bump(row, kept):+.3f}", f"{bump(row, kept, GONE):+.3f}", bare, *ends])
+    headings = ["switch", "most above staying", f"of that after {GONE}", "nothing carried", "at the end", "stayed"]
     return _HEAD.format(picture=picture) + markdown(headings, lines)
 
 
@@ -150,11 +149,12 @@ def _last(row: Row) -> Any:
 
 _HEAD = f"""# Switching in the middle of a run
 
-`rankwise train`'s model and text (GPT-2 of 4 x 192, 16 x 128 bytes a step, {STEPS} steps with warm-up and cosine, every
-type at the rate of its ready configuration, one seed), plain PyTorch. At step {SWITCH} the optimizer is replaced by
-`continue_from` or `hand_over` ([how](checkpoints.md#another-optimizer)). *Most above staying*: the largest difference
-of the validation loss (nats per byte) from the run that keeps its optimizer, at steps 201 to {STEPS}; *nothing
-carried*: the same, where the successor begins with nothing and at full size. Negative: never above.
+`rankwise train`'s model and text (GPT-2 of 4 x 192, 16 x 128 bytes a step, {STEPS} steps with warm-up and cosine,
+every type at the rate of its ready configuration, one seed), plain PyTorch. At step {SWITCH} the optimizer is replaced
+by `continue_from` or `hand_over` ([how](checkpoints.md#from-adamw-or-muon-and-back-in-the-middle-of-a-run)). *Most
+above staying*: the largest difference of the validation loss (nats per byte, {_WINDOWS} windows) from the run that
+keeps its optimizer, at steps 201 to {STEPS}; *nothing carried*: the same, where the successor begins with nothing and
+at full size. Negative: never above.
 
 ```
 python -m benchmarks switch --results docs/data/switching.jsonl --page docs/switching.md
@@ -172,11 +172,11 @@ def draw_switches(rows: Sequence[Row], path: Path) -> None:
         rows: As :func:`measure_switches` gives them.
         path: The PNG to write.
     """
-    names = list(dict.fromkeys(row["type"] for row in rows))
+    names = list(dict.fromkeys(row["type"] for row in rows if row["type"] != STAY[1]))
     figure, panels = plt.subplots(2, -(-len(names) // 2), figsize=(11, 6), layout="constrained", squeeze=False)
     for name, panel in zip(names, panels.flat, strict=False):
         for row in rows:
-            if row["type"] == name:
+            if row["type"] in (name, STAY[1]):
                 steps = sorted(map(int, row["losses"]))
                 losses = {int(step): loss for step, loss in row["losses"].items()}
                 style = ":" if "nothing" in row["way"] else "--" if row["way"] in ("stay", "start") else "-"

@@ -187,7 +187,7 @@ def small(task: dict[str, Any]) -> dict[str, Any]:
 def test_every_contender_takes_steps(experiment: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     monkeypatch.setattr(tasks, "text", lambda: Corpus(tokens[:1500], tokens[1500:], 257, 1.0, tmp_path))
-    monkeypatch.setattr(tasks.LanguageModel, "_VALIDATION", 4)
+    monkeypatch.setattr(tasks.LanguageModel, "validation_windows", 4)
     for contender in experiment.contenders:
         for setting in contender.settings:
             task = small(dict(experiment.task))

@@ -117,9 +117,12 @@ class LanguageModel(Task):
         batch: Samples of a step.
         clip: See the base class.
         seed: Of weights and order.
+
+    Attributes:
+        validation_windows: How many the validation loss is the mean of.
     """
 
-    _VALIDATION = 512
+    validation_windows = 512
     _AT_ONCE = 64
 
     def __init__(self, layers: int, hidden: int, heads: int, window: int, batch: int, clip: float, seed: int) -> None:
@@ -143,7 +146,7 @@ class LanguageModel(Task):
     @torch.no_grad()
     def figures(self) -> dict[str, float]:
         """See the base class."""
-        batches = validation_batches(self.corpus.validation, self.window, self._VALIDATION, self._AT_ONCE, 0, 1)
+        batches = validation_batches(self.corpus.validation, self.window, self.validation_windows, self._AT_ONCE, 0, 1)
         losses = torch.cat([self._losses(tokens) for tokens, _ in batches])
         return {"validation_loss": float(losses.mean())}
 
