@@ -79,6 +79,13 @@ class DeepSpeedLayout(LayoutSource):
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
 
+    def order(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+        """Names and shapes by group where each tensor of the param groups is a whole parameter; else None."""
+        return None
+
+    def _order_of(self, groups: Iterable[Iterable[Tensor]]) -> list[list[tuple[str, tuple[int, ...]]]]:
+        return [[(self._name(parameter), tuple(parameter.shape)) for parameter in group] for group in groups]
+
     def tensor_of(self, parameter: Tensor) -> Tensor | None:
         """The tensor of the param groups that stores a parameter of the model, on this rank or on another."""
         raise NotImplementedError(f"{type(self).__name__} keeps no partitions")
@@ -148,6 +155,9 @@ class _Unwrapped(DeepSpeedLayout):
         groups = self._engine.optimizer.param_groups
         return [[(tensor, position) for position, group in enumerate(groups) for tensor in group["params"]]]
 
+    def order(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        return self._order_of(group["params"] for group in self._engine.optimizer.param_groups)
+
     def publish_weights(self) -> None:
         pass  # they are the model's own
 
@@ -166,6 +176,9 @@ class _Unfused(DeepSpeedLayout):
     def units(self) -> list[list[tuple[Tensor, int]]]:
         clones = self._engine.optimizer.fp32_groups
         return [[(tensor, position) for position, group in enumerate(clones) for tensor in group]]
+
+    def order(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        return self._order_of(self._engine.optimizer.fp16_groups)
 
     def publish_weights(self) -> None:
         wrapper = self._engine.optimizer

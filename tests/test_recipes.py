@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,19 @@ def _executed(rank: int, world: int, folder: str, section: str, result: str, **v
     os.chdir(folder)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", **variables)
     choose_cpu()
+    _forget_accelerate()
     names: dict[str, object] = {"__name__": "recipe"}
     exec(compile(block(section), section, "exec"), names)
     return str(eval(result, names))
+
+
+def _forget_accelerate() -> None:
+    """A test that ran in the parent before may have left its choice of devices and engine in the module."""
+    if find_spec("accelerate") is not None:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def _without_engine(rank: int, world: int, folder: str, section: str, result: str) -> str:

@@ -15,7 +15,11 @@ from typing import Any
 
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 
-__all__ = ["Plan", "Present", "Saved", "Universal", "Wanted", "Way", "decide"]
+__all__ = ["Order", "Plan", "Present", "Saved", "Universal", "Wanted", "Way", "decide"]
+
+
+Order = tuple[tuple[str, ...], tuple[int, ...]]
+"""Names in the model, and the number of parameters in each param group."""
 
 
 class Way(Enum):
@@ -69,8 +73,9 @@ class Saved:
         stages: Pipeline stages that wrote it.
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
         cut: Settings on which it depends, besides stage and ranks, what lies where in its files.
-        groups: Number of param groups, of ours or with ``moments``.
-        moments: Whether another optimizer has left AdamW's two moments.
+        groups: Number of param groups of ours.
+        moments: Whether another optimizer has left AdamW's two moments, and where those of each parameter are.
+        order: What they are told apart by where there are no names.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Saved:
     cut: tuple[Any, ...] = ()
     groups: int = 0
     moments: bool = False
+    order: Order | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Present:
         frozen: The first parameter that is not trained.
         alone: Whether the data-parallel ranks are all ranks.
         copies: Whether DeepSpeed's wrapper leaves its fp32 copies as they were where weights alone are loaded.
+        order: As of :class:`Saved`, where no wrapper cuts or joins parameters.
     """
 
     identity: str | None
@@ -141,6 +148,7 @@ class Present:
     frozen: str | None = None
     alone: bool = True
     copies: bool = False
+    order: Order | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ class Plan:
         note: What rank 0 says before.
         judge: Whether every rank's optimizer judges its file before any rank takes its own.
         refresh: Whether DeepSpeed's fp32 copies are to follow the weights it has loaded.
-        inherit: Whether AdamW's moments are taken over when DeepSpeed has loaded the weights.
+        inherit: Whether AdamW's moments are taken over in place of states of ours.
     """
 
     way: Way
@@ -180,10 +188,8 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
     if isinstance(saved, Universal):
         return _of_universal(saved, present, wanted)
     fresh = wanted.states and saved.author != present.identity
-    if fresh and _inherits(saved, present):
-        _refuse_wrong_weights(saved, present)
-        weights = replace(wanted, load_optimizer_states=False)
-        return Plan(Way.DEEPSPEED, weights, refresh=present.copies, inherit=True)
+    if fresh and _inherits(saved, present, wanted):
+        return Plan(Way.MOVE, wanted, inherit=True)
     by_name = present.identity is not None and saved.author is not None and _moves(saved, present, wanted, fresh)
     in_place = by_name and (fresh or not wanted.states) and _is_for_deepspeed_alone(saved, present)
     chosen = replace(wanted, load_optimizer_states=False) if fresh or in_place else wanted
@@ -233,11 +239,13 @@ def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:
     return (saved.ranks, saved.stage, saved.cut) != (present.ranks, present.stage, present.cut)
 
 
-def _inherits(saved: Saved, present: Present) -> bool:
-    """Whether another optimizer's moments lie where this one's will: its ranks had cut them as these do."""
-    alike = (saved.ranks, saved.stage, saved.cut, saved.stages) == (present.ranks, present.stage, present.cut, 1)
-    ours = present.identity is not None and saved.author is None and saved.moments
-    return ours and alike and saved.groups == present.groups and not (present.pipeline or present.experts)
+def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
+    """Whether another optimizer's moments can be found by name, and all of its weights with them."""
+    named = saved.moments and saved.order in (None, present.order) and saved.stages == present.stages == 1
+    whole = not (saved.partitioned or present.partitioned)
+    movable = whole or (present.frozen is None and wanted.custom_load_fn is None)
+    ours = present.identity is not None and saved.author is None
+    return ours and named and movable and not (present.pipeline or present.experts)
 
 
 def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.decide import Saved
+from deepspeed_plugin.checkpoints.decide import Order, Saved
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.reading import read
 from deepspeed_plugin.checkpoints.stock_form import from_stock
@@ -139,8 +139,9 @@ class SavedCheckpoint(CheckpointFolder):
             stages=int(self.content.get("mp_world_size", 1)),
             partitioned=self.partitioned_weights,
             cut=cut_of(self.config),
-            groups=len(self.common["param_groups"]) if states and (self.author is not None or self.has_moments) else 0,
+            groups=len(self.common["param_groups"]) if states and self.author is not None else 0,
             moments=states and self.author is None and self.has_moments,
+            order=self._order if states and self.author is None and self.has_moments else None,
         )
 
     @cached_property
@@ -230,13 +231,27 @@ class SavedCheckpoint(CheckpointFolder):
             return None
         return state.get("rankwise") if isinstance(state, dict) else None
 
+    def alignment(self, rank: int) -> list[list[int]] | None:
+        """By tensor of ZeRO-1's or -2's optimizer: the gap after each parameter; None without gaps."""
+        found: list[list[int]] | None = self._wrapper_state(rank).get("param_alignment_paddings")
+        return found
+
+    @property
+    def _order(self) -> Order | None:
+        """All that tells, at stage 0, which parameter a state belongs to; with ZeRO there are names."""
+        if self.zero_files:
+            return None
+        return tuple(self.content["module"]), tuple(len(group["params"]) for group in self.common["param_groups"])
+
     @cached_property
     def has_moments(self) -> bool:
-        """Whether the first rank's states are AdamW's two moments, in the format of torch's optimizers."""
+        """Whether the first rank's states are AdamW's two moments, of parameters whose names can be told."""
         try:
+            named = not self.zero_files or bool(self.content["param_shapes"])
             states = list(self.common["state"].values())
             # At stage 0 a parameter that no gradient has reached has none.
-            return bool(states) and all(isinstance(state[name], Tensor) for state in states for name in MOMENTS)
+            moments = bool(states) and all(isinstance(state[name], Tensor) for state in states for name in MOMENTS)
+            return named and moments
         except (AttributeError, ImportError, IndexError, KeyError, TypeError):
             return False
 

@@ -17,7 +17,6 @@ from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
 from deepspeed_plugin.checkpoints.errors import own_error, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.checkpoints.finding import Checkpoint, find
-from deepspeed_plugin.checkpoints.moments import require_moments, take_moments
 from deepspeed_plugin.checkpoints.moving import NamedStates, fill, laid_down
 from deepspeed_plugin.checkpoints.present import present_of
 from deepspeed_plugin.checkpoints.restoring import (
@@ -69,15 +68,11 @@ def _by_deepspeed(
 ) -> tuple[str | None, Any]:
     if plan.judge and isinstance(found, SavedCheckpoint):
         _refuse_foreign_states(engine, found)
-    if plan.inherit and isinstance(found, SavedCheckpoint):
-        require_moments(engine, found)
     with zero_form(engine):
         path, client_state = original(engine, load_dir, tag=tag, **vars(plan.wanted))
     if plan.refresh:
         # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
-    if plan.inherit and path is not None and isinstance(found, SavedCheckpoint):
-        take_moments(engine, found)
     return path, client_state if path is None else without_record(client_state)
 
 

@@ -19,10 +19,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
+from deepspeed_plugin.checkpoints.moments import vectors_of_adamw
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from rankwise.sharding.state import save_vectors
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.portable import Vectors, check_stored, merge_vectors, restore, saved_vectors
+from rankwise.step.portable import Vectors, check_stored, inherit, merge_vectors, restore, saved_vectors
 
 __all__ = ["NamedStates", "fill", "laid_down", "open_engine", "vectors_of"]
 
@@ -34,11 +35,13 @@ class NamedStates:
     Attributes:
         folder: Written by :func:`rankwise.sharding.state.save_vectors`.
         common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; empty where
-            states are not wanted.
+            states are not wanted, or are another's.
+        inherited: Whether the states are AdamW's moments.
     """
 
     folder: Path
     common: Mapping[str, Any]
+    inherited: bool = False
 
 
 def vectors_of(saved: SavedCheckpoint, ranks: range) -> Vectors:
@@ -52,7 +55,7 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> 
 
     Args:
         engine: The engine that loads.
-        saved: Written by one of ours, on any ranks and at any stage.
+        saved: Written by one of ours, or by AdamW with its moments, on any ranks and at any stage.
         states: Whether states are wanted beside the weights.
 
     Raises:
@@ -63,9 +66,14 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> 
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ranks = range(rank, saved.world_size or 1, world)
     with _scratch_folder(saved.folder, group) as scratch:
-        vectors = read_together(group, lambda: vectors_of(saved, ranks))
+        inherited = saved.author is None
+        vectors = (
+            vectors_of_adamw(engine, saved, ranks)
+            if inherited
+            else read_together(group, lambda: vectors_of(saved, ranks))
+        )
         save_vectors(vectors, scratch, group)
-        yield NamedStates(scratch, saved.common if states else {})
+        yield NamedStates(scratch, saved.common if states and not inherited else {}, inherited)
 
 
 def fill(engine: DeepSpeedEngine, named: NamedStates, states: bool, strict: bool) -> None:
@@ -83,12 +91,15 @@ def fill(engine: DeepSpeedEngine, named: NamedStates, states: bool, strict: bool
     """
     optimizer: ShardedOptimizer = engine.basic_optimizer
     group: dist.ProcessGroup = engine.seq_data_parallel_group
-    with open_engine(engine, named.common["param_groups"] if states else None):
+    own = states and not named.inherited
+    with open_engine(engine, named.common["param_groups"] if own else None):
         # Before anything changes; and no rank gives up, and removes the folder, while others still look.
         read_together(group, lambda: check_stored(optimizer, named.folder, strict))
-        restore(optimizer, named.folder, group, states=states, strict=strict)
-        if states:
+        restore(optimizer, named.folder, group, states=own, strict=strict)
+        if own:
             optimizer.load_extra_state(named.common)
+        elif states:
+            inherit(optimizer, named.folder, group)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from deepspeed_plugin.checkpoints.decide import Present
+from deepspeed_plugin.checkpoints.decide import Order, Present
 from deepspeed_plugin.checkpoints.files import cut_of
+from deepspeed_plugin.layouts import DeepSpeedLayout
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -35,4 +36,11 @@ def present_of(engine: DeepSpeedEngine) -> Present:
         frozen=next(frozen, None),
         alone=ranks == dist.get_world_size(),
         copies=isinstance(engine.optimizer, FP16_UnfusedOptimizer),
+        order=_order_of(engine),
     )
+
+
+def _order_of(engine: DeepSpeedEngine) -> Order | None:
+    layout = getattr(engine.basic_optimizer, "layout_source", None)
+    groups = layout.order() if isinstance(layout, DeepSpeedLayout) else None
+    return None if groups is None else (tuple(engine.module.state_dict()), tuple(map(len, groups)))

@@ -230,41 +230,45 @@ def restore(
         optimizer.adopt(_matrix_states(wanted), counts)
 
 
-def inherit(optimizer: ShardedOptimizer, tensors: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
-    """Go on where an optimizer with AdamW's states has stopped, whose tensors held the same runs as this one's.
+def inherit(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Go on where an optimizer with AdamW's states has stopped, whatever its layout; as :func:`restore` for states.
 
     Args:
         optimizer: Planned; its weights are loaded already, its states are replaced.
-        tensors: All of it on this rank.
-        states: The other optimizer's, in the order of ``tensors``: of each both moments, as long as the tensor, and the
-            count of steps. Nothing, alike on every rank, for what it never stepped.
+        folder: Where the moments lie under the names of :func:`saved_vectors`.
+        group: Ranks that call this together.
+
+    Raises:
+        StorageError: The folder cannot be read.
     """
+    stored = stored_tensors(folder)
     succession = optimizer.saved.succession
-    began = max((int(state.get("step", 0)) for state in states), default=0)
-    theirs = {id(tensor): state for tensor, state in zip(tensors, states, strict=True)}
-    without = {
-        entry.info.name
-        for unit in optimizer.planned_units
-        for entry in unit.stored_entries
-        if not theirs[id(unit.tensors[entry.fragment.tensor])]
-    }
-    shapes = {
-        name: dict.fromkeys(MOMENTS, tuple(info.shape))
-        for name, (info, _) in optimizer.table.catalog.items()
-        if name not in without
-    }
-    found = succession.plan(shapes if began else {}, optimizer.param_groups)
+    steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
+    load_vectors(steps, folder, group)
+    began = max((int(step) for step in steps.values()), default=0)
+    found = succession.plan(_stored_moments(optimizer, stored) if began else {}, optimizer.param_groups)
     optimizer.forget_states()
-    for unit in optimizer.planned_units:
-        for index, tensor in enumerate(unit.tensors):
-            for entry, own in unit.states.of_entries(optimizer.state, index):
-                run = slice(entry.fragment.offset, entry.fragment.offset + entry.fragment.numel)
-                for name in found.carried.get(entry.info.name, ()):
-                    own[name].copy_(theirs[id(tensor)][name].reshape(-1)[run])
+    wanted: Vectors = {}
+    for part, _, _, states in stored_fragments(optimizer):
+        for name in found.carried.get(part.key, ()):
+            _add(wanted, f"element/{name}/{part.key}", prod(part.shape), part.start, states[name])
+    load_vectors(wanted, folder, group)
     resume(optimizer, {}, began, {**optimizer.extra_state(), **succession.record(found, began)})
     told = succession.told(found, "another optimizer")
     if optimizer.rank == 0:
         logger.warning("%s", told)
+
+
+def _stored_moments(
+    optimizer: ShardedOptimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, (info, _) in optimizer.table.catalog.items():
+        for name in MOMENTS:
+            place = f"element/{name}/{key}"
+            if place in stored and stored[place][0].numel() == prod(info.shape):
+                found.setdefault(key, {})[name] = tuple(info.shape)
+    return found
 
 
 def _destinations(optimizer: ShardedOptimizer, stored: Collection[str], states: bool) -> Vectors:

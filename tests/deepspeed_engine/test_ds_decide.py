@@ -14,6 +14,7 @@ SAVED = Saved(name="tag", latest="tag", author="SONew", stage=2, ranks=2, groups
 HERE = Present(identity="SONew", optimizer="SONew", stage=2, ranks=2, groups=1)
 THREE: dict[str, Any] = {"stage": 3, "partitioned": True}
 ADAMW: dict[str, Any] = {"author": None, "moments": True}
+ORDER = (("a", "b"), (2,))
 OTHERS: dict[str, Any] = {"identity": None, "optimizer": "AdamW"}
 ALL = Wanted()
 WEIGHTS = Wanted(load_optimizer_states=False)
@@ -45,13 +46,24 @@ CASES = {
     "another of ours, in a pipeline": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"pipeline": True}, fresh=True),
     "another of ours, with experts": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"experts": True}, fresh=True),
     "AdamW's": _case(Way.DEEPSPEED, {"author": None}, fresh=True),
-    "AdamW's moments, cut alike": _case(Way.DEEPSPEED, ADAMW, inherit=True),
-    "AdamW's moments, into fp32 copies": _case(Way.DEEPSPEED, ADAMW, {"copies": True}, refresh=True, inherit=True),
-    "AdamW's moments, for more ranks": _case(Way.DEEPSPEED, ADAMW, {"ranks": 3}, fresh=True),
-    "AdamW's moments, for another stage": _case(Way.DEEPSPEED, ADAMW, {"stage": 1}, fresh=True),
-    "AdamW's moments, cut otherwise": _case(Way.DEEPSPEED, ADAMW, {"cut": (True,)}, fresh=True),
-    "AdamW's moments, in other groups": _case(Way.DEEPSPEED, {**ADAMW, "groups": 2}, fresh=True),
+    "AdamW's moments, cut alike": _case(Way.MOVE, ADAMW, inherit=True),
+    "AdamW's moments, for more ranks": _case(Way.MOVE, ADAMW, {"ranks": 3}, inherit=True),
+    "AdamW's moments, for ZeRO-3": _case(Way.MOVE, ADAMW, THREE, inherit=True),
+    "AdamW's moments, cut otherwise": _case(Way.MOVE, ADAMW, {"cut": (True,)}, inherit=True),
+    "AdamW's moments, in other groups": _case(Way.MOVE, {**ADAMW, "groups": 2}, inherit=True),
     "AdamW's moments, in a pipeline": _case(Way.DEEPSPEED, ADAMW, {"pipeline": True}, fresh=True),
+    "AdamW's moments, with experts": _case(Way.DEEPSPEED, ADAMW, {"experts": True}, fresh=True),
+    "AdamW's moments, with frozen ones at ZeRO-3": _case(
+        Way.DEEPSPEED, {**ADAMW, **THREE}, {**THREE, "frozen": "a"}, fresh=True
+    ),
+    "AdamW's moments, by the same order": _case(Way.MOVE, {**ADAMW, "order": ORDER}, {"order": ORDER}, inherit=True),
+    "AdamW's moments, by another order": _case(
+        Way.DEEPSPEED, {**ADAMW, "order": ORDER}, {"order": (("b", "a"), (2,))}, fresh=True
+    ),
+    "AdamW's moments, in groups of other sizes": _case(
+        Way.DEEPSPEED, {**ADAMW, "order": ORDER}, {"order": (("a", "b"), (1, 1))}, fresh=True
+    ),
+    "AdamW's moments, by an order that ZeRO has not": _case(Way.DEEPSPEED, {**ADAMW, "order": ORDER}, fresh=True),
     "AdamW's moments, for AdamW": _case(Way.DEEPSPEED, ADAMW, OTHERS),
     "AdamW's weights, into fp32 copies": _case(
         Way.DEEPSPEED, {"author": None}, {"copies": True}, fresh=True, refresh=True
@@ -68,8 +80,7 @@ def test_the_way(case: str) -> None:
     assert found.way is way
     assert (found.judge, found.refresh) == (plan.get("judge", False), plan.get("refresh", False))
     assert found.inherit == plan.get("inherit", False)
-    theirs = plan.get("fresh", False) or found.inherit
-    assert found.wanted.states == (wanted.states and not theirs), "states of others are not DeepSpeed's to load"
+    assert found.wanted.states == (wanted.states and not plan.get("fresh", False)), "states of others are not loaded"
     assert (found.note is not None) == plan.get("fresh", False)
     if found.note is not None:
         assert f"by {saved.author or 'another optimizer'};" in found.note

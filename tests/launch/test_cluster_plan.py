@@ -136,7 +136,11 @@ def test_405_billion_parameters_in_less_than_a_minute(ranks: int) -> None:
     found = deepspeed_figures(Chosen("ldadam", {"rank": 256}), build("llama-405b")[0], Cluster(ranks, 3))
     assert time.process_time() - begin < 60
     assert found.parameters == 405_853_388_800 and len(found.ranks) == ranks
-    assert f"there are 882 matrices for {ranks} ranks" in why_unbalanced(found)
+    if ranks > 1024:
+        assert f"there are 882 matrices for {ranks} ranks" in why_unbalanced(found)
+    else:
+        # What the 142 ranks without a matrix lack is little beside each rank's share of weights and gradients.
+        assert found.fullest < 1.05 and why_unbalanced(found) == ""
 
 
 def test_a_deepspeed_json_says_stage_batch_precision_and_optimizer(tmp_path: Path) -> None:
