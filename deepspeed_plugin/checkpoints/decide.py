@@ -74,7 +74,7 @@ class Saved:
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
         cut: Settings on which it depends, besides stage and ranks, what lies where in its files.
         groups: Number of param groups of ours.
-        moments: Whether another optimizer has left AdamW's two moments, and where those of each parameter are.
+        moments: Whether another optimizer has left AdamW's moments or Muon's, and where those of each parameter are.
         order: What they are told apart by where there are no names.
     """
 
@@ -161,7 +161,7 @@ class Plan:
         note: What rank 0 says before.
         judge: Whether every rank's optimizer judges its file before any rank takes its own.
         refresh: Whether DeepSpeed's fp32 copies are to follow the weights it has loaded.
-        inherit: Whether AdamW's moments are taken over in place of states of ours.
+        inherit: Whether moments of AdamW or Muon are taken over in place of states of ours.
     """
 
     way: Way

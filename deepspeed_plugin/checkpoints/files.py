@@ -16,7 +16,7 @@ from deepspeed_plugin.checkpoints.decide import Order, Saved
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.reading import read
 from deepspeed_plugin.checkpoints.stock_form import from_stock
-from rankwise.planning.succession import MOMENTS
+from rankwise.step.succeeding import moment_names, moments_of
 
 __all__ = ["RECORD", "CheckpointFolder", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
 
@@ -245,13 +245,18 @@ class SavedCheckpoint(CheckpointFolder):
 
     @cached_property
     def has_moments(self) -> bool:
-        """Whether the first rank's states are AdamW's two moments, of parameters whose names can be told."""
+        """Whether the first rank's states are moments of AdamW or Muon, of parameters whose names can be told."""
         try:
             named = not self.zero_files or bool(self.content["param_shapes"])
-            states = list(self.common["state"].values())
+            states, groups = self.common["state"], self.common["param_groups"]
             # At stage 0 a parameter that no gradient has reached has none.
-            moments = bool(states) and all(isinstance(state[name], Tensor) for state in states for name in MOMENTS)
-            return named and moments
+            found = [
+                set(moment_names(group)) <= moments_of(states[key], group).keys()
+                for group in groups
+                for key in group["params"]
+                if key in states
+            ]
+            return named and bool(found) and all(found)
         except (AttributeError, ImportError, IndexError, KeyError, TypeError):
             return False
 

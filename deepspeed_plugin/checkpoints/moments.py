@@ -1,4 +1,4 @@
-"""AdamW's files in the form of ours: which run of which parameter lies where, by the names that DeepSpeed noted."""
+"""Files of AdamW and Muon in the form of ours: which run of which parameter lies where, by DeepSpeed's own names."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.layouts import DeepSpeedLayout
-from rankwise.planning.succession import MOMENTS
 from rankwise.step.portable import Vectors, merge_vectors, saved_vectors
+from rankwise.step.succeeding import moment_names, moments_of
 
-__all__ = ["vectors_of_adamw"]
+__all__ = ["vectors_of_moments"]
 
 Run = tuple[str, tuple[int, ...], int, int, int]
 """Parameter, its shape, where the run begins and ends in it, and where it lies in a tensor of the optimizer."""
 
 
-def vectors_of_adamw(engine: DeepSpeedEngine, saved: SavedCheckpoint, ranks: range) -> Vectors:
+def vectors_of_moments(engine: DeepSpeedEngine, saved: SavedCheckpoint, ranks: range) -> Vectors:
     """Collective: weights and moments that the files of some ranks hold, by name.
 
     Args:
         engine: The engine that loads; its ranks together read all files.
-        saved: Written with AdamW.
+        saved: Written with AdamW or Muon.
         ranks: Whose files this rank reads.
 
     Raises:
@@ -50,40 +50,46 @@ def _vectors(saved: SavedCheckpoint, rank: int, order: list[list[Run]]) -> Vecto
     place = saved.zero_files[rank] if saved.zero_files else saved.model_file
     if not len(states) == len(flats) == len(runs):
         raise CheckpointError(f"{place} has {len(flats)} tensors, {len(states)} states and {len(runs)} names of them.")
-    for flat, state, held in zip(flats, states, runs, strict=True):
-        _require(saved, place, flat, state, held)
-    record = [
-        {"group": 0, "runs": held, "states": {name: [run[-1] for run in held] for name in MOMENTS if state}}
-        for held, state in zip(runs, states, strict=True)
-    ]
-    return saved_vectors({"layout": record, "state": dict(enumerate(states)), "matrix_states": {}}, flats)
+    record = []
+    for flat, (names, state), held in zip(flats, states, runs, strict=True):
+        if state or saved.zero_files:  # at stage 0 a parameter that no gradient has reached has no state
+            _require_moments(place, flat, [state.get(name) for name in names], held, whole=not saved.zero_files)
+        if not saved.partitioned_weights:
+            _require_weights(saved, place, flat, held)
+        offsets = [run[-1] for run in held]
+        record.append({"group": 0, "runs": held, "states": {name: offsets for name in names if state}})
+    found = {index: state for index, (_, state) in enumerate(states)}
+    return saved_vectors({"layout": record, "state": found, "matrix_states": {}}, flats)
 
 
-def _states(state_dict: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """In the order of the tensors; some of AdamW's forms count steps by group."""
+def _states(state_dict: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """In the order of the tensors: the moments there must be, and those there are with the count of steps, if any."""
     for group in state_dict["param_groups"]:
         for key in group["params"]:
-            state = state_dict["state"].get(key)
-            step = float((state or {}).get("step", group.get("step", 0)))
-            yield {**state, "step": torch.tensor(step)} if state else {}
+            state = state_dict["state"].get(key) or {}
+            found: dict[str, Any] = dict(moments_of(state, group))
+            if found:
+                # Some forms of AdamW count by group; Muon does not count, and has taken a step at least.
+                found["step"] = torch.tensor(float(state.get("step", group.get("step", 1))))
+            yield moment_names(group), found
 
 
-def _require(
-    saved: SavedCheckpoint, place: object, flat: Tensor, state: Mapping[str, Any], runs: Sequence[Run]
+def _require_moments(
+    place: object, flat: Tensor, moments: Sequence[Tensor | None], runs: Sequence[Run], *, whole: bool
 ) -> None:
-    """Refuse what is not all there, and weights that are not those of the model under their names."""
+    """Refuse what is not all there."""
     end = max((offset + last - first for _, _, first, last, offset in runs), default=0)
-    lacks = flat.numel() < end
-    if state or saved.zero_files:  # at stage 0 a parameter that no gradient has reached has no state
-        lacks = lacks or any(name not in state or state[name].numel() < end for name in MOMENTS)
-    if state and not saved.zero_files:
-        lacks = lacks or any(tuple(state[name].shape) != runs[0][1] for name in MOMENTS)
-    if lacks:
-        raise CheckpointError(
-            f"{place} does not hold both of AdamW's moments for all of its weights; load the weights alone with "
-            "load_optimizer_states=False."
-        )
-    for name, _, first, last, offset in () if saved.partitioned_weights else runs:
+    for value in (flat, *moments):
+        if value is None or value.numel() < end or (whole and tuple(value.shape) != runs[0][1]):
+            raise CheckpointError(
+                f"{place} does not hold AdamW's moments, or Muon's, for all of its weights; load the weights alone "
+                "with load_optimizer_states=False."
+            )
+
+
+def _require_weights(saved: SavedCheckpoint, place: object, flat: Tensor, runs: Sequence[Run]) -> None:
+    """Refuse what are not the model's weights under their names."""
+    for name, _, first, last, offset in runs:
         rounded = saved.content["module"][name].reshape(-1)[first:last]
         ours = flat.reshape(-1)[offset : offset + last - first].to(rounded.dtype)
         if not torch.allclose(ours, rounded, rtol=0.0, atol=0.0, equal_nan=True):
@@ -125,8 +131,8 @@ def _of_zero_1_and_2(saved: SavedCheckpoint, rank: int) -> list[list[Run]]:
     """
     found: list[list[Run]] = []
     shapes, gaps = saved.content["param_shapes"], saved.alignment(rank)
-    for index, (group, state) in enumerate(zip(shapes, _states(saved.optimizer(rank)[0]), strict=True)):
-        share = state[MOMENTS[0]].numel() if state else 0  # weights are saved without the padding at the end
+    for index, (group, (_, state)) in enumerate(zip(shapes, _states(saved.optimizer(rank)[0]), strict=True)):
+        share = state["exp_avg"].numel() if state else 0  # weights are saved without the padding at the end
         first, last = rank * share, (rank + 1) * share
         runs: list[Run] = []
         position = 0

@@ -19,7 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
-from deepspeed_plugin.checkpoints.moments import vectors_of_adamw
+from deepspeed_plugin.checkpoints.moments import vectors_of_moments
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from rankwise.sharding.state import save_vectors
 from rankwise.step.optimizer import ShardedOptimizer
@@ -36,7 +36,7 @@ class NamedStates:
         folder: Written by :func:`rankwise.sharding.state.save_vectors`.
         common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; empty where
             states are not wanted, or are another's.
-        inherited: Whether the states are AdamW's moments.
+        inherited: Whether the states are moments of AdamW or Muon.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> 
 
     Args:
         engine: The engine that loads.
-        saved: Written by one of ours, or by AdamW with its moments, on any ranks and at any stage.
+        saved: Written by one of ours, or by AdamW or Muon, on any ranks and at any stage.
         states: Whether states are wanted beside the weights.
 
     Raises:
@@ -68,7 +68,7 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> 
     with _scratch_folder(saved.folder, group) as scratch:
         inherited = saved.author is None
         vectors = (
-            vectors_of_adamw(engine, saved, ranks)
+            vectors_of_moments(engine, saved, ranks)
             if inherited
             else read_together(group, lambda: vectors_of(saved, ranks))
         )

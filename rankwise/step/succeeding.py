@@ -19,9 +19,18 @@ from rankwise.planning.table import Groups, ParameterTable
 from rankwise.step.fitting import in_order_of, same_groups
 from rankwise.step.transition import Transition
 
-__all__ = ["Succession", "moments_of"]
+__all__ = ["Succession", "moment_names", "moments_of"]
 
 logger = logging.getLogger(__name__)
+
+
+def moment_names(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Under AdamW's names, the averages that the optimizer of a saved param group keeps: Muon the first."""
+    return MOMENTS[:1] if _is_muon(group) else MOMENTS
+
+
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    return "ns_steps" in group or bool(group.get("use_muon"))
 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -32,8 +41,7 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
         group: Its param group, which tells Muon's momentum, an average, from SGD's, a sum.
     """
     found = {name: state[name] for name in MOMENTS if isinstance(state.get(name), Tensor)}
-    is_muon = "ns_steps" in group or group.get("use_muon")
-    if is_muon and isinstance(state.get("momentum_buffer"), Tensor):
+    if _is_muon(group) and isinstance(state.get("momentum_buffer"), Tensor):
         found["exp_avg"] = state["momentum_buffer"]
     return found
 
