@@ -30,7 +30,7 @@ def moment_names(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
-    return "ns_steps" in group or bool(group.get("use_muon"))
+    return "ns_steps" in group or group.get("use_muon") in (True, 1)
 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Tensor]:
