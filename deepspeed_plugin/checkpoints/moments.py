@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import ceil, prod
 from typing import Any
 
@@ -52,14 +53,24 @@ def _vectors(saved: SavedCheckpoint, rank: int, order: list[list[Run]]) -> Vecto
         raise CheckpointError(f"{place} has {len(flats)} tensors, {len(states)} states and {len(runs)} names of them.")
     record = []
     for flat, (names, state), held in zip(flats, states, runs, strict=True):
+        # Muon at ZeRO-1 and -2 keeps the momentum of every parameter of which a rank has any part.
+        uncut = bool(saved.zero_files) and not saved.partitioned_weights and names == moment_names({"use_muon": True})
+        offsets = _offsets(held, uncut)
         if state or saved.zero_files:  # at stage 0 a parameter that no gradient has reached has no state
-            _require_moments(place, flat, [state.get(name) for name in names], held, whole=not saved.zero_files)
-        if not saved.partitioned_weights:
-            _require_weights(saved, place, flat, held)
-        offsets = [run[-1] for run in held]
+            shape = None if saved.zero_files else held[0][1]
+            _require_moments(place, [state.get(name) for name in names], held, offsets, shape)
+        _require_weights(saved, place, flat, held)
         record.append({"group": 0, "runs": held, "states": {name: offsets for name in names if state}})
     found = {index: state for index, (_, state) in enumerate(states)}
     return saved_vectors({"layout": record, "state": found, "matrix_states": {}}, flats)
+
+
+def _offsets(runs: Sequence[Run], uncut: bool) -> list[int]:
+    """Where the runs lie in a state: as in the weights, or each in its whole parameter, one after the other."""
+    if not uncut:
+        return [run[-1] for run in runs]
+    ends = accumulate(prod(shape) for _, shape, *_ in runs)
+    return [end - prod(shape) + first for end, (_, shape, first, *_) in zip(ends, runs, strict=True)]
 
 
 def _states(state_dict: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -75,12 +86,12 @@ def _states(state_dict: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], di
 
 
 def _require_moments(
-    place: object, flat: Tensor, moments: Sequence[Tensor | None], runs: Sequence[Run], *, whole: bool
+    place: object, moments: Sequence[Tensor | None], runs: Sequence[Run], offsets: Sequence[int], shape: Any
 ) -> None:
-    """Refuse what is not all there."""
-    end = max((offset + last - first for _, _, first, last, offset in runs), default=0)
-    for value in (flat, *moments):
-        if value is None or value.numel() < end or (whole and tuple(value.shape) != runs[0][1]):
+    """Refuse what is not all there, or not of the ``shape`` that is known."""
+    end = max((at + last - first for (_, _, first, last, _), at in zip(runs, offsets, strict=True)), default=0)
+    for value in moments:
+        if value is None or value.numel() < end or shape not in (None, tuple(value.shape)):
             raise CheckpointError(
                 f"{place} does not hold AdamW's moments, or Muon's, for all of its weights; load the weights alone "
                 "with load_optimizer_states=False."
@@ -88,11 +99,13 @@ def _require_moments(
 
 
 def _require_weights(saved: SavedCheckpoint, place: object, flat: Tensor, runs: Sequence[Run]) -> None:
-    """Refuse what are not the model's weights under their names."""
+    """Refuse what are not the model's weights under their names, where the model file has them."""
     for name, _, first, last, offset in runs:
-        rounded = saved.content["module"][name].reshape(-1)[first:last]
-        ours = flat.reshape(-1)[offset : offset + last - first].to(rounded.dtype)
-        if not torch.allclose(ours, rounded, rtol=0.0, atol=0.0, equal_nan=True):
+        ours = flat.reshape(-1)[offset : offset + last - first]
+        known = ours if saved.partitioned_weights else saved.content["module"][name].reshape(-1)[first:last]
+        if ours.numel() < last - first or not torch.allclose(
+            ours.to(known.dtype), known, rtol=0.0, atol=0.0, equal_nan=True
+        ):
             raise CheckpointError(
                 f"what {place} holds for '{name}' is not its weight in {saved.model_file.name}: they are of different "
                 "saves, or in another order; load the weights alone with load_optimizer_states=False."
@@ -131,8 +144,8 @@ def _of_zero_1_and_2(saved: SavedCheckpoint, rank: int) -> list[list[Run]]:
     """
     found: list[list[Run]] = []
     shapes, gaps = saved.content["param_shapes"], saved.alignment(rank)
-    for index, (group, (_, state)) in enumerate(zip(shapes, _states(saved.optimizer(rank)[0]), strict=True)):
-        share = state["exp_avg"].numel() if state else 0  # weights are saved without the padding at the end
+    for index, (group, flat) in enumerate(zip(shapes, saved.optimizer(0)[1], strict=True)):
+        share = flat.numel()  # of any rank but the last ones, whose weights are saved without the padding
         first, last = rank * share, (rank + 1) * share
         runs: list[Run] = []
         position = 0

@@ -237,3 +237,50 @@ def test_ranks_refuse_together_what_one_cannot_take(tmp_path: Path) -> None:
     torch.save(content, file)
     for message in run_ranks(2, _refused, str(tmp_path / "stage 2")):
         assert "does not hold AdamW's moments, or Muon's," in message and file.name in message
+
+
+def _from_muon(rank: int, world: int, folder: str) -> dict[int, Any]:
+    """Weights of DeepSpeed's Muon, and what MARS-M has of its checkpoint."""
+    deepspeed.init_distributed("gloo")
+    found = {}
+    for stage in (1, 2, 3):
+        block = {"stage": stage, "reduce_scatter": False}
+        job = ds.Job("Muon", {"lr": 0.01, "momentum": 0.9}, config={"zero_optimization": block})
+        engine = ds.engine_of(job, world)
+        for step in range(HALF):
+            ds.train_step(engine, rank, world, step)
+        engine.save_checkpoint(f"{folder}/{world}-{stage}")
+        weights = ds.model_weights(engine)
+        engine.destroy()
+        heir = _engine("MARS-M", {"stage": 2}, world, seed=7)
+        heir.load_checkpoint(f"{folder}/{world}-{stage}")
+        loaded = ds.model_weights(heir)
+        assert all(np.array_equal(loaded[name], weights[name]) for name in weights)
+        found[stage] = (_pieces(heir), set(heir.basic_optimizer.extra_state()["transition"]["afresh"]))
+        ds.train_step(heir, rank, world, HALF)
+        heir.destroy()
+    return found
+
+
+@pytest.mark.exhaustive
+def test_momentum_of_deepspeeds_muon_goes_on(tmp_path: Path) -> None:
+    """Whole parameters at ZeRO-1 and -2, partitions at ZeRO-3, everything on one rank: the same averages.
+
+    DeepSpeed compiles its fused Adam for it, which takes a minute.
+    """
+    averages = {}
+    for world in (1, 2):
+        ranks = run_ranks(world, _from_muon, str(tmp_path))
+        for stage in (1, 2, 3):
+            assert ranks[0][stage][1] == {"head.weight"}, "Muon's, but AdamW's here, which needs both moments"
+            parts: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+            for found in ranks:
+                for key, name, start, values in found[stage][0]:
+                    parts.setdefault((key, name), {})[start] = values
+            averages[world, stage] = {
+                place: np.concatenate([held[start] for start in sorted(held)]) for place, held in parts.items()
+            }
+    for place, expected in averages[1, 1].items():
+        assert place[0] in ("head.weight", "unused.weight", "unused.bias") or expected.any(), place
+        for case, found in averages.items():
+            np.testing.assert_allclose(found[place], expected, rtol=1e-3, atol=1e-5, err_msg=f"{place} {case}")
