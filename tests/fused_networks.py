@@ -27,12 +27,16 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """A fused layer: the rows of each part, its table, whether it is a Conv1D, and what tensor parallelism cuts."""
+    """A fused layer: the rows of each part, its table, whether it is a Conv1D, and what tensor parallelism cuts.
+
+    A stack of experts has the rows of one below those of the other.
+    """
 
     rows: Mapping[str, list[int]]
     fused: Fused
     transposed: bool = False
     bias: bool = True
+    experts: int = 0
     # Of two tensor-parallel ranks: the runs of rows each of them holds.
     shards: tuple[tuple[tuple[int, int], ...], ...] = ()
 
@@ -79,7 +83,56 @@ LAYERS = {
         bias=False,
         shards=(((0, 8),), ((8, 16),)),
     ),
+    # Latent attention's: what keys and values are made of, and the keys' part that has positions.
+    "down": Layer(
+        {"kv": [*range(10)], "rope": [*range(10, 16)]},
+        Fused((("kv", 10), ("rope", 6))),
+        bias=False,
+        shards=(((0, 8),), ((8, 16),)),
+    ),
+    # Two experts, a gate over the other projection in each.
+    "stack": Layer(
+        {"gate0": [*range(7)], "up0": [*range(7, 14)], "gate1": [*range(14, 21)], "up1": [*range(21, 28)]},
+        Fused((("gate", 7), ("up", 7))),
+        bias=False,
+        experts=2,
+        shards=(((0, 7), (14, 21)), ((7, 14), (21, 28))),
+    ),
+    # One matrix for each head: of two key-value heads two queries, a key and a value of six rows.
+    "grouped_heads": Layer(
+        {
+            **{f"q{head}": [*range(start, start + 6)] for head, start in enumerate((0, 6, 24, 30))},
+            **{f"k{head}": [*range(start, start + 6)] for head, start in enumerate((12, 36))},
+            **{f"v{head}": [*range(start, start + 6)] for head, start in enumerate((18, 42))},
+        },
+        Fused((("q", 12), ("k", 6), ("v", 6)), -2, 2, (2, 1, 1)),
+        bias=False,
+        shards=(((0, 24),), ((24, 48),)),
+    ),
+    # The same of columns, two heads of six.
+    "column_heads": Layer(
+        {
+            f"{part}{head}": [*range(12 * at + 6 * head, 12 * at + 6 * head + 6)]
+            for at, part in enumerate("qkv")
+            for head in range(2)
+        },
+        Fused((("q", 12), ("k", 12), ("v", 12)), -1, 1, (2, 2, 2)),
+        transposed=True,
+        shards=(((0, 18),), ((18, 36),)),
+    ),
+    # Latent attention's other: for each of two heads a key of seven rows and a value of six.
+    "latent_heads": Layer(
+        {
+            **{f"k{head}": [*range(13 * head, 13 * head + 7)] for head in range(2)},
+            **{f"v{head}": [*range(13 * head + 7, 13 * head + 13)] for head in range(2)},
+        },
+        Fused((("k", 7), ("v", 6)), -2, 2, (1, 1)),
+        bias=False,
+        shards=(((0, 13),), ((13, 26),)),
+    ),
 }
+# Those of which each head is a matrix.
+HEADS = {"*_heads.weight": "heads"}
 CASES: dict[str, tuple[Callable[..., ShardedOptimizer], dict[str, Any]]] = {
     "mars-shampoo": (MARS, {"variant": "shampoo", "ns_dtype": "DTYPE", "clip": 0.5}),
     "mars-shampoo-rms": (MARS, {"variant": "shampoo", "scale": "rms", "ns_dtype": "DTYPE", "clip": 0.5}),
@@ -89,6 +142,28 @@ CASES: dict[str, tuple[Callable[..., ShardedOptimizer], dict[str, Any]]] = {
     "mkor": (MKOR, {"update_interval": 2, "factor_dtype": "DTYPE", "factor_decay": 0.9}),
     "mkor-sgd": (MKOR, {"update_interval": 2, "factor_dtype": "DTYPE", "factor_decay": 0.9, "backend": "sgd"}),
 }
+
+
+def with_a_row_moved(name: str) -> Fused:
+    """A layer's table, but that a row (of each head) of its second part is given to the first."""
+    known = LAYERS[name].fused
+    (first, one), (second, other), *rest = known.parts
+    if other == 1:
+        return Fused(((first, known.groups + 1), (second, known.groups - 1)), known.dim)
+    heads = known.heads if name.endswith("_heads") else ()
+    moved = heads[0] if heads else 1
+    return Fused(((first, one + moved), (second, other - moved), *rest), known.dim, known.groups, heads)
+
+
+class Stack(nn.Module):
+    """Weights of experts as one parameter (experts, outputs, inputs), or those of one expert (outputs, inputs)."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.flatten(0, -2).T
 
 
 class Network(nn.Module):
@@ -101,26 +176,29 @@ class Network(nn.Module):
         tables = tables or {name: layer.fused for name, layer in LAYERS.items()}
         for name, layer in LAYERS.items():
             # Small, so that in float32 a step is not lost in the rounding of the weights.
-            weight = 0.05 * torch.randn(layer.outputs, INPUTS, dtype=torch.float64, generator=generator)
-            bias = 0.05 * torch.randn(layer.outputs, dtype=torch.float64, generator=generator)
+            weight = 0.005 * torch.randn(layer.outputs, INPUTS, dtype=torch.float64, generator=generator)
+            bias = 0.005 * torch.randn(layer.outputs, dtype=torch.float64, generator=generator)
             rows = {name: [*range(layer.outputs)]} if fused else {f"{name}_{p}": r for p, r in layer.rows.items()}
             for own, chosen in rows.items():
                 self._add(own, layer, weight[chosen], bias[chosen], tables[name] if fused else None)
         self._add(
             "plain",
             replace(LAYERS["qkv"], bias=False),
-            0.05 * torch.randn(9, INPUTS, generator=generator).double(),
+            0.005 * torch.randn(9, INPUTS, generator=generator).double(),
             None,
         )
         self.to(dtype)
 
     def _add(self, name: str, layer: Layer, weight: Tensor, bias: Tensor | None, fused: Fused | None = None) -> None:
         outputs = len(weight)
-        if layer.transposed:
-            module: Any = Conv1D(outputs, INPUTS)
+        if layer.experts:
+            module: Any = Stack(*((layer.experts, outputs // layer.experts) if fused else (outputs,)), INPUTS)
+        elif layer.transposed:
+            module = Conv1D(outputs, INPUTS)
         else:
             module = nn.Linear(INPUTS, outputs, bias=layer.bias, dtype=torch.float64)
-        module.double().weight.data.copy_(weight.T if layer.transposed else weight)
+        values = (weight.T if layer.transposed else weight).reshape(module.weight.shape)
+        module.double().weight.data.copy_(values)
         if layer.bias and bias is not None:
             module.bias.data.copy_(bias)
         self.add_module(name, module)
@@ -159,7 +237,11 @@ class Network(nn.Module):
 
 @functools.cache
 def tokens(step: int, name: str) -> tuple[Tensor, Tensor]:
-    """Inputs and output gradients of a layer, with a part that persists over steps."""
+    """Inputs and output gradients of a layer, with a part that persists over steps.
+
+    In few digits, so that sums over tokens are exact in float32: the gradients are the same to the bit, whatever share
+    of the tokens a rank has and in whatever order they are added.
+    """
     outputs = 9 if name == "plain" else LAYERS[name].outputs
     fixed, fresh = (torch.Generator().manual_seed(100 * len(name) + seed) for seed in (99, step))
     x, dy = (
@@ -167,7 +249,11 @@ def tokens(step: int, name: str) -> tuple[Tensor, Tensor]:
         + 0.4 * torch.randn(TOKENS, size, dtype=torch.float64, generator=fresh)
         for size in (INPUTS, outputs)
     )
-    return x + 0.3, dy / 5
+    return _in_digits(x + 0.3), _in_digits(dy / 5)
+
+
+def _in_digits(values: Tensor) -> Tensor:
+    return (values * 128).round() / 128
 
 
 def backward(network: Network, step: int, share: slice = slice(None), scale: float = 1.0) -> None:
@@ -192,6 +278,7 @@ def give_gradients(network: Network, step: int) -> None:
         own, _, kind = name.partition(".")
         layer, _, part = (own, "", "") if own in (*LAYERS, "plain") else own.rpartition("_")
         whole = grads[f"{layer}.{kind}"]
+        whole = whole.flatten(0, 1) if part and whole.ndim == 3 else whole
         turned = bool(part) and LAYERS[layer].transposed and kind == "weight"
         rows = LAYERS[layer].rows[part] if part else slice(None)
         parameter.grad = (whole[:, rows] if turned else whole[rows]).clone()
@@ -203,7 +290,8 @@ def build(case: str, network: Network, **options: Any) -> ShardedOptimizer:
     kind, own = CASES[case]
     network.annotate()
     own = {key: dtype if value == "DTYPE" else value for key, value in own.items()}
-    optimizer = kind(network.named_parameters(), lr=1e-2, weight_decay=0.1, **own, **options)
+    own = {"blocks": HEADS if network.fused else None, **own, **options}
+    optimizer = kind(network.named_parameters(), lr=1e-2, weight_decay=0.1, **own)
     optimizer.capture(network)
     return optimizer
 
@@ -222,7 +310,8 @@ def as_fused(network: Network) -> Named:
             whole = torch.empty(layer.outputs, *(INPUTS,) * (kind == "weight"), dtype=values["plain.weight"].dtype)
             for part, rows in layer.rows.items():
                 whole[rows] = parts[part].T if turned else parts[part]
-            found[f"{name}.{kind}"] = whole.T.contiguous() if turned else whole
+            whole = whole.T.contiguous() if turned else whole
+            found[f"{name}.{kind}"] = whole.unflatten(0, (layer.experts, -1)) if layer.experts else whole
     return found
 
 

@@ -318,12 +318,16 @@ def train_step(engine: Any, rank: int, world: int, step: int, factor: float = 1.
 def model_weights(engine: Any) -> dict[str, np.ndarray]:
     """The model's own weights, whole, as the next forward pass would see them."""
     found = {}
+
+    def read(parameter: Tensor) -> np.ndarray:
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)).numpy().copy()
+
     for name, parameter in engine.module.named_parameters():
         if hasattr(parameter, "ds_id"):
             with deepspeed.zero.GatheredParameters([parameter]):
-                found[name] = parameter.detach().float().numpy().copy()
+                found[name] = read(parameter)
         else:
-            found[name] = parameter.detach().float().numpy().copy()
+            found[name] = read(parameter)
     return found
 
 
