@@ -49,8 +49,9 @@ def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.blocked.run`."""
     scalars = update.scalars
     alone = update.rule == "adamw" and update.factors is None and update.references is None and not update.is_cautious
-    types = _types(update.fields) if update.grads else None
-    if types is None or alone or isinstance(scalars.step, Tensor):
+    left = alone or isinstance(scalars.step, Tensor) or not update.grads
+    types = None if left else _types(update.fields)
+    if types is None:
         blocked.run(update)
         return
     numbers = {
