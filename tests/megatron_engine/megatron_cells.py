@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 GLOBAL_BATCH, LENGTH, VOCABULARY, HIDDEN, HEADS = 8, 16, 64, 64, 4
@@ -22,7 +22,12 @@ OVERLAPPED: dict[str, Any] = {
 }
 BIASED: dict[str, Any] = {"swiglu": False, "gqa": False}
 MOE: dict[str, Any] = {"moe": 4}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# Sizes of latent attention, no two alike.
+LATENT: dict[str, Any] = {
+    **{"multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 40, "rope_type": "rope"},
+    **{"qk_head_dim": 14, "qk_pos_emb_head_dim": 8, "v_head_dim": 18},
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,14 @@ class Cell:
         tp, pp, ep: Sizes of tensor, pipeline and expert parallelism; the rest of the world is data parallel.
         vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
         sp: Whether sequence parallelism goes with tensor parallelism.
-        precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale).
+        precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale); ``fp64`` where Megatron is told that it is fp32.
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
         moe: Number of experts, two of which are chosen per token; 0 for a dense model.
         dense_layers: Of a model with experts, first layers that have none.
         aux_loss: Coefficient of the load-balancing loss, which depends on how the batch is split.
         swiglu: SwiGLU, RMSNorm and no bias; otherwise GELU, LayerNorm and biases.
         gqa: Whether two heads share a key and value.
+        latent: Whether keys and values are made of a few latent ones.
         tied: Whether the output layer is the word embedding.
         recompute: Whether all activations are recomputed.
         microbatches: Micro-batches per step and rank; the global batch is the same in every cell.
@@ -65,6 +71,7 @@ class Cell:
     aux_loss: float = 0.0
     swiglu: bool = True
     gqa: bool = True
+    latent: bool = False
     tied: bool = False
     recompute: bool = False
     microbatches: int = 2
@@ -122,6 +129,8 @@ class Cell:
                 "moe_router_load_balancing_type": "aux_loss" if self.aux_loss else "none",
                 "moe_aux_loss_coeff": self.aux_loss,
             }
+        if self.latent:
+            return MLATransformerConfig(**{**model, "num_query_groups": HEADS, **LATENT}, **layout, **off)
         return TransformerConfig(**model, **layout, **off)
 
     def optimizer_config(self) -> dict[str, Any]:
@@ -146,7 +155,10 @@ class Cell:
 
     def ddp_config(self) -> DistributedDataParallelConfig:
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
-        return DistributedDataParallelConfig(grad_reduce_in_fp32=True, **{name: getattr(self, name) for name in names})
+        in_fp32 = self.precision != "fp64"
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=in_fp32, **{name: getattr(self, name) for name in names}
+        )
 
 
 def tokens(step: int) -> Tensor:

@@ -90,7 +90,7 @@ class Trainer:
         vp_stage = stage if cell.vpp > 1 else None
         model = self._model(stage, vp_stage)
         set_initial(model, cell.tied)
-        if cell.precision != "fp32":
+        if cell.precision in ("bf16", "fp16"):
             model = Float16Module(self.config, model)
         wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
         wrapped.vp_stage = vp_stage

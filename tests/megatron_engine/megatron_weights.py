@@ -111,7 +111,7 @@ def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) ->
             return owner.optimizer.param_groups[group]["params"][order]
 
         return _assembled(parameter, owner, shard)
-    if parameter.dtype == torch.float32:
+    if parameter.dtype in (torch.float32, torch.float64):
         return model_weight(parameter, optimizers)
     return _main_copy(parameter)
 
@@ -133,8 +133,8 @@ def _main_copy(parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def model_weight(parameter: Tensor, optimizers: list[MegatronOptimizer]) -> Tensor:
-    """The weight of the model itself, in fp32."""
-    return parameter.detach().float().clone()
+    """The weight of the model itself, in fp32 or wider."""
+    return _wide(parameter.detach()).clone()
 
 
 @torch.no_grad()
@@ -143,7 +143,11 @@ def reduced_gradient(parameter: nn.Parameter, optimizers: list[MegatronOptimizer
     scale = 1.0 / optimizers[0].get_loss_scale()
     if owner := _distributed(parameter, optimizers):
         return scale * _assembled(parameter, owner, lambda span: parameter.main_grad.view(-1)[span])
-    return scale * parameter.main_grad.float()
+    return scale * _wide(parameter.main_grad)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _distributed(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> DistributedOptimizer | None:
@@ -158,7 +162,7 @@ def _distributed(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -
 
 def _assembled(parameter: nn.Parameter, owner: DistributedOptimizer, shard: Callable[[slice], Tensor]) -> Tensor:
     """A whole tensor from the data-parallel ranks' shards of it, which do not overlap."""
-    flat = torch.zeros(parameter.numel())
+    flat = torch.zeros(parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32))
     if parameter in owner.model_param_group_index_map:
         local = owner._get_model_param_range_map(parameter)["param"]
         span = slice(local.start, local.end)
@@ -178,7 +182,7 @@ def gathered(parts: list[tuple[Cut, Tensor]]) -> tuple[dict[str, Tensor], float]
     weights: dict[str, Tensor] = {}
     gap = 0.0
     for cut, part in (item for rank in everyone or [] for item in rank):
-        full = weights.setdefault(cut.name, torch.full(cut.shape, torch.nan))
+        full = weights.setdefault(cut.name, torch.full(cut.shape, torch.nan, dtype=part.dtype))
         assert full.shape == cut.shape, (cut.name, full.shape, cut.shape)
         difference = (cut.of(full) - part).abs().nan_to_num(0.0)
         gap = max(gap, difference.max().item())
