@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -15,6 +15,7 @@ from unittest import mock
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
@@ -366,6 +367,23 @@ def master_weights(engine: Any) -> dict[str, np.ndarray]:
         name: deepspeed.utils.safe_get_full_fp32_param(parameter).numpy().copy()
         for name, parameter in engine.module.named_parameters()
     }
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Lets ZeRO keep, and add up, a float64 model in float64; it asks for float32 masters. Without reduce-scatter."""
+    chosen = ZeROOptimizer._configure_master_weights
+
+    def wide(*own: Any, **more: Any) -> torch.dtype:
+        chosen(*own, **more)
+        return torch.float64
+
+    with (
+        mock.patch.object(ZeROOptimizer, "_configure_master_weights", wide),
+        mock.patch.object(deepspeed.DeepSpeedEngine, "communication_data_type", torch.float64),
+        mock.patch.object(deepspeed.DeepSpeedEngine, "get_data_types", lambda _: (torch.float64, torch.float64)),
+    ):
+        yield
 
 
 def loss_scale_of(engine: Any) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import ds_harness as ds
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from fused_networks import LAYERS, TOKENS, Network, as_fused
 from ranks import run_ranks
 
@@ -86,11 +84,15 @@ def _engine(rank: int, world: int, name: str, run: Run) -> tuple[dict[str, np.nd
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": name, "params": {**_params(name, run.dtype), "blocks": blocks}},
-        "zero_optimization": {"stage": run.stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": run.stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_scatter": run.dtype is F32,
+        },
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
-    with _masters_in(run.dtype):
+    with ds.in_float64() if run.dtype is F64 else nullcontext():
         engine, *_ = deepspeed.initialize(model=network, model_parameters=network.named_parameters(), config=config)
         share = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world)
         if run.load is not None:
@@ -108,16 +110,6 @@ def _engine(rank: int, world: int, name: str, run: Run) -> tuple[dict[str, np.nd
         found = weights, {line.name for line in engine.basic_optimizer.explain()}
         engine.destroy()
     return found
-
-
-@contextmanager
-def _masters_in(dtype: torch.dtype) -> Iterator[None]:
-    """ZeRO of a float64 model, of which it would keep float32. Gradients are added in float32: theirs exactly."""
-    with pytest.MonkeyPatch.context() as patch:
-        if dtype is F64:
-            chosen = ZeROOptimizer._configure_master_weights
-            patch.setattr(ZeROOptimizer, "_configure_master_weights", lambda *own, **more: chosen(*own, **more) and F64)
-        yield
 
 
 @functools.cache
