@@ -16,14 +16,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_tensors_metadata
+from megatron.core.dist_checkpointing.serialization import (
+    load_common_state_dict,
+    load_sharded_metadata,
+    load_tensors_metadata,
+)
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_patches.adam_states import Stored
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
+from megatron_patches.takeover import TAKEOVER, Takeover, find_takeovers, taken_over
 from rankwise.sharding import Fragment
 from rankwise.step.carrying import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
@@ -54,21 +60,23 @@ class _Piece(NamedTuple):
     copy: int | tuple[int, int]
 
 
-def sharded_state(wrapper: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
+def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any) -> dict[str, Any]:
     """What one wrapper contributes to a checkpoint, or asks of one.
 
     Args:
         wrapper: One of ours, with its layout.
         is_loading: Whether the tensors are to be filled.
+        model_state: The model's sharded state.
     """
     inner = wrapper.optimizer
     if inner is not None:
         inner.plan_ahead(inner.layout_source.units())
     step = _step(inner)
+    state: dict[str, Any] = {TAKEOVER: Takeover(wrapper, model_state)} if is_loading and model_state else {}
     if inner is None:
-        return {}
+        return state
     places = slice_places(inner)
-    state: dict[str, Any] = {
+    state |= {
         RECORD: {
             "identity": inner.identity,
             PLAIN_NAMES: True,
@@ -102,6 +110,9 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
         ValueError: Another optimizer has written the checkpoint.
     """
     inner: ShardedOptimizer = wrapper.optimizer
+    if isinstance(state.get(TAKEOVER), Takeover):
+        state[TAKEOVER].commit()
+        return
     if RECORD not in state:
         raise ValueError(_refusal([], inner.identity))
     saved = state[RECORD]
@@ -148,6 +159,10 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
     stored = _common_state(requested, folder)
     placed, theirs = dict(find_records(requested)), dict(find_records(stored))
     wanted, saved = list(placed.values()), list(theirs.values())
+    predecessor = _predecessor(requested, theirs, stored, folder)
+    if predecessor is not None:
+        yield predecessor
+        return
     _refuse_another(wanted, saved, "optimizer" in stored)
     for place, record in wanted_records(placed, theirs).items():
         match_groups(_recorded_groups(placed[place]), _recorded_groups(record))
@@ -163,6 +178,18 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
         if reason is None:
             raise
         raise ValueError(reason) from error
+
+
+def _predecessor(requested: Any, theirs: Mapping[Any, Any], common: Mapping[str, Any], folder: str) -> Any:
+    """What goes on from Megatron's own optimizers, if they wrote the checkpoint; alike on all ranks."""
+    holders = [holder for _, holder in find_takeovers(requested)]
+    if holders and not theirs:
+        stored = Stored(load_sharded_metadata(folder), common)
+        if stored.has_states:
+            return taken_over(requested, stored)
+    for holder in holders:
+        del holder[TAKEOVER]
+    return None
 
 
 def _leave_out_divided_otherwise(

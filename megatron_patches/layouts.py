@@ -50,6 +50,8 @@ class MegatronLayout(LayoutSource):
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
+        self.held: dict[int, tuple[Parameter, slice]] = {}
+        """By the id of an optimizer's tensor: the model's parameter, and which run of it, flattened, it holds."""
         self.stage_copies = {known.info.name: known.stage_copy for known in parameters.values() if known.stage_copy}
         """Of weights that earlier pipeline stages have too, by name: how many of them do."""
         if isinstance(wrapper, DistributedOptimizer):
@@ -70,6 +72,10 @@ class MegatronLayout(LayoutSource):
                 f"step() met a tensor of shape {tuple(tensor.shape)} that Megatron's optimizer did not list when "
                 "it was built; param groups must not be changed afterwards."
             ) from None
+
+    def name_of(self, parameter: Parameter) -> str:
+        """A parameter of the model, by its name in the whole model."""
+        return self._parameters[parameter].info.name
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors of the one ``step()`` call, and the position of their group."""
@@ -112,4 +118,5 @@ class MegatronLayout(LayoutSource):
                 f"the optimizer's copy of '{known.info.name}' differs from the model's weight: the layout of this "
                 "megatron-core was misread. Training would corrupt the model; use a tested version."
             )
+        self.held[id(tensor)] = (parameter, slice(start, end))
         self._contents[id(tensor)] = TensorContents(index, known.slices(start, end, copy) if end > start else ())

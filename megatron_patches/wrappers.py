@@ -262,7 +262,7 @@ class _Adopted(MegatronOptimizer):
         One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
         data-, tensor- and pipeline-parallel size.
         """
-        return sharded_state(self, is_loading)
+        return sharded_state(self, is_loading, model_sharded_state_dict)
 
 
 class _Distributed(_Adopted, DistributedOptimizer):

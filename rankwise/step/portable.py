@@ -8,7 +8,7 @@ vectors: :func:`saved_vectors` of every rank's file, laid down together, from wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -40,6 +40,7 @@ __all__ = [
     "saved_vectors",
     "slice_places",
     "stored_fragments",
+    "take_moments",
 ]
 
 
@@ -242,21 +243,67 @@ def inherit(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup 
         StorageError: The folder cannot be read.
     """
     stored = stored_tensors(folder)
-    succession = optimizer.saved.succession
     steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
     load_vectors(steps, folder, group)
     began = max((int(step) for step in steps.values()), default=0)
-    found = succession.plan(_stored_moments(optimizer, stored) if began else {}, optimizer.param_groups)
+
+    def fill(carried: Mapping[str, Collection[str]]) -> None:
+        wanted: Vectors = {}
+        for part, _, _, states in stored_fragments(optimizer):
+            for name in carried.get(part.key, ()):
+                _add(wanted, f"element/{name}/{part.key}", prod(part.shape), part.start, states[name])
+        load_vectors(wanted, folder, group)
+
+    _succeed(optimizer, _stored_moments(optimizer, stored), began, fill, "another optimizer")
+
+
+def take_moments(
+    optimizer: ShardedOptimizer,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    began: int,
+    values: Callable[[Tensor, str], Tensor],
+    author: str,
+    note: str = "",
+) -> None:
+    """As :func:`inherit`, from what each of the optimizer's tensors held.
+
+    Args:
+        optimizer: Planned; its weights are loaded already, its states are replaced.
+        shapes: Of the moments there are, by parameter, alike on every rank.
+        began: Steps that the other optimizer has taken; 0 if it has taken none.
+        values: A moment of what one of the optimizer's tensors holds, as long as the tensor.
+        author: Whose states they were.
+        note: Further words for the user.
+    """
+
+    def fill(carried: Mapping[str, Collection[str]]) -> None:
+        for unit in optimizer.planned_units:
+            for index, tensor in enumerate(unit.tensors):
+                for entry, own in unit.states.of_entries(optimizer.state, index):
+                    run = slice(entry.fragment.offset, entry.fragment.offset + entry.fragment.numel)
+                    for name in carried.get(entry.info.name, ()):
+                        own[name].copy_(values(tensor, name).reshape(-1)[run])
+
+    _succeed(optimizer, shapes, began, fill, author, note)
+
+
+def _succeed(
+    optimizer: ShardedOptimizer,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    began: int,
+    fill: Callable[[Mapping[str, Collection[str]]], None],
+    author: str,
+    note: str = "",
+) -> None:
+    """Decide what means the same, fill it, start the rest afresh, and say so."""
+    succession = optimizer.saved.succession
+    found = succession.plan(shapes if began else {}, optimizer.param_groups)
     optimizer.forget_states()
-    wanted: Vectors = {}
-    for part, _, _, states in stored_fragments(optimizer):
-        for name in found.carried.get(part.key, ()):
-            _add(wanted, f"element/{name}/{part.key}", prod(part.shape), part.start, states[name])
-    load_vectors(wanted, folder, group)
+    fill(found.carried)
     resume(optimizer, {}, began, {**optimizer.extra_state(), **succession.record(found, began)})
-    told = succession.told(found, "another optimizer")
+    told = succession.told(found, author)
     if optimizer.rank == 0:
-        logger.warning("%s", told)
+        logger.warning("%s%s", told, note)
 
 
 def _stored_moments(

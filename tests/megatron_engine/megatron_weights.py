@@ -104,13 +104,13 @@ def set_initial(model: nn.Module, tied: bool) -> None:
 @torch.no_grad()
 def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The fp32 weight an optimizer keeps for a parameter, in the parameter's shape; the parameter if it keeps none."""
-    if owner := _distributed(parameter, optimizers):
+    if owner := distributed(parameter, optimizers):
 
         def shard(span: slice) -> Tensor:
             group, order = owner.model_param_group_index_map[parameter]
             return owner.optimizer.param_groups[group]["params"][order]
 
-        return _assembled(parameter, owner, shard)
+        return assembled(parameter, owner, shard)
     if parameter.dtype in (torch.float32, torch.float64):
         return model_weight(parameter, optimizers)
     return _main_copy(parameter)
@@ -141,8 +141,8 @@ def model_weight(parameter: Tensor, optimizers: list[MegatronOptimizer]) -> Tens
 def reduced_gradient(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The gradient after data-parallel reduction, without the loss scale, before clipping."""
     scale = 1.0 / optimizers[0].get_loss_scale()
-    if owner := _distributed(parameter, optimizers):
-        return scale * _assembled(parameter, owner, lambda span: parameter.main_grad.view(-1)[span])
+    if owner := distributed(parameter, optimizers):
+        return scale * assembled(parameter, owner, lambda span: parameter.main_grad.view(-1)[span])
     return scale * _wide(parameter.main_grad)
 
 
@@ -150,7 +150,7 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _distributed(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> DistributedOptimizer | None:
+def distributed(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> DistributedOptimizer | None:
     """The distributed optimizer that updates a parameter."""
     for optimizer in optimizers:
         if isinstance(optimizer, DistributedOptimizer) and any(
@@ -160,7 +160,7 @@ def _distributed(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -
     return None
 
 
-def _assembled(parameter: nn.Parameter, owner: DistributedOptimizer, shard: Callable[[slice], Tensor]) -> Tensor:
+def assembled(parameter: nn.Parameter, owner: DistributedOptimizer, shard: Callable[[slice], Tensor]) -> Tensor:
     """A whole tensor from the data-parallel ranks' shards of it, which do not overlap."""
     flat = torch.zeros(parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32))
     if parameter in owner.model_param_group_index_map:

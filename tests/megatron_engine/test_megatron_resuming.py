@@ -60,8 +60,6 @@ REFUSED = {
     "feedback on": Case(("ldadam", {"error_feedback": False}), ("ldadam", {})),
     "ours into Adam": Case(("ldadam", {}), ("adam", {})),
     "no states": Case(("none", {}), ("ldadam", {})),
-    "Adam into ours": Case(("adam", {}), ("ldadam", {})),
-    "Adam into ours fp32": Case(("adam", {}), ("ldadam", {}), PLAIN),
     "Adam into ours torch format": Case(("adam", {}), ("ldadam", {}), PLAIN, torch_format=True),
 }
 CASES = {**COUNTS, **REFUSED}
@@ -173,10 +171,9 @@ MESSAGES = {
     "band": ("the checkpoint has no covariance_2.", "band=1, now 3"),
     "feedback on": ("the checkpoint has no error.", "error_feedback=False, now True"),
     "ours into Adam": ("Megatron's own optimizer cannot continue", "written by 'LDAdam'"),
-    "Adam into ours": ("LDAdam cannot continue", "written by one of Megatron's own"),
+    "Adam into ours torch format": ("LDAdam cannot continue", "written by one of Megatron's own"),
 }
 MESSAGES["no states"] = ("LDAdam cannot continue", "if it holds any")
-MESSAGES["Adam into ours fp32"] = MESSAGES["Adam into ours torch format"] = MESSAGES["Adam into ours"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

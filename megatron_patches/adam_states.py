@@ -1,0 +1,242 @@
+"""Where the checkpoints of Megatron's own optimizers keep a parameter's states, and how a rank asks for its part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.nn import Parameter
+
+__all__ = ["WEIGHT", "Asked", "BucketPlaces", "NamedPlaces", "Stored", "stored_step"]
+
+WEIGHT = "weight"
+"""The full-precision weight, among the names of moments."""
+_NAMES = {
+    WEIGHT: ("fp32_param", "param"),
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+}
+_MUON = "momentum_buffer"
+_STATE = "optimizer.state."
+_BUCKETS = "optimizer.distributed."
+# Of several optimizers, in some of Megatron's formats.
+_CHAINED = re.compile(r"^chained_\d+\.")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint that none of ours wrote.
+
+    Attributes:
+        entries: Its sharded tensors by key, without values, and its sharded objects.
+        common: What all ranks share of it.
+    """
+
+    entries: Mapping[str, Any]
+    common: Mapping[str, Any]
+
+    @cached_property
+    def plain(self) -> dict[str, str]:
+        """Keys by what is left of them without the number of an optimizer, where that tells them apart."""
+        found: dict[str, str | None] = {}
+        for key in self.entries:
+            short = _CHAINED.sub("", key)
+            found[short] = None if short in found else key
+        return {short: key for short, key in found.items() if key is not None}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are an optimizer's."""
+        return any(_CHAINED.sub("", key).startswith((_STATE, _BUCKETS)) for key in self.entries)
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether a distributed optimizer wrote its buffers as they lay, without the parameters' names."""
+        return any(_CHAINED.sub("", key).startswith(_BUCKETS) for key in self.entries)
+
+    @cached_property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the states are called there. Muon's momentum is an average, as Adam's first; that of SGD is a sum."""
+        is_muon = any("momentum_beta" in group for group in _groups(self.common))
+        return {**_NAMES, "exp_avg": ("exp_avg", _MUON)} if is_muon else _NAMES
+
+
+class Asked(NamedTuple):
+    """Where a state will lie once it is read.
+
+    Attributes:
+        request: Megatron's sharded tensor, or what it makes several of.
+        run: Of it, flattened, the elements that this rank's optimizer holds.
+    """
+
+    request: Any
+    run: slice
+
+
+def _groups(common: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(common, Mapping):
+        for key, value in common.items():
+            if key == "param_groups" and isinstance(value, list | tuple):
+                yield from (group for group in value if isinstance(group, Mapping))
+            else:
+                yield from _groups(value)
+    elif isinstance(common, list | tuple):
+        for value in common:
+            yield from _groups(value)
+
+
+def stored_step(*states: Any) -> int:
+    """The largest count of steps anywhere in what all ranks share of an optimizer.
+
+    Args:
+        states: Nested dictionaries.
+    """
+    steps = [0]
+    for state in states:
+        steps += [int(group["step"]) for group in _groups(state) if group.get("step") is not None]
+        steps += _common_steps(state)
+    return max(steps)
+
+
+def _common_steps(state: Any) -> Iterator[int]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key == "common_step":
+                yield int(value)
+            else:
+                yield from _common_steps(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _common_steps(value)
+
+
+class NamedPlaces:
+    """States in the shape of the model's tensors, under their names: whole ones of this rank's tensor-parallel shard.
+
+    Args:
+        wrapper: One of ours.
+        model_state: The model's sharded state, of the checkpoint's layout.
+        stored: The checkpoint.
+        dealt: Whether every data-parallel rank was given whole parameters of its own.
+    """
+
+    further: Mapping[str, ShardedObject] = {}
+    """What else is to be read."""
+
+    def __init__(self, wrapper: MegatronOptimizer, model_state: Any, stored: Stored, dealt: bool) -> None:
+        self._stored, self._dealt = stored, dealt
+        sharded, _ = extract_sharded_tensors_and_factories(model_state)
+        self._sharded = {id(entry.data): entry for entry in nested_values(sharded)}
+        buffers = wrapper.buffers if isinstance(wrapper, DistributedOptimizer) else ()
+        # As Megatron's: of copies, the first rank's counts as the one that reads, whether it holds a part or not.
+        self.parameters: list[Parameter] = [p for buffer in buffers for p in buffer.param_index_map]
+
+    def ask(self, parameter: Parameter, state: str, held: slice) -> Asked | None:
+        """A state of one parameter; None if the checkpoint has none that fits.
+
+        Args:
+            parameter: The model's.
+            state: :data:`WEIGHT` or a moment's name.
+            held: Of the parameter, flattened, what the optimizer holds.
+        """
+        entry = self._sharded.get(id(parameter))
+        if entry is None:
+            return None
+        for name in self._stored.names[state]:
+            request = self._request(entry, parameter, f"{_STATE}{name}.{entry.key}")
+            if request is not None:
+                return Asked(request, held)
+        return None
+
+    def _request(self, entry: Any, parameter: Parameter, short: str) -> Any:
+        is_factory = isinstance(entry, ShardedTensorFactory)
+        # What a factory makes may have longer keys.
+        known = (short, *(() if not is_factory else (plain for plain in self._stored.plain if plain.startswith(short))))
+        found = [self._stored.plain[plain] for plain in known if plain in self._stored.plain]
+        if not found:
+            return None
+        prefix = _CHAINED.match(found[0])
+        key = (prefix.group() if prefix else "") + short
+        dtype = self._stored.entries[found[0]].dtype
+        given: dict[str, Any] = {"key": key, "data": torch.empty(parameter.shape, dtype=dtype)}
+        if self._dealt:
+            given["replica_id"] = (*entry.replica_id[:-1], 0)
+        request = replace(entry, **given) if is_factory else replace(entry, **given, dtype=dtype)
+        pieces = list(nested_values(request.build())) if is_factory else [request]
+        return request if all(map(self._fits, pieces)) else None
+
+    def _fits(self, piece: ShardedTensor) -> bool:
+        there = self._stored.entries.get(piece.key)
+        if there is None:
+            return False
+        return bool(piece.allow_shape_mismatch or tuple(there.global_shape) == tuple(piece.global_shape))
+
+
+class BucketPlaces:
+    """States in the buffers of Megatron's distributed optimizer, which this run has alike on its ranks' shards.
+
+    No names are stored there: what is read is to be compared with the weights that are.
+
+    Args:
+        wrapper: One of ours, distributed.
+        stored: The checkpoint.
+        position: Of the wrapper among several; None if there is one.
+    """
+
+    parameters: tuple[Parameter, ...] = ()
+
+    def __init__(self, wrapper: DistributedOptimizer, stored: Stored, position: int | None) -> None:
+        self._stored = stored
+        prefix = "" if position is None else f"chained_{position}."
+        self._base = f"{prefix}{_BUCKETS}dp_group_idx_{wrapper.data_parallel_group_idx}"
+        self._instance = wrapper.distributed_optimizer_instance_id
+        rank, ranks = wrapper.data_parallel_group.rank(), wrapper.data_parallel_group.size()
+        self._runs: dict[int, tuple[str, int, int, int]] = {}
+        for gbuf, ranges in enumerate(wrapper.gbuf_ranges):
+            for dtype, buckets in ranges.items():
+                for index, bucket in enumerate(buckets):
+                    own = wrapper.buffers[gbuf].buckets[index]
+                    first = rank * (own.grad_data.numel() // ranks)
+                    key = f"{self._base}.gbuf_idx_{gbuf}.dtype_{dtype}.bucket_idx_{index}"
+                    for parameter, places in bucket["param_map"].items():
+                        local = places["gbuf_local"]
+                        size = local.end - local.start
+                        self._runs[id(parameter)] = (key, own.numel_unpadded, first + local.start, size)
+        wanted = ("optimizer", *(("grad_scaler",) if getattr(wrapper, "grad_scaler", None) else ()))
+        objects = {name: self._object(f"{self._base}.{name}", rank) for name in wanted}
+        self.further = {name: entry for name, entry in objects.items() if entry.unique_key in stored.entries}
+
+    def _object(self, key: str, rank: int) -> ShardedObject:
+        return ShardedObject(key, None, (1,), (0,), replica_id=(self._instance, 0, rank))
+
+    def ask(self, parameter: Parameter, state: str, held: slice) -> Asked | None:
+        """See :meth:`NamedPlaces.ask`."""
+        if id(parameter) not in self._runs:
+            return None
+        base, numel, start, size = self._runs[id(parameter)]
+        key = f"{base}.{'param' if state == WEIGHT else state}"
+        there = self._stored.entries.get(key)
+        if there is None or tuple(there.global_shape) != (numel,) or size != held.stop - held.start:
+            return None
+        data = torch.empty(size, dtype=there.dtype)
+        request = ShardedTensor(
+            key=key,
+            data=data,
+            dtype=data.dtype,
+            local_shape=(size,),
+            global_shape=(numel,),
+            global_offset=(start,),
+            axis_fragmentations=None,
+            replica_id=(self._instance, 0, 0),
+        )
+        return Asked(request, slice(0, size))

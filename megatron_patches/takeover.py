@@ -1,0 +1,353 @@
+"""From a checkpoint of Megatron's own optimizer to one of ours: asked for by name, agreed upon, then taken over.
+
+What is read goes to memory of its own. Until every rank has found all of its part whole, no state of ours changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_patches.adam_states import WEIGHT, Asked, BucketPlaces, NamedPlaces, Stored, stored_step
+from megatron_patches.layouts import MegatronLayout
+from rankwise.planning.succession import MOMENTS
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.portable import take_moments
+
+__all__ = ["TAKEOVER", "Takeover", "find_takeovers", "taken_over"]
+
+TAKEOVER = "rankwise_takeover"
+"""Where a wrapper that is to be loaded leaves its own, in what it asks of a checkpoint."""
+_SHOWN = 3
+_AUTHOR = "Megatron's own optimizer"
+_WAY_OUT = "pass --no-load-optim to start from the model's weights with all states afresh"
+_ON_ITS_SIZES = (
+    "go on with --use-distributed-optimizer on the tensor- and pipeline-parallel sizes that wrote the checkpoint, or "
+    "let Megatron's optimizer save it there once more with --dist-ckpt-optim-fully-reshardable"
+)
+
+Place = tuple[Any, ...]
+
+
+class Takeover:
+    """What one wrapper takes over.
+
+    Args:
+        wrapper: One of ours, planned, or a stub without parameters.
+        model_state: The model's sharded state, which knows its tensors' names and offsets.
+    """
+
+    def __init__(self, wrapper: MegatronOptimizer, model_state: Any) -> None:
+        self.wrapper, self._model_state = wrapper, model_state
+        self._inner: ShardedOptimizer | None = wrapper.optimizer
+        self._asked: dict[tuple[int, str], Asked] = {}
+        self._values: dict[tuple[int, str], Tensor] = {}
+        self._lacking: dict[str, tuple[str, ...]] = {}
+        self._in_buckets = False
+        self._began = 0
+        self._scaler: Mapping[str, Any] | None = None
+
+    # --- asking -------------------------------------------------------------------------------------------------
+
+    def ask(self, stored: Stored, position: int | None) -> dict[str, Any]:
+        """What is to be read for it.
+
+        Args:
+            stored: The checkpoint.
+            position: Of the wrapper among several; None if there is one.
+        """
+        if self._inner is None:
+            return {}
+        self._in_buckets = stored.in_buckets and isinstance(self.wrapper, DistributedOptimizer)
+        places = (
+            BucketPlaces(self.wrapper, stored, position)
+            if self._in_buckets
+            else NamedPlaces(self.wrapper, self._model_state, stored, self._layout.layer_wise)
+        )
+        heirs = self._inner.saved.succession.heirs(self._inner.param_groups)
+        held = {id(parameter): run for _, parameter, run in self._held()}
+        whole = {id(parameter): parameter for parameter in places.parameters}
+        for _, parameter, _ in self._held():
+            whole.setdefault(id(parameter), parameter)
+        for index, parameter in whole.items():
+            name = self._layout.name_of(parameter)
+            wanted = (WEIGHT, *heirs[name].moments)
+            found = {state: places.ask(parameter, state, held.get(index, slice(0, 0))) for state in wanted}
+            lacking = tuple(state for state in wanted if found[state] is None)
+            if WEIGHT in lacking and stored.in_buckets and parameter.dtype.itemsize < torch.float32.itemsize:
+                raise ValueError(
+                    f"the full-precision weight of '{name}' lies in the buffers of a distributed optimizer, whose "
+                    f"layout this run does not have; {_ON_ITS_SIZES}"
+                )
+            if lacking:
+                self._lacking[name] = lacking
+            self._asked.update({(index, state): asked for state, asked in found.items() if asked is not None})
+        return {
+            "states": {f"{number}": asked.request for number, asked in enumerate(self._asked.values())},
+            "further": dict(places.further),
+        }
+
+    @property
+    def lacking(self) -> dict[str, tuple[str, ...]]:
+        """By parameter, what the checkpoint does not have for this rank."""
+        return self._lacking
+
+    def agree(self, lacking: Iterable[Mapping[str, Sequence[str]]]) -> None:
+        """Of a parameter of which a rank lacks a part, none takes that state.
+
+        Args:
+            lacking: Every rank's.
+        """
+        found: dict[str, set[str]] = {}
+        for others in lacking:
+            for name, states in others.items():
+                found.setdefault(name, set()).update(states)
+        self._lacking = {name: tuple(sorted(states)) for name, states in found.items()}
+
+    # --- what was read ------------------------------------------------------------------------------------------
+
+    def receive(self, read: Mapping[str, Any], common: Mapping[str, Any], model: Callable[[Parameter], Tensor]) -> int:
+        """Look at what was read, before anything is changed.
+
+        Args:
+            read: What :meth:`ask` returned, filled.
+            common: What all ranks share of the checkpoint.
+            model: What was read for a parameter of the model.
+
+        Returns:
+            The number of steps that the other optimizer has taken.
+
+        Raises:
+            ValueError: Something is missing or belongs to another weight.
+        """
+        if self._inner is None:
+            return 0
+        for number, (place, asked) in enumerate(self._asked.items()):
+            value = read["states"][f"{number}"].reshape(-1)
+            self._values[place] = value[asked.run]
+        further = read.get("further", {})
+        scaler = further.get("grad_scaler") or next(_under(common, "grad_scaler"), None)
+        self._scaler = scaler if getattr(self.wrapper, "grad_scaler", None) else None
+        for tensor, parameter, run in self._held():
+            for state in (WEIGHT, *MOMENTS):
+                value = self._values.get((id(parameter), state), tensor)
+                if value.numel() != tensor.numel():
+                    raise ValueError(f"'{self._layout.name_of(parameter)}' has {value.numel()} elements of its {state}")
+            if self._in_buckets:
+                self._compare(parameter, run, model(parameter))
+        return stored_step(further, common.get("optimizer"))
+
+    def _compare(self, parameter: Parameter, run: slice, model: Tensor) -> None:
+        """Buffers have no names: the weight in one, rounded as the model's is, must be the one of that name."""
+        weight = self._values.get((id(parameter), WEIGHT))
+        # Of what is narrower, the rounding has a scale.
+        rounded = parameter.dtype.itemsize >= torch.float16.itemsize
+        if weight is None or not rounded:
+            return
+        here = model.detach().reshape(-1)[run].to("cpu", parameter.dtype)
+        if not torch.equal(weight.to("cpu", parameter.dtype), here):
+            raise ValueError(
+                f"the buffers of a distributed optimizer have another weight in the place of "
+                f"'{self._layout.name_of(parameter)}': this run's layout differs; {_ON_ITS_SIZES}"
+            )
+
+    def settle(self, began: int) -> None:
+        """All ranks have what they need.
+
+        Args:
+            began: Steps that the other optimizer has taken, on any rank.
+        """
+        self._began = began
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the wrapper is to load."""
+        if self._inner is None:
+            return {}
+        return {TAKEOVER: self, **({} if self._scaler is None else {"grad_scaler": self._scaler})}
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Full-precision weights, moments that mean the same, counts; the model's weights have been loaded."""
+        inner = self._inner
+        assert inner is not None
+        parameters = {id(tensor): parameter for tensor, parameter, _ in self._held()}
+        rounded = []
+        for tensor, parameter, run in self._held():
+            name = self._layout.name_of(parameter)
+            if WEIGHT in self._lacking.get(name, ()):
+                tensor.copy_(parameter.detach().reshape(-1)[run].view_as(tensor))
+                if tensor.dtype != parameter.dtype:
+                    rounded.append(name)
+            else:
+                tensor.copy_(self._values[id(parameter), WEIGHT].view_as(tensor))
+        shapes = {
+            name: {moment: tuple(info.shape) for moment in MOMENTS if moment not in self._lacking.get(name, ())}
+            for name, (info, _) in inner.table.catalog.items()
+        }
+
+        def value(tensor: Tensor, moment: str) -> Tensor:
+            return self._values[id(parameters[id(tensor)]), moment]
+
+        take_moments(inner, shapes, self._began, value, _AUTHOR, _rounded(rounded))
+        self._values.clear()
+
+    # --- the wrapper's tensors ----------------------------------------------------------------------------------
+
+    @property
+    def _layout(self) -> MegatronLayout:
+        assert self._inner is not None
+        layout = self._inner.layout_source
+        assert isinstance(layout, MegatronLayout)
+        return layout
+
+    def _held(self) -> Iterator[tuple[Tensor, Parameter, slice]]:
+        """The optimizer's tensors, and the runs of the model's parameters that they hold."""
+        for tensors in self._layout.units():
+            for tensor, _ in tensors:
+                yield (tensor, *self._layout.held[id(tensor)])
+
+
+def _rounded(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return f" The checkpoint has no full-precision weights that fit {shown}: they go on from the model's own type."
+
+
+def _under(state: Any, wanted: str) -> Iterator[Any]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key == wanted and value:
+                yield value
+            else:
+                yield from _under(value, wanted)
+
+
+def find_takeovers(state: Any, place: Place = ()) -> Iterator[tuple[Place, MutableMapping[Any, Any]]]:
+    """The dictionaries in what is asked of a checkpoint that have a :class:`Takeover`, and where they lie.
+
+    Args:
+        state: Nested dictionaries and lists.
+        place: Keys that lead to it.
+    """
+    if isinstance(state, MutableMapping):
+        if isinstance(state.get(TAKEOVER), Takeover):
+            yield place, state
+        else:
+            for key, value in state.items():
+                yield from find_takeovers(value, (*place, key))
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from find_takeovers(value, (*place, index))
+
+
+class taken_over:  # noqa: N801 - used as a function.
+    """Ask a checkpoint of Megatron's own optimizers for what ours go on with. A collective of all ranks.
+
+    Args:
+        requested: What is to be loaded; what our wrappers ask for in it is replaced.
+        stored: The checkpoint.
+    """
+
+    def __init__(self, requested: Any, stored: Stored) -> None:
+        self._found = {place: (holder[TAKEOVER], holder) for place, holder in find_takeovers(requested)}
+        self._model = dict(_parameter_places(requested))
+        self._common = stored.common
+        problem = None
+        try:
+            asked = [takeover.ask(stored, _position(place)) for place, (takeover, _) in self._found.items()]
+        except Exception as error:  # noqa: BLE001 - the other ranks are to raise, too, and not to wait.
+            problem = _told(error)
+        everyone = _everyone(([takeover.lacking for takeover, _ in self._found.values()], problem))
+        _refuse_together([text for _, text in everyone])
+        for index, (takeover, holder) in enumerate(self._found.values()):
+            takeover.agree(lacking[index] for lacking, _ in everyone)
+            holder.clear()
+            holder.update({TAKEOVER: asked[index]} if asked[index] else {})
+
+    def __call__(self, loaded: Any) -> None:
+        """Look at what was read and put it where our wrappers look for it. A collective of all ranks.
+
+        Args:
+            loaded: What Megatron read; changed in place.
+
+        Raises:
+            ValueError: On all ranks, where one cannot go on.
+        """
+        began, problem = 0, None
+        try:
+            for place, (takeover, _) in self._found.items():
+                read = _at(loaded, place).get(TAKEOVER, {}) if takeover.wrapper.optimizer is not None else {}
+                began = max(began, takeover.receive(read, self._common, lambda p: self._read(loaded, p)))
+        except Exception as error:  # noqa: BLE001 - the other ranks are to raise, too, and not to wait.
+            problem = _told(error)
+        everyone = _everyone((began, problem))
+        _refuse_together([text for _, text in everyone])
+        for takeover, _ in self._found.values():
+            takeover.settle(max(steps for steps, _ in everyone))
+        for top in dict.fromkeys(place[0] for place in self._found if place):
+            loaded[top] = {}
+        for place, (takeover, _) in self._found.items():
+            _put(loaded, place, takeover.state)
+
+    def _read(self, loaded: Any, parameter: Parameter) -> Tensor:
+        place = self._model.get(id(parameter))
+        found = parameter if place is None else _at(loaded, place)
+        return found if isinstance(found, Tensor) else parameter
+
+
+def _position(place: Place) -> int | None:
+    return place[-1] if place and isinstance(place[-1], int) else None
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else repr(error)
+
+
+def _everyone(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _refuse_together(problems: Sequence[str | None]) -> None:
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise ValueError(f"this checkpoint of {_AUTHOR} cannot be continued: rank {rank}: {text}; or {_WAY_OUT}")
+
+
+def _parameter_places(state: Any, place: Place = ()) -> Iterator[tuple[int, Place]]:
+    if isinstance(state, ShardedTensor | ShardedTensorFactory):
+        if isinstance(state.data, Parameter):
+            yield id(state.data), place
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _parameter_places(value, (*place, key))
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from _parameter_places(value, (*place, index))
+
+
+def _at(state: Any, place: Place) -> Any:
+    for key in place:
+        state = state[key]
+    return state
+
+
+def _put(state: Any, place: Place, value: Mapping[str, Any]) -> None:
+    if not place:
+        state.clear()
+        state.update(value)
+        return
+    for key in place[:-1]:
+        state = state.setdefault(key, {})
+    state[place[-1]] = value
