@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Parameter
 
-__all__ = ["WEIGHT", "Asked", "BucketPlaces", "NamedPlaces", "Stored", "stored_step"]
+__all__ = ["WEIGHT", "AskedState", "BucketPlaces", "NamedPlaces", "Stored", "stored_step"]
 
 WEIGHT = "weight"
 """The full-precision weight, among the names of moments."""
@@ -71,7 +71,7 @@ class Stored:
         return {**_NAMES, "exp_avg": ("exp_avg", _MUON)} if is_muon else _NAMES
 
 
-class Asked(NamedTuple):
+class AskedState(NamedTuple):
     """Where a state will lie once it is read.
 
     Attributes:
@@ -141,7 +141,7 @@ class NamedPlaces:
         # As Megatron's: of copies, the first rank's counts as the one that reads, whether it holds a part or not.
         self.parameters: list[Parameter] = [p for buffer in buffers for p in buffer.param_index_map]
 
-    def ask(self, parameter: Parameter, state: str, held: slice) -> Asked | None:
+    def ask(self, parameter: Parameter, state: str, held: slice) -> AskedState | None:
         """A state of one parameter; None if the checkpoint has none that fits.
 
         Args:
@@ -155,7 +155,7 @@ class NamedPlaces:
         for name in self._stored.names[state]:
             request = self._request(entry, parameter, f"{_STATE}{name}.{entry.key}")
             if request is not None:
-                return Asked(request, held)
+                return AskedState(request, held)
         return None
 
     def _request(self, entry: Any, parameter: Parameter, short: str) -> Any:
@@ -219,7 +219,7 @@ class BucketPlaces:
     def _object(self, key: str, rank: int) -> ShardedObject:
         return ShardedObject(key, None, (1,), (0,), replica_id=(self._instance, 0, rank))
 
-    def ask(self, parameter: Parameter, state: str, held: slice) -> Asked | None:
+    def ask(self, parameter: Parameter, state: str, held: slice) -> AskedState | None:
         """See :meth:`NamedPlaces.ask`."""
         if id(parameter) not in self._runs:
             return None
@@ -239,4 +239,4 @@ class BucketPlaces:
             axis_fragmentations=None,
             replica_id=(self._instance, 0, 0),
         )
-        return Asked(request, slice(0, size))
+        return AskedState(request, slice(0, size))

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_patches.adam_states import WEIGHT, Asked, BucketPlaces, NamedPlaces, Stored, stored_step
+from megatron_patches.adam_states import WEIGHT, AskedState, BucketPlaces, NamedPlaces, Stored, stored_step
 from megatron_patches.layouts import MegatronLayout
 from rankwise.planning.succession import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
@@ -48,7 +48,7 @@ class Takeover:
     def __init__(self, wrapper: MegatronOptimizer, model_state: Any) -> None:
         self.wrapper, self._model_state = wrapper, model_state
         self._inner: ShardedOptimizer | None = wrapper.optimizer
-        self._asked: dict[tuple[int, str], Asked] = {}
+        self._asked: dict[tuple[int, str], AskedState] = {}
         self._values: dict[tuple[int, str], Tensor] = {}
         self._lacking: dict[str, tuple[str, ...]] = {}
         self._in_buckets = False

@@ -51,23 +51,26 @@ class Move(NamedTuple):
     name: str
 
 
-MOVES = [
-    *(Move("DP2 shards", BY_NAME, "DP2 shards", name) for name in ("mars-adamw", "mars-m", "sonew", "ldadam", "mkor")),
-    Move("DP2 shards", IN_BUCKETS, "DP2 shards", "mars-m"),
+USUAL = (
+    Move("DP2 shards", BY_NAME, "DP2 shards", "mars-adamw"),
+    Move("DP2 shards", BY_NAME, "DP2 shards", "ldadam"),
     Move("DP2 shards", BY_NAME, "TP2 shards", "mkor"),
+    Move("DP2 shards", IN_BUCKETS, "DP2 shards", "mars-m"),
+    Move("TP2 shards", IN_BUCKETS, "TP2 shards", "sonew"),
+    Move("DP2", BY_NAME, "TP2 shards", "mars-m"),
+    Move("DP2 fp32", BY_NAME, "DP2 fp32", "mars-m"),
+)
+FURTHER = (
     Move("DP2 shards", BY_NAME, "layer-wise", "mars-m"),
     Move("TP2 shards", BY_NAME, "DP2 shards", "mars-m"),
     Move("TP2 shards", IN_BUCKETS, "TP2 shards", "mkor"),
-    Move("DP2", BY_NAME, "TP2 shards", "mars-m"),
     Move("DP2", BY_NAME, "DP2", "sonew"),
-    Move("DP2 fp32", BY_NAME, "DP2 fp32", "ldadam"),
     Move("PP2 tied", BY_NAME, "PP2 tied", "mars-m"),
+    Move("PP2 tied", BY_NAME, "DP2 fp32", "ldadam"),
     Move("DP2 fp16 shards", BY_NAME, "DP2 fp16 shards", "mars-m"),
     Move("EP2 shards", BY_NAME, "EP2 shards", "mars-m"),
     Move("EP2 shards", IN_BUCKETS, "EP2 shards", "sonew"),
-]
-CHANGED = "DP2 shards"
-"""Saved once more with a weight of the model that is not the one in the buffers."""
+)
 REFUSED = {
     Move("DP2 shards", IN_BUCKETS, "DP2", "mars-m"): "lies in the buffers of a distributed optimizer, whose layout",
     Move(
@@ -75,7 +78,6 @@ REFUSED = {
     ): "lies in the buffers of a distributed optimizer, whose layout",
     Move("DP2 shards", "changed", "DP2 shards", "mkor"): "have another weight in the place of 'decoder.final_layernorm",
 }
-SAVED = list(dict.fromkeys((move.author, move.format) for move in (*MOVES, *REFUSED)))
 # Whose matrices' moments go on: an average under an orthogonalised or preconditioned step means the same.
 MATRICES = {"mars-adamw": (), "mars-m": MOMENTS[:1], "sonew": MOMENTS, "ldadam": (), "mkor": MOMENTS}
 # Embeddings and the head are matrices, too, to what works on single elements.
@@ -136,10 +138,10 @@ def _seen(trainer: Trainer, log: str = "") -> Seen:
     return Seen(weights, moments, log, steps, 0.0)
 
 
-def _save(rank: int, world: int, folder: Path) -> dict[tuple[str, str], Seen]:
+def _save(rank: int, world: int, folder: Path, saved: list[tuple[str, str]]) -> dict[tuple[str, str], Seen]:
     found = {}
     with cpu_megatron():
-        for author, kind in SAVED:
+        for author, kind in saved:
             with opened(CELLS[author], maker("adam")) as trainer:
                 trained(trainer, STEPS)
                 target = folder / f"{author} {kind}"
@@ -160,7 +162,7 @@ class _Lines(logging.Handler):
         self.text += record.getMessage() + "\n"
 
 
-def _refused(rank: int, world: int, folder: Path, move: Move) -> tuple[str, bool]:
+def _refused(folder: Path, move: Move) -> tuple[str, bool]:
     """What a rank raised, and whether it still has the states it had."""
     with opened(CELLS[move.heir], maker(move.name)) as trainer:
         trained(trainer, 1)
@@ -182,13 +184,14 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(other[key], weight) for key, weight in one.items())
 
 
-def _go_on(rank: int, world: int, folder: Path) -> dict[Move, Any]:
+def _go_on(rank: int, world: int, folder: Path, moves: tuple[Move, ...]) -> dict[Move, Any]:
     megatron_patches.apply()
     found: dict[Move, Any] = {}
     with cpu_megatron():
-        for move in REFUSED:
-            found[move] = _refused(rank, world, folder, move)
-        for move in MOVES:
+        for move in moves:
+            if move in REFUSED:
+                found[move] = _refused(folder, move)
+                continue
             with opened(CELLS[move.heir], maker(move.name)) as trainer:
                 trained(trainer, 1)
                 lines = _Lines()
@@ -210,8 +213,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def runs(folder: Path) -> tuple[dict[tuple[str, str], Seen], list[dict[Move, Any]]]:
-    return run_ranks(2, _save, folder)[0], run_ranks(2, _go_on, folder)
+def runs(folder: Path, moves: tuple[Move, ...]) -> tuple[dict[tuple[str, str], Seen], list[dict[Move, Any]]]:
+    saved = list(dict.fromkeys((move.author, move.format) for move in moves))
+    return run_ranks(2, _save, folder, saved)[0], run_ranks(2, _go_on, folder, moves)
 
 
 def _is_matrix(key: str, name: str) -> bool:
@@ -220,9 +224,8 @@ def _is_matrix(key: str, name: str) -> bool:
     return key.endswith("weight") and "norm" not in key and "router" not in key
 
 
-@pytest.mark.parametrize("move", MOVES, ids=" to ".join)
-def test_adam_s_states_go_on(folder: Path, move: Move) -> None:
-    saved, loaded = runs(folder)
+def _check(folder: Path, move: Move, moves: tuple[Move, ...]) -> None:
+    saved, loaded = runs(folder, moves)
     before, after = saved[move.author, move.format], loaded[0][move]
     assert after.steps == {STEPS} and 0 < after.moved < 1
     assert "goes on from Megatron's own optimizer: weights are kept" in after.log
@@ -237,9 +240,20 @@ def test_adam_s_states_go_on(folder: Path, move: Move) -> None:
                 assert not now.any() or bool((now == ABSENT).all()), (key, moment)
 
 
+@pytest.mark.parametrize("move", USUAL, ids=" to ".join)
+def test_adam_s_states_go_on(folder: Path, move: Move) -> None:
+    _check(folder, move, (*USUAL, *REFUSED))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("move", FURTHER, ids=" to ".join)
+def test_adam_s_states_go_on_in_further_layouts(folder: Path, move: Move) -> None:
+    _check(folder, move, FURTHER)
+
+
 @pytest.mark.parametrize("move", REFUSED, ids=" to ".join)
 def test_buffers_of_another_layout_are_refused_on_all_ranks_before_anything_changes(folder: Path, move: Move) -> None:
-    for error, unchanged in (rank[move] for rank in runs(folder)[1]):
+    for error, unchanged in (rank[move] for rank in runs(folder, (*USUAL, *REFUSED))[1]):
         assert REFUSED[move] in error and "--dist-ckpt-optim-fully-reshardable" in error
         assert "--no-load-optim" in error
         assert unchanged
