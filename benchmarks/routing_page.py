@@ -27,7 +27,8 @@ A weight may hold several matrices: queries, keys and values, a gate and what it
 they lie is read from the classes of the modules and from their numbers (heads, sizes), those of the model's `config`
 included; under Megatron from its `TransformerConfig`. Nothing is guessed: a weight whose module's class is not known,
 or whose size is not the sum of its parts, stays one matrix. In plain PyTorch, `rankwise.annotate(model)` before the
-optimizer is built shows it the modules; under DeepSpeed and Megatron that happens by itself.
+optimizer is built shows it the modules; under DeepSpeed and Megatron that happens by itself. Fused weights
+[end where separate ones do](blocks.md).
 
 Another model is a row of the table in [recognised.py](../rankwise/routing/recognised.py): the name of the layer, the
 class of the module that uses it, and how its parts lie.

@@ -101,6 +101,13 @@ def test_every_page_is_linked() -> None:
     assert not [page.name for page in PAGES if page.resolve() not in linked and page != ROOT / "README.md"]
 
 
+def test_tests_that_pages_name_exist() -> None:
+    named = re.findall(r"([\w/]+\.py)::(\w+)", (ROOT / "docs/blocks.md").read_text())
+    assert len(named) > 7
+    for file, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), (file, name)
+
+
 def test_what_is_supported_is_tested() -> None:
     rows = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.count("|") == 5]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
