@@ -150,6 +150,23 @@ def counts(
 
 
 @app.command()
+def recordings(
+    page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/commands.md"),
+) -> None:
+    """Run every command of rankwise as a user does, and keep what it prints."""
+    from tempfile import TemporaryDirectory
+
+    from benchmarks.recordings import record, recordings_page
+
+    with TemporaryDirectory() as folder:
+        found = []
+        for recording, output in record(Path(folder)):
+            console.print(f"rankwise {recording.words}", markup=False)
+            found.append((recording, output))
+    page.write_text(recordings_page(found))
+
+
+@app.command()
 def switch(
     results: Annotated[Path, typer.Option(help="Finished rows, one a line; goes on where they end.")],
     types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from benchmarks.options_page import options_page
+from benchmarks.recordings import RECORDINGS
 from benchmarks.site_hooks import pages_of_sources, rewritten
 from rankwise.configs import MODELS, OPTIMIZERS
+from rankwise.launch.cli import app
 from rankwise.names import CLASSES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +51,14 @@ def test_every_configuration_for_a_model_is_planned() -> None:
     for model in MODELS:
         section = page.partition(f"\n## {model}: {MODELS[model].gpus} GPUs\n")[2].partition("\n## ")[0]
         assert [name for name in OPTIMIZERS if f"| {name} |" not in section] == ["adamw", "mars"], model
+
+
+def test_every_command_is_recorded() -> None:
+    """As `python -m benchmarks recordings` runs them: the words on the page are those of today."""
+    page = (DOCS / "commands.md").read_text()
+    shown = re.findall(r"^\$ rankwise (.+)$", page, re.MULTILINE)
+    assert shown == [recording.words for recording in RECORDINGS]
+    assert {words.split()[0] for words in shown} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def test_links_that_leave_the_docs_lead_to_pages_of_their_own() -> None:

