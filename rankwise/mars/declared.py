@@ -52,12 +52,6 @@ class MARSDeclared(Declared):
         compared = None if dtype is None else getattr(torch, dtype)
         return dict.fromkeys(("exp_avg", *second)) | dict.fromkeys(references, compared)
 
-    def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """See the base class; not of corrected gradients, whose clipping gives the squares another scale."""
-        if rule == "matrix" and self.options.variant == "adamw":
-            return ()
-        return super().moments(info, rule, group)
-
     @property
     def owns_blocks(self) -> bool:  # type: ignore[override]
         """See the base class."""

@@ -25,9 +25,7 @@ TYPES = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What means the same: what takes AdamW's rule in ours, too; the average under an orthogonalised or preconditioned step.
 EXPECTED: dict[str, Callable[[set[str]], bool]] = {
-    "MARS-AdamW": lambda found: (
-        {"up.bias exp_avg", "norm.weight exp_avg_sq"} <= found and "up.weight exp_avg" not in found
-    ),
+    "MARS-AdamW": lambda found: {"up.bias exp_avg", "norm.weight exp_avg_sq", "up.weight exp_avg"} <= found,
     "MARS-M": lambda found: {"up.weight exp_avg", "embedding.weight exp_avg_sq"} <= found,
     "SONew": lambda found: {"up.bias exp_avg"} <= found,
     "LDAdam": lambda found: "embedding.weight exp_avg_sq" in found and "up.weight exp_avg" not in found,

@@ -79,7 +79,7 @@ REFUSED = {
     Move("DP2 shards", "changed", "DP2 shards", "mkor"): "have another weight in the place of 'decoder.final_layernorm",
 }
 # Whose matrices' moments go on: an average under an orthogonalised or preconditioned step means the same.
-MATRICES = {"mars-adamw": (), "mars-m": MOMENTS[:1], "sonew": MOMENTS, "ldadam": (), "mkor": MOMENTS}
+MATRICES = {"mars-adamw": MOMENTS, "mars-m": MOMENTS[:1], "sonew": MOMENTS, "ldadam": (), "mkor": MOMENTS}
 # Embeddings and the head are matrices, too, to what works on single elements.
 ELEMENT_WISE = ("mars-adamw", "sonew")
 
