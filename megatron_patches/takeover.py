@@ -53,6 +53,7 @@ class Takeover:
         self._lacking: dict[str, tuple[str, ...]] = {}
         self._in_buckets = False
         self._began = 0
+        self._afresh: tuple[str, ...] = ()
         self._scaler: Mapping[str, Any] | None = None
 
     # --- asking -------------------------------------------------------------------------------------------------
@@ -159,13 +160,28 @@ class Takeover:
                 f"'{self._layout.name_of(parameter)}': this run's layout differs; {_ON_ITS_SIZES}"
             )
 
-    def settle(self, began: int) -> None:
+    @property
+    def afresh(self) -> tuple[str, ...]:
+        """This rank's parameters of which no moment goes on."""
+        if self._inner is None:
+            return ()
+        return self._inner.saved.succession.plan(self._shapes(), self._inner.param_groups).afresh
+
+    def settle(self, began: int, afresh: Iterable[str]) -> None:
         """All ranks have what they need.
 
         Args:
             began: Steps that the other optimizer has taken, on any rank.
+            afresh: Every rank's: Megatron saves one rank's record of the transition for all stages and experts.
         """
-        self._began = began
+        self._began, self._afresh = began, tuple(afresh)
+
+    def _shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        assert self._inner is not None
+        return {
+            name: {moment: tuple(info.shape) for moment in MOMENTS if moment not in self._lacking.get(name, ())}
+            for name, (info, _) in self._inner.table.catalog.items()
+        }
 
     @property
     def state(self) -> dict[str, Any]:
@@ -189,15 +205,11 @@ class Takeover:
                     rounded.append(name)
             else:
                 tensor.copy_(self._values[id(parameter), WEIGHT].view_as(tensor))
-        shapes = {
-            name: {moment: tuple(info.shape) for moment in MOMENTS if moment not in self._lacking.get(name, ())}
-            for name, (info, _) in inner.table.catalog.items()
-        }
 
         def value(tensor: Tensor, moment: str) -> Tensor:
             return self._values[id(parameters[id(tensor)]), moment]
 
-        take_moments(inner, shapes, self._began, value, _AUTHOR, _rounded(rounded))
+        take_moments(inner, self._shapes(), self._began, value, _AUTHOR, _rounded(rounded), self._afresh)
         self._values.clear()
 
     # --- the wrapper's tensors ----------------------------------------------------------------------------------
@@ -284,16 +296,19 @@ class taken_over:  # noqa: N801 - used as a function.
             ValueError: On all ranks, where one cannot go on.
         """
         began, problem = 0, None
+        afresh: set[str] = set()
         try:
             for place, (takeover, _) in self._found.items():
                 read = _at(loaded, place).get(TAKEOVER, {}) if takeover.wrapper.optimizer is not None else {}
                 began = max(began, takeover.receive(read, self._common, lambda p: self._read(loaded, p)))
+                afresh.update(takeover.afresh)
         except Exception as error:  # noqa: BLE001 - the other ranks are to raise, too, and not to wait.
             problem = _told(error)
-        everyone = _everyone((began, problem))
-        _refuse_together([text for _, text in everyone])
+        everyone = _everyone((began, sorted(afresh), problem))
+        _refuse_together([text for *_, text in everyone])
+        began = max(steps for steps, *_ in everyone)
         for takeover, _ in self._found.values():
-            takeover.settle(max(steps for steps, _ in everyone))
+            takeover.settle(began, {name for _, names, _ in everyone for name in names} if began else ())
         for top in dict.fromkeys(place[0] for place in self._found if place):
             loaded[top] = {}
         for place, (takeover, _) in self._found.items():

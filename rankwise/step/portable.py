@@ -264,6 +264,7 @@ def take_moments(
     values: Callable[[Tensor, str], Tensor],
     author: str,
     note: str = "",
+    elsewhere: Collection[str] = (),
 ) -> None:
     """As :func:`inherit`, from what each of the optimizer's tensors held.
 
@@ -274,6 +275,7 @@ def take_moments(
         values: A moment of what one of the optimizer's tensors holds, as long as the tensor.
         author: Whose states they were.
         note: Further words for the user.
+        elsewhere: What starts afresh in parts of the model that other optimizers have. One record is saved for all.
     """
 
     def fill(carried: Mapping[str, Collection[str]]) -> None:
@@ -284,7 +286,7 @@ def take_moments(
                     for name in carried.get(entry.info.name, ()):
                         own[name].copy_(values(tensor, name).reshape(-1)[run])
 
-    _succeed(optimizer, shapes, began, fill, author, note)
+    _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
 
 
 def _succeed(
@@ -294,13 +296,15 @@ def _succeed(
     fill: Callable[[Mapping[str, Collection[str]]], None],
     author: str,
     note: str = "",
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Decide what means the same, fill it, start the rest afresh, and say so."""
     succession = optimizer.saved.succession
     found = succession.plan(shapes if began else {}, optimizer.param_groups)
     optimizer.forget_states()
     fill(found.carried)
-    resume(optimizer, {}, began, {**optimizer.extra_state(), **succession.record(found, began)})
+    record = succession.record(found, began, elsewhere)
+    resume(optimizer, {}, began, {**optimizer.extra_state(), **record})
     told = succession.told(found, author)
     if optimizer.rank == 0:
         logger.warning("%s%s", told, note)

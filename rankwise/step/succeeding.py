@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,15 +71,16 @@ class Succession:
         """See :func:`rankwise.planning.succession.inherit`."""
         return inherit(saved, self.heirs(groups))
 
-    def record(self, found: Inheritance, began: int) -> dict[str, Any]:
+    def record(self, found: Inheritance, began: int, elsewhere: Collection[str] = ()) -> dict[str, Any]:
         """What :class:`Transition` loads.
 
         Args:
             found: What goes on.
             began: Steps that the other optimizer has taken.
+            elsewhere: What starts afresh among parameters that are not this optimizer's.
         """
         transition = Transition()
-        transition.begin(began, self._declared.options.transition_steps, found.afresh)
+        transition.begin(began, self._declared.options.transition_steps, {*found.afresh, *elsewhere})
         return transition.state_dict()
 
     def told(self, found: Inheritance, author: str) -> str:

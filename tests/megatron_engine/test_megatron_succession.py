@@ -1,4 +1,4 @@
-"""From checkpoints of Megatron's own Adam to ours: weights to the bit, moments that mean the same, by name."""
+"""From checkpoints of Megatron's own Adam and Muon to ours: weights to the bit, moments that mean the same, by name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_cells import DISTRIBUTED, MOE, Cell
 from megatron_harness import Trainer, opened, trained
+from megatron_muon import megatron_muon
 from megatron_types import maker
-from megatron_weights import assembled, bare, distributed
+from megatron_weights import assembled, bare, distributed, model_weight
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -28,6 +30,8 @@ STEPS = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ABSENT = -7.0
 BY_NAME, IN_BUCKETS = "fully_reshardable", "dp_reshardable"
+MUON = "Muon's"
+"""Of Megatron's own Muon, by name."""
 BF16: dict[str, Any] = {"precision": "bf16"}
 SHARDS: dict[str, Any] = {**BF16, **DISTRIBUTED}
 CELLS = {
@@ -59,6 +63,9 @@ USUAL = (
     Move("TP2 shards", IN_BUCKETS, "TP2 shards", "sonew"),
     Move("DP2", BY_NAME, "TP2 shards", "mars-m"),
     Move("DP2 fp32", BY_NAME, "DP2 fp32", "mars-m"),
+    Move("PP2 tied", MUON, "PP2 tied", "mars-adamw"),
+    Move("DP2", MUON, "TP2 shards", "mars-m"),
+    Move("DP2", MUON, "DP2", "mkor"),
 )
 FURTHER = (
     Move("DP2 shards", BY_NAME, "layer-wise", "mars-m"),
@@ -80,7 +87,11 @@ REFUSED = {
 }
 # Whose matrices' moments go on: an average under an orthogonalised or preconditioned step means the same.
 MATRICES = {"mars-adamw": MOMENTS, "mars-m": MOMENTS[:1], "sonew": MOMENTS, "ldadam": (), "mkor": MOMENTS}
-# Embeddings and the head are matrices, too, to what works on single elements.
+# Muon's momentum is an average; there is no second one.
+FROM_MUON = {"mars-m": MOMENTS[:1], "mkor": (), "mars-adamw": ()}
+RESUMED = ("PP2 tied", "mars-adamw")
+"""Whose checkpoint within the transition is loaded, too: stages have other parameters, one record is saved."""
+# Embeddings, the head and routers are matrices, too, to what works on single elements.
 ELEMENT_WISE = ("mars-adamw", "sonew")
 
 
@@ -92,6 +103,7 @@ class Seen(NamedTuple):
     log: str
     steps: set[int]
     moved: float
+    resumed: bool = True
 
 
 def _moment(name: str) -> Callable[[nn.Parameter, list[MegatronOptimizer]], Tensor]:
@@ -119,7 +131,10 @@ def _moment(name: str) -> Callable[[nn.Parameter, list[MegatronOptimizer]], Tens
 
 def _kept(inner: Any, tensor: Tensor, name: str) -> Tensor:
     if not isinstance(inner, ShardedOptimizer):
-        return inner.state[tensor][name].reshape(-1)
+        states = inner.state[tensor]
+        if name == "exp_avg" and "momentum_buffer" in states:
+            return states["momentum_buffer"].reshape(-1)
+        return states[name].reshape(-1) if name in states else torch.full((tensor.numel(),), ABSENT)
     found = torch.full((tensor.numel(),), ABSENT)
     for unit in inner.planned_units:
         for index, own in enumerate(unit.tensors):
@@ -142,7 +157,7 @@ def _save(rank: int, world: int, folder: Path, saved: list[tuple[str, str]]) -> 
     found = {}
     with cpu_megatron():
         for author, kind in saved:
-            with opened(CELLS[author], maker("adam")) as trainer:
+            with opened(CELLS[author], megatron_muon if kind == MUON else maker("adam")) as trainer:
                 trained(trainer, STEPS)
                 target = folder / f"{author} {kind}"
                 target.mkdir(exist_ok=True)
@@ -184,6 +199,26 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(other[key], weight) for key, weight in one.items())
 
 
+def _resumes(trainer: Trainer, folder: Path, move: Move) -> bool:
+    """Whether a checkpoint within the transition goes on as the run itself, and Adam takes the model's weights back."""
+    folder.mkdir(exist_ok=True)
+    trainer.save(folder)
+    kept = trainer.weights(model_weight)[0]
+    with opened(CELLS[move.heir], maker("adam")) as adam:
+        # As Megatron's loop does with --no-load-optim.
+        state = {key: value for key, value in adam.sharded_state(True).items() if key != "optimizer"}
+        bare(adam.chunks[0]).load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
+        adam.optimizer.reload_model_params()
+        begun = adam.weights(model_weight)[0], adam.weights()[0]
+        if not all(_equal(kept, weights) for weights in begun):
+            return False
+    whole = trained(trainer, 2)
+    with opened(CELLS[move.heir], maker(move.name)) as again:
+        again.load(folder)
+        after = trained(again, 2)
+    return whole is None or (after is not None and _equal(whole.weights, after.weights))
+
+
 def _go_on(rank: int, world: int, folder: Path, moves: tuple[Move, ...]) -> dict[Move, Any]:
     megatron_patches.apply()
     found: dict[Move, Any] = {}
@@ -203,6 +238,8 @@ def _go_on(rank: int, world: int, folder: Path, moves: tuple[Move, ...]) -> dict
                 if after is not None:
                     change = [(after.weights[key] - seen.weights[key]).abs().max().item() for key in seen.weights]
                     seen = seen._replace(moved=max(change))
+                if (move.heir, move.name) == RESUMED:
+                    seen = seen._replace(resumed=_resumes(trainer, folder / "resumed", move))
                 found[move] = seen
     return found
 
@@ -219,19 +256,25 @@ def runs(folder: Path, moves: tuple[Move, ...]) -> tuple[dict[tuple[str, str], S
 
 
 def _is_matrix(key: str, name: str) -> bool:
-    if key.startswith(("embedding", "output_layer")):
+    if key.startswith(("embedding", "output_layer")) or "router" in key:
         return name in ELEMENT_WISE
-    return key.endswith("weight") and "norm" not in key and "router" not in key
+    return key.endswith("weight") and "norm" not in key
+
+
+def _kept_moments(move: Move, key: str) -> tuple[str, ...]:
+    if move.format == MUON:
+        return FROM_MUON[move.name] if _is_matrix(key, "muon") else MOMENTS
+    return MATRICES[move.name] if _is_matrix(key, move.name) else MOMENTS
 
 
 def _check(folder: Path, move: Move, moves: tuple[Move, ...]) -> None:
     saved, loaded = runs(folder, moves)
     before, after = saved[move.author, move.format], loaded[0][move]
-    assert after.steps == {STEPS} and 0 < after.moved < 1
+    assert after.steps == {STEPS} and 0 < after.moved < 1 and after.resumed
     assert "goes on from Megatron's own optimizer: weights are kept" in after.log
     assert _equal(before.weights, after.weights)
     for key in before.weights:
-        kept = MATRICES[move.name] if _is_matrix(key, move.name) else MOMENTS
+        kept = _kept_moments(move, key)
         for moment in MOMENTS:
             now, then = after.moments[moment][key], before.moments[moment][key]
             if moment in kept:
