@@ -20,7 +20,11 @@ _RESERVED = ("groups", "heads")
 
 
 def blocks_of(
-    owner: str, info: ParameterInfo, layouts: Mapping[str, Any] | None = None, split_heads: bool = False
+    owner: str,
+    info: ParameterInfo,
+    layouts: Mapping[str, Any] | None = None,
+    split_heads: bool = False,
+    together: bool = False,
 ) -> tuple[Block, ...]:
     """The blocks of a weight, which tile it.
 
@@ -29,6 +33,7 @@ def blocks_of(
         info: The weight, or a stack of weights that are fused alike.
         layouts: The option ``blocks``; a pattern that matches the weight overrules what was found with it.
         split_heads: Whether each attention head is a block of its own, where they are known.
+        together: Whether the heads of a part are one block after all, whatever asks for them apart.
 
     Returns:
         None where the weight is one matrix.
@@ -52,7 +57,7 @@ def blocks_of(
         else:
             fused = _written(owner, info, pattern, layout)
         split_heads = split_heads or layout == "heads" or (isinstance(layout, Mapping) and "heads" in layout)
-    return () if fused is None or not _fits(info, fused) else _blocks(fused, split_heads)
+    return () if fused is None or not _fits(info, fused) else _blocks(fused, split_heads and not together)
 
 
 def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> ParameterInfo:

@@ -247,9 +247,12 @@ class ParameterTable:
         options, declared = self._declared.options, self._declared
         if not declared.splits(info) or self.parameters[info.name].is_complex():
             return (), ""
-        layouts, obstacle = getattr(options, "blocks", None), ""
-        for split_heads in (True, False) if getattr(options, "split_heads", False) else (False,):
-            blocks = blocks_of(declared.name, info, layouts, split_heads)
+        layouts, split_heads = getattr(options, "blocks", None), getattr(options, "split_heads", False)
+        obstacle = ""
+        for together in (False, True):
+            blocks = blocks_of(declared.name, info, layouts, split_heads, together)
+            if together and not blocks:
+                break  # heads of one part alone
             routes = ((block, self._route(block_info(info, block), group)) for block in blocks)
             obstacles = (f"{block.name}: {chosen.reason}" for block, chosen in routes if chosen.rule != "matrix")
             obstacle = next(obstacles, "")

@@ -109,5 +109,10 @@ def test_what_is_too_small_to_be_divided_says_so() -> None:
     assert list(reasons(3)) == ["qkv"] and "undivided: k: rank 3 saves nothing" in reasons(3)["qkv"]
     wide = torch.nn.Parameter(torch.randn(36, 12))
     attach_info(wide, ParameterInfo("wide", (36, 12), fused=Fused((("q", 12), ("k", 12), ("v", 12)), heads=(6, 6, 6))))
-    optimizer = LDAdam([wide], rank=2, error_feedback=False, split_heads=True)
-    assert {each.name for each in optimizer.explain()} == {"wide[q]", "wide[k]", "wide[v]"}
+    sizes = {"q": 12, "k": 12, "v": 12, "heads": [6, 6, 6]}
+    for heads in ({"split_heads": True}, {"blocks": {"wide": "heads"}}, {"blocks": {"wide": sizes}}):
+        optimizer = LDAdam([("wide", wide)], rank=2, error_feedback=False, **heads)
+        assert {each.name for each in optimizer.explain()} == {"wide[q]", "wide[k]", "wide[v]"}, heads
+    alone = LDAdam([("wide", wide)], rank=2, error_feedback=False, blocks={"wide": {"q": 36, "heads": [18]}})
+    (line,) = alone.explain()
+    assert line.name == "wide" and "undivided: q.0: rank 2 saves nothing" in line.reason
