@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.options import LDAdamOptions
@@ -54,6 +55,12 @@ class LDAdamDeclared(Declared):
             return {}
         dtype = self.options.error_dtype
         return {"error": None if dtype is None else getattr(torch, dtype)}
+
+    def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """Of the part within the subspace: an orthonormal basis leaves norms as they are."""
+        total: Tensor = state["exp_avg_sq"].double().sum()
+        beta2 = group["betas"][1]
+        return total / (1.0 - beta2 ** state["step"].to(total)).clamp_min(1.0 - beta2)
 
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]

@@ -91,6 +91,10 @@ class Declared(ABC):
         kept = self.element_states(info, rule, group)
         return tuple(name for name in MOMENTS if name in kept)
 
+    def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
+        """A matrix gradient's squared norm, averaged over time, as far as the states tell; None where they do not."""
+        return None
+
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]
     ) -> Mapping[str, Collection[tuple[int, ...]]]:

@@ -416,7 +416,9 @@ class ShardedOptimizer(Optimizer, ABC):
             ValueError: It has other parameters; nothing has changed then.
         """
         self.undo.settle()
-        self.saved.succession.hand_over(self.param_groups, self.state, self.transition, adamw)
+        alone = all(unit.layout.world_size == 1 for unit in self.planned_units)
+        matrices = self.matrix_states.everything() if alone else {}
+        self.saved.succession.hand_over(self.param_groups, self.state, matrices, self.transition, adamw)
 
     def adopt(self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor]) -> None:
         """Take over matrix states and step counts by group from another layout's checkpoint.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
+from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.misfits import MisfitError
 from rankwise.planning.planner import Planner
 from rankwise.planning.succession import MOMENTS, Heir, Inheritance, inherit
@@ -22,6 +23,8 @@ from rankwise.step.transition import Transition
 __all__ = ["Succession", "moment_names", "moments_of"]
 
 logger = logging.getLogger(__name__)
+
+MatrixStates = Mapping[str, MatrixState]
 
 
 def moment_names(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -148,22 +151,62 @@ class Succession:
             param_groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": keys})
         return {key: state for key, state in states.items() if state}, param_groups
 
-    def hand_over(self, groups: Groups, states: States, transition: Transition, adamw: Optimizer) -> None:
-        """See ``ShardedOptimizer.hand_over``."""
+    def hand_over(
+        self, groups: Groups, states: States, matrix_states: MatrixStates, transition: Transition, adamw: Optimizer
+    ) -> None:
+        """See ``ShardedOptimizer.hand_over``.
+
+        Args:
+            groups: Param groups.
+            states: By tensor.
+            matrix_states: Of all matrices; nothing where other ranks have some.
+            transition: What follows another optimizer itself.
+            adamw: Is given what goes on.
+        """
         target = adamw.state_dict()
         self._refuse_other_groups(target, groups)
+        squares = self._squares(groups, matrix_states)
         found: dict[Any, dict[str, Tensor]] = {}
+        kept = gently = 0
         for own, theirs in zip(groups, target["param_groups"], strict=True):
             for tensor, key in zip(own["params"], theirs["params"], strict=True):
                 name = str(self._planner.name_of(tensor))
                 info, position = self._table.catalog[name]
                 moments = self._declared.moments(info, self._table.routes[name].rule, groups[position])
                 state = states.get(tensor, {})
-                if moments == MOMENTS and all(moment in state for moment in ("step", *MOMENTS)):
-                    step = state["step"].detach().clone() - transition.before(name)
+                if "step" not in state:
+                    continue
+                step = state["step"].detach().clone() - transition.before(name)
+                if moments == MOMENTS and all(moment in state for moment in MOMENTS):
                     found[key] = {"step": step, **{moment: state[moment].clone() for moment in MOMENTS}}
+                    kept += 1
+                elif name in squares and "betas" in theirs:
+                    found[key] = _gentle(tensor, step, squares[name] / tensor.numel(), theirs["betas"][1])
+                    gently += 1
         adamw.load_state_dict({**target, "state": found})
-        told = (
-            f"{self._declared.name}: {len(found)} of {sum(len(g['params']) for g in groups)} parameters' moments go on"
+        told = f"{self._declared.name}: {kept} of {sum(len(g['params']) for g in groups)} parameters' moments go on"
+        start = f"{gently} begin gently from the mean of their squared gradient, " if gently else ""
+        logger.warning(
+            "%s in %s; %sthe others start afresh there, from small rates best.", told, type(adamw).__name__, start
         )
-        logger.warning("%s in %s; the others start afresh there, from small rates best.", told, type(adamw).__name__)
+
+    def _squares(self, groups: Groups, matrix_states: MatrixStates) -> dict[str, Tensor]:
+        """Mean squared norms of gradients, of parameters all of whose matrices tell them."""
+        found: dict[str, list[Tensor | None]] = {}
+        for key, state in matrix_states.items():
+            name = self._table.base_name(key)
+            if name in self._table.catalog:
+                group = groups[self._table.catalog[name][1]]
+                found.setdefault(name, []).append(self._declared.squares(state, group) if state else None)
+        known = {name: [part for part in parts if part is not None] for name, parts in found.items()}
+        return {name: torch.stack(parts).sum() for name, parts in known.items() if len(parts) == len(found[name])}
+
+
+def _gentle(tensor: Tensor, step: Tensor, square: Tensor, beta2: float) -> dict[str, Tensor]:
+    """States of AdamW as if gradients of this mean square, and of no direction, had come by.
+
+    Without any its first step would move every element by the whole rate; so its average grows over some steps.
+    """
+    second = square * (1.0 - beta2 ** step.to(square))
+    average = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+    return {"step": step, "exp_avg": average, "exp_avg_sq": average + second.to(average)}

@@ -100,9 +100,33 @@ def test_goes_on_from_adamw(case: Case) -> None:
         if len(heirs[name].moments) == 2:
             assert torch.equal(moment_of(back, parameter, "exp_avg_sq"), moment_of(optimizer, parameter, "exp_avg_sq"))
             assert int(moment_of(back, parameter, "step")) == BEFORE + 24
+        elif heirs[name].rule == "matrix" and case.name.startswith("ldadam"):
+            assert not moment_of(back, parameter, "exp_avg").any() and moment_of(back, parameter, "exp_avg_sq").any()
         else:
             assert parameter not in back.state
     train(model, back, range(30, 32))
+
+
+def test_the_way_back_from_a_subspace_begins_gently() -> None:
+    """From the mean square of the gradient, which is known here, with an average that has yet to grow."""
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 32, bias=False)
+    gradient = torch.outer(torch.randn(32), torch.randn(24))
+    ours = LDAdam([("weight", layer.weight)], lr=1e-3, rank=4, betas=(0.9, 0.99))
+    for _ in range(30):
+        layer.weight.grad = gradient.clone()
+        ours.step()
+    back = torch.optim.AdamW([layer.weight], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    ours.hand_over(back)
+    state = back.state[layer.weight]
+    assert int(state["step"]) == 30 and not state["exp_avg"].any()
+    expected = float(gradient.square().mean()) * (1 - 0.95**30)
+    torch.testing.assert_close(state["exp_avg_sq"], torch.full((32, 24), expected), rtol=0.02, atol=0.0)
+    before = layer.weight.detach().clone()
+    back.step()
+    # A fresh AdamW would move all elements by lr.
+    moved = (layer.weight.detach() - before).abs()
+    assert 0.0 < float(moved.mean()) < 0.15e-3 and float(moved.max()) < 0.5e-3
 
 
 def test_the_fallback_goes_on_as_adamw_itself() -> None:
