@@ -30,6 +30,7 @@ _ADAMW: Mapping[str, Any] = {"lr": 0.003, "betas": (0.9, 0.95), "weight_decay": 
 STAY = ("stay", "adamw")
 _WINDOWS = 128
 GONE = 250
+_COLOURS = {"stay": "C0", "there": "C1", "there, nothing carried": "C2", "start": "C3", "back": "C4"}
 
 
 def _task() -> LanguageModel:
@@ -134,12 +135,15 @@ def switching_page(rows: Sequence[Row], picture: str) -> str:
     stay, lines = by[STAY], []
     for name in dict.fromkeys(row["type"] for row in rows if row["type"] != STAY[1]):
         fresh = by["there, nothing carried", name]
-        for way, kept, bare in (("there", stay, f"{bump(fresh, stay):+.3f}"), ("back", by["start", name], "-")):
+        for way, kept, bare in (
+            ("there", stay, f"{bump(fresh, stay, last=GONE):+.3f}"),
+            ("back", by["start", name], "-"),
+        ):
             row = by[way, name]
             pair = f"AdamW → {name}" if way == "there" else f"{name} → AdamW"
             ends = [f"{one['losses'][_last(one)]:.3f}" for one in (row, kept)]
-            lines.append([pair, f"{bump(row, kept):+.3f}", f"{bump(row, kept, GONE):+.3f}", bare, *ends])
-    headings = ["switch", "most above staying", f"of that after {GONE}", "nothing carried", "at the end", "stayed"]
+            lines.append([pair, f"{bump(row, kept, last=GONE):+.3f}", bare, f"{bump(row, kept, GONE):+.3f}", *ends])
+    headings = ["switch", f"most above staying, to {GONE}", "nothing carried", f"after {GONE}", "at the end", "stayed"]
     return _HEAD.format(picture=picture) + markdown(headings, lines)
 
 
@@ -153,8 +157,9 @@ _HEAD = f"""# Switching in the middle of a run
 every type at the rate of its ready configuration, one seed), plain PyTorch. At step {SWITCH} the optimizer is replaced
 by `continue_from` or `hand_over` ([how](checkpoints.md#from-adamw-or-muon-and-back-in-the-middle-of-a-run)). *Most
 above staying*: the largest difference of the validation loss (nats per byte, {_WINDOWS} windows) from the run that
-keeps its optimizer, at steps 201 to {STEPS}; *nothing carried*: the same, where the successor begins with nothing and
-at full size. Negative: never above.
+keeps its optimizer, at steps {SWITCH + 1} to {GONE}, and after; *nothing carried*: the same, where the successor begins
+with nothing and at full size. Negative: never above. On the way back AdamW also learns slower than some of ours, which
+is no jump: that shows after {GONE}.
 
 ```
 python -m benchmarks switch --results docs/data/switching.jsonl --page docs/switching.md
@@ -180,8 +185,10 @@ def draw_switches(rows: Sequence[Row], path: Path) -> None:
                 steps = sorted(map(int, row["losses"]))
                 losses = {int(step): loss for step, loss in row["losses"].items()}
                 style = ":" if "nothing" in row["way"] else "--" if row["way"] in ("stay", "start") else "-"
-                panel.plot(steps, [losses[step] for step in steps], style, label=row["way"])
+                panel.plot(steps, [losses[step] for step in steps], style, color=_COLOURS[row["way"]], label=row["way"])
         panel.set(title=name, xlabel="step")
+    for panel in panels.flat[len(names) :]:
+        panel.set_axis_off()
     panels[0, 0].set_ylabel("validation loss, nats per byte")
     panels[0, 0].legend(fontsize=7)
     figure.savefig(path, dpi=110)
