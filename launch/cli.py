@@ -58,7 +58,7 @@ def _root(
 
 app.command(epilog="Example: rankwise doctor --json > doctor.json")(looking.doctor)
 app.command(
-    epilog="Example: rankwise plan --config ds.json --model llama-70b --ranks 1024 --stage 3 --max-overhead 2%",
+    epilog="Example: rankwise plan --config ds.json --model llama-70b --ranks 64",
     context_settings={"allow_extra_args": True},
 )(looking.plan)
 app.command(epilog="Example: rankwise compare runs/adamw runs/mkor --png losses.png")(looking.compare)

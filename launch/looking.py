@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "doctor", "explain", "list_types", "plan"]
 
-_MODEL, _SIZES = "The model", "The cluster"
-_ANSWER = "The answer"
+_MODEL, _SIZES, _SPEED, _ANSWER = "The model", "The cluster", "Its speed", "The answer"
 _Config = Annotated[
-    Path | None, typer.Option(help="DeepSpeed JSON, or YAML file of Megatron's flags.", exists=True, dir_okay=False)
+    Path | None,
+    typer.Option(metavar="FILE", help="DeepSpeed JSON, or YAML of Megatron's flags.", exists=True, dir_okay=False),
 ]
 _Optimizer = Annotated[
-    str | None, typer.Option(help="Name, with its packaged options; by default the config's, or mkor.")
+    str | None, typer.Option(metavar="NAME", help="Ready options; by default the config's, or mkor.")
 ]
 _Model = Annotated[
     str | None,
     typer.Option(
-        help="gpt2-small to llama-405b, a Hugging Face config.json, module:function, or gpt2 or llama with sizes.",
+        metavar="NAME",
+        help="llama-70b, a config.json, or module:function.",
         rich_help_panel=_MODEL,
     ),
 ]
-_Layers = Annotated[int | None, typer.Option(min=1, help="Blocks.", rich_help_panel=_MODEL)]
-_Hidden = Annotated[int | None, typer.Option(min=1, help="Width.", rich_help_panel=_MODEL)]
-_Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads.", rich_help_panel=_MODEL)]
-_VocabSize = Annotated[int | None, typer.Option(min=1, help="Token ids.", rich_help_panel=_MODEL)]
+_Layers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Blocks.", rich_help_panel=_MODEL)]
+_Hidden = Annotated[int | None, typer.Option(min=1, metavar="N", help="Width.", rich_help_panel=_MODEL)]
+_Heads = Annotated[int | None, typer.Option(min=1, metavar="N", help="Attention heads.", rich_help_panel=_MODEL)]
+_VocabSize = Annotated[int | None, typer.Option(min=1, metavar="N", help="Token ids.", rich_help_panel=_MODEL)]
 
 console = Console()
 
@@ -44,7 +45,7 @@ def doctor(
         bool, typer.Option(help="Two ranks on the CPU follow recorded trajectories; takes about half a minute.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds the self-test may take.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, metavar="N", help="Seconds the self-test may take.")] = 300.0,
 ) -> None:
     """Check this environment: versions, devices, compiler, kernels, frameworks, locks, and two ranks at work.
 
@@ -83,54 +84,72 @@ def plan(
     hidden: _Hidden = None,
     heads: _Heads = None,
     vocab_size: _VocabSize = None,
-    ranks: Annotated[int, typer.Option(min=1, help="All of them.", rich_help_panel=_SIZES)] = 8,
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="All of them.", rich_help_panel=_SIZES)] = 8,
     stage: Annotated[
-        int | None, typer.Option(min=0, max=3, help="ZeRO stage; by default the config's.", rich_help_panel=_SIZES)
+        int | None,
+        typer.Option(min=0, max=3, metavar="N", help="Of ZeRO; by default the config's.", rich_help_panel=_SIZES),
     ] = None,
     tp: Annotated[
-        int | None, typer.Option(min=1, help="Megatron's tensor parallelism.", rich_help_panel=_SIZES)
+        int | None, typer.Option(min=1, metavar="N", help="Megatron's tensor parallelism.", rich_help_panel=_SIZES)
     ] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Megatron's pipeline stages.", rich_help_panel=_SIZES)] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.", rich_help_panel=_SIZES)] = None,
-    vpp: Annotated[int | None, typer.Option(min=1, help="Chunks of a stage.", rich_help_panel=_SIZES)] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=_SIZES)] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Megatron's pipeline stages.", rich_help_panel=_SIZES)
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Context parallelism.", rich_help_panel=_SIZES)
+    ] = None,
+    vpp: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Chunks of a stage.", rich_help_panel=_SIZES)
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Expert parallelism.", rich_help_panel=_SIZES)
+    ] = None,
     etp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor parallelism of experts.", rich_help_panel=_SIZES)
+        int | None, typer.Option(min=1, metavar="N", help="Tensor parallelism of experts.", rich_help_panel=_SIZES)
     ] = None,
     precision: Annotated[
         Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Of weights.", rich_help_panel=_SIZES)
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node.", rich_help_panel=_SIZES)] = 8,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a global batch.", rich_help_panel=_SIZES)
+    ] = None,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Ranks of a node.", rich_help_panel=_SPEED)
+    ] = 8,
     node_gbps: Annotated[
-        float, typer.Option(min=0.001, help="GB/s of a rank inside a node.", rich_help_panel=_SIZES)
+        float, typer.Option(min=0.001, metavar="X", help="GB/s in a node.", rich_help_panel=_SPEED)
     ] = 300.0,
     net_gbps: Annotated[
-        float, typer.Option(min=0.001, help="GB/s of a rank between nodes.", rich_help_panel=_SIZES)
+        float, typer.Option(min=0.001, metavar="X", help="GB/s between nodes.", rich_help_panel=_SPEED)
     ] = 50.0,
-    latency_us: Annotated[float, typer.Option(min=0, help="Of a collective.", rich_help_panel=_SIZES)] = 20.0,
+    latency_us: Annotated[
+        float, typer.Option(min=0, metavar="X", help="Of a collective.", rich_help_panel=_SPEED)
+    ] = 20.0,
     efficiency: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of the peak that products reach.", rich_help_panel=_SIZES)
+        float,
+        typer.Option(min=0.01, max=1, metavar="X", help="Share of peak FLOP/s.", rich_help_panel=_SPEED),
     ] = 0.4,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a global batch.", rich_help_panel=_SIZES)
-    ] = None,
     max_state_gb: Annotated[
-        float | None, typer.Option(min=0, help="GiB of states on the fullest rank.", rich_help_panel=_ANSWER)
+        float | None,
+        typer.Option(min=0, metavar="X", help="GiB of states on the fullest rank.", rich_help_panel=_ANSWER),
     ] = None,
     max_overhead: Annotated[
-        str | None, typer.Option(help="Share of a training step, such as 2%.", rich_help_panel=_ANSWER)
+        str | None, typer.Option(metavar="X%", help="Share of a training step.", rich_help_panel=_ANSWER)
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="Judges --max-overhead: A100 to MI300X, or TFLOP/s:TB/s.", rich_help_panel=_ANSWER)
+        str,
+        typer.Option(metavar="NAME", help="A100 to MI300X, or TFLOP/s:TB/s.", rich_help_panel=_ANSWER),
     ] = "H100",
-    png: Annotated[Path | None, typer.Option(help="Picture of the load per rank.", rich_help_panel=_ANSWER)] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture of the load per rank.", rich_help_panel=_ANSWER)
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=_ANSWER)
     ] = False,
 ) -> None:
-    """What a run will hold, send and compute on every rank: no GPU, no processes, no weights.
+    """What every rank will hold, send and compute: no GPU, no processes.
 
-    Megatron's flags may follow after --. With a limit that is not met it ends with status 1 and says what would help.
+    Megatron's flags follow after --. A limit not met is status 1, and a way out.
     """
     from rankwise.launch.drawing import HOW_TO_DRAW, pyplot_if_installed
     from rankwise.launch.planning import presentation
@@ -198,13 +217,15 @@ def compare(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders of runs, or of several runs; files of what Megatron printed.")
     ],
-    png: Annotated[Path | None, typer.Option(help="Picture of the losses.", rich_help_panel=_ANSWER)] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture of the losses.", rich_help_panel=_ANSWER)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.", rich_help_panel=_ANSWER)] = False,
     loss: Annotated[
         str | None, typer.Option(help="Name of the loss in the logs, if it is none of the usual ones.")
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sample, for logs that count samples alone.")
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample, for logs that count samples alone.")
     ] = None,
 ) -> None:
     """Losses of runs against steps, tokens and wall-clock, step share and memory, from the logs they left.
@@ -263,7 +284,7 @@ def explain(
     layers: _Layers = None,
     hidden: _Hidden = None,
     heads: _Heads = None,
-    seq_len: Annotated[int, typer.Option(min=1, help="Longest sequence.", rich_help_panel=_MODEL)] = 128,
+    seq_len: Annotated[int, typer.Option(min=1, metavar="N", help="Longest sequence.", rich_help_panel=_MODEL)] = 128,
     vocab_size: _VocabSize = None,
 ) -> None:
     """Show which rule every parameter of a model takes and what its state costs; no weights are made.

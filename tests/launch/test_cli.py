@@ -89,8 +89,11 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     assert re.search(rf"Example: rankwise {command} ", " ".join(lines))
 
 
-def test_help_of_the_longest_command_fits_a_narrower_screen() -> None:
-    result = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"})
+@pytest.mark.parametrize(("command", "columns"), [("train", 100), ("plan", 80)])
+def test_help_of_the_longest_commands_fits_a_narrower_screen(command: str, columns: int) -> None:
+    result = CliRunner().invoke(
+        app, [command, "--help"], env={"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
+    )
     assert len(result.output.splitlines()) <= 50
 
 
