@@ -190,6 +190,23 @@ def switch(
 
 
 @app.command()
+def gpu(
+    budget: Annotated[str, typer.Option(help="Time for this call: 540, 540s or 9m.")] = "9m",
+    sections: Annotated[
+        list[str] | None, typer.Option("--section", help="Only these; may be given several times.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda; cpu tries all but the launches.")] = "cuda",
+    model: Annotated[str | None, typer.Option(help="In place of Llama's layers; tiny makes everything small.")] = None,
+    again: Annotated[bool, typer.Option(help="Measure these sections anew.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON file, which a further call goes on with.")] = Path("gpu.json"),
+) -> None:
+    """Everything that only a GPU can tell, in pieces: what does not fit into the budget is left for the next call."""
+    from benchmarks.gpu.command import run
+
+    raise typer.Exit(run(budget, sections or [], device, model, again, output))
+
+
+@app.command()
 def kernels(
     output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
     page: Annotated[Path | None, typer.Option(help="Markdown page to write.")] = None,
@@ -304,12 +321,15 @@ def performance(
     page: Annotated[Path, typer.Argument(help="Markdown page to write, with a plot beside it.")] = Path(
         "docs/performance.md"
     ),
+    gpu: Annotated[Path | None, typer.Option(help="JSON written by gpu.", exists=True)] = None,
 ) -> None:
     """Turn the timings into a page of the documentation."""
+    from benchmarks.gpu.page import gpu_rows, gpu_section
     from benchmarks.performance import draw, performance_page
 
-    rows = json.loads(figures.read_text())
-    page.write_text(performance_page(rows))
+    found = {} if gpu is None else json.loads(gpu.read_text())
+    rows = json.loads(figures.read_text()) + gpu_rows(found)
+    page.write_text(performance_page(rows) + gpu_section(found))
     draw(rows, page.parent / "images" / "performance.png")
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rankwise
-from benchmarks.launches import Counts, bytes_of, recorded_launches
+from benchmarks.launches import Counts, bytes_of, multiplier, recorded_launches
 from benchmarks.models import layer_set
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
@@ -112,6 +112,7 @@ def counted(name: str, model: str) -> dict[str, Any]:
         "model": model,
         "bytes_per_parameter": found.bytes / parameters,
         "outside_products": (found.bytes - found.product_bytes) / parameters,
+        "flops_per_parameter": {kind: flops / parameters for kind, flops in found.flops.items()},
         "kernels": found.kernels.total(),
         "operations": found.operations.total(),
         "launches": found.launches,
@@ -198,6 +199,9 @@ class Values(TorchDispatchMode):
         self._counts.bytes += moved
         if name in _PRODUCTS:
             self._counts.product_bytes += moved
+            left, right = (tensor for tensor in args[-2:] if isinstance(tensor, Tensor))
+            elements = left.shape[:-1].numel() * right.shape[-1]
+            self._counts.flops[multiplier(left.dtype)] += 2 * elements * left.shape[-1]
 
 
 def _leaves(name: str, kwargs: dict[str, Any], args: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankwise.kernels import triton
 
-__all__ = ["Counts", "Records", "bytes_of", "kernel_modules", "recorded_launches"]
+__all__ = ["Counts", "Records", "bytes_of", "kernel_modules", "multiplier", "recorded_launches"]
 
 _PRODUCT_KERNELS = {"_symmetric_kernel"}
 
@@ -32,6 +32,7 @@ class Counts:
         waits: Places where the host waits for the device, by what they are.
         bytes: Read and written.
         product_bytes: Those of matrix products among them.
+        flops: Of products, by what multiplies: "bfloat16", "float32", or "tf32x3", tensor cores in three parts.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -39,6 +40,7 @@ class Counts:
     waits: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
     product_bytes: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
 
     @property
     def launches(self) -> int:
@@ -77,8 +79,29 @@ class Records:
         table = next((self.tables[id(value)] for value in arguments if id(value) in self.tables), ())
         moved += _of_runs(name, table, by_name)
         self.to.bytes += moved
+        self.to.flops += _flops(name, grid, table, by_name)
         if name in _PRODUCT_KERNELS:
             self.to.product_bytes += moved
+
+
+def multiplier(dtype: torch.dtype) -> str:
+    """What products of a type are counted under in :attr:`Counts.flops`."""
+    return "bfloat16" if dtype.itemsize == 2 else "float32"
+
+
+def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[str, Any]) -> Counter[str]:
+    """Of the products of a kernel."""
+    if name == "_symmetric_kernel":
+        # Half of a product: the tiles above the diagonal are mirrored.
+        return Counter({multiplier(given["x"].dtype): grid[2] * given["rows"] ** 2 * given["columns"]})
+    if name == "_grouped_product_kernel":
+        return Counter(tf32x3=grid[2] * 2 * given["rows"] * given["columns"] * given["depth"])
+    if name == "_step_kernel":
+        return Counter(tf32x3=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
+    if name == "_moments_in_place_kernel":
+        # The rotated first and second moment.
+        return Counter(tf32x3=len(table) // 2 * 4 * given["rank"] ** 2 * given["length"])
+    return Counter()
 
 
 def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:

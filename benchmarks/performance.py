@@ -26,7 +26,8 @@ OMP_NUM_THREADS=2 python -m benchmarks step --model gpt2-small --rivals CHECKOUT
 OMP_NUM_THREADS=2 python -m benchmarks training --output performance.json
 python -m benchmarks communication --ranks 2 --output performance.json
 python -m benchmarks host --output performance.json
-python -m benchmarks performance performance.json
+python -m benchmarks gpu --output gpu.json
+python -m benchmarks performance performance.json --gpu gpu.json
 ```
 
 Optimizers step in turns in one process, each on a model of its own; a ratio is the median over pairs of neighbouring
@@ -39,10 +40,10 @@ On CPUs ours are the compiled forms (`rankwise/kernels/native`); `RANKWISE_NATIV
 _NO_GPU = """
 **Nothing here was measured on a GPU.** The Triton kernels (`rankwise/kernels/triton`) are tested in Triton's
 interpreter and compiled for sm_80, sm_90 and gfx942 ([what they become](kernels.md)), but have not run on a device;
-peak memory, host time and exposed communication of a GPU are unmeasured too. `python -m benchmarks step --device cuda
---model llama-1b` measures them, and the last `python -m benchmarks communication --device cuda`. What can be counted
-without one, bytes, launches and waits of a step on Llama's shapes, `python -m benchmarks counts` prints;
-`tests/test_counts.py` holds each to what it is.
+peak memory, host time and exposed communication of a GPU are unmeasured too. `python -m benchmarks gpu` measures all of
+it, in calls of nine minutes, beside what is expected of the device. What can be counted without one, bytes, launches
+and waits of a step on Llama's shapes, `python -m benchmarks counts` prints; `tests/test_counts.py` holds each to what
+it is.
 """
 
 _GPU = """

@@ -164,7 +164,12 @@ def merged(output: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure(
-    model: str, device: torch.device, steps: int, names: Sequence[str] = (), rivals: Path | None = None
+    model: str,
+    device: torch.device,
+    steps: int,
+    names: Sequence[str] = (),
+    rivals: Path | None = None,
+    beside: Sequence[Contender] = (),
 ) -> Iterator[dict[str, Any]]:
     """Race every type of ours against fused AdamW, and against its published implementation where there is one.
 
@@ -174,15 +179,19 @@ def measure(
         steps: Timed steps of each contender.
         names: Which types; empty for all.
         rivals: Folder with the published implementations.
+        beside: Further ones that step in turns with each type.
 
     Yields:
-        Rows of :func:`race`, ours with ``official_ratio`` where a rival ran: its mean time over ours.
+        Rows of :func:`race`, ours with ``official_ratio`` where a rival ran: its mean time over ours; and with
+        ``over``: its median time over that of each beside it.
     """
     for contender in selected((*OURS, *others(device)), names):
-        entrants = [BASELINE, contender]
+        entrants = [BASELINE, contender, *beside]
         if rivals is not None and contender.rival is not None:
             entrants.append(official(contender.rival, rivals))
-        baseline, own, *published = race(entrants, model, device, steps)
+        baseline, own, *further = race(entrants, model, device, steps)
+        published = further[len(beside) :]
+        own["over"] = {row["name"]: own["seconds"] / row["seconds"] for row in further[: len(beside)]}
         own |= {f"adamw_{key}": baseline[key] for key in ("seconds", "host_seconds", "peak_bytes")}
         if published:
             own["official_seconds"] = published[0]["seconds"]

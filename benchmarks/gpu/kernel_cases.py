@@ -1,0 +1,165 @@
+"""Calls of every kernel with enough work to fill a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.items import Place
+from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
+
+__all__ = ["Case", "cases"]
+
+Call = Callable[[], Any]
+_RUNS = 16
+
+
+class Case(NamedTuple):
+    """A call of kernels.
+
+    Attributes:
+        make: Makes the tensors, and the call on them.
+        slack: Share of the usual range's low end that will do.
+        bytes: That it moves, where the launches do not say.
+        bound: "memory" or what multiplies, where the counts do not say.
+    """
+
+    make: Callable[[], Call]
+    slack: float = 1.0
+    bytes: float | None = None
+    bound: str | None = None
+
+
+class _Chains(NamedTuple):
+    """Rows of 4096 elements each."""
+
+    start: int = 0
+    chain: int = 4096
+
+
+class _Maker:
+    """Tensors of a place."""
+
+    def __init__(self, place: Place) -> None:
+        self.device = place.device
+        self.elements = 1 << (14 if place.tiny else 27)
+
+    def runs(self, offset: int, scale: float = 1e-3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """A field in pieces that begin this many elements behind a multiple of 16 bytes."""
+        flat = torch.rand(self.elements + 4, device=self.device).mul_(scale).to(dtype)
+        return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
+
+    def ones(self) -> Tensor:
+        """A factor for each run."""
+        return torch.ones(_RUNS, device=self.device)
+
+    def randn(self, *shape: int) -> Tensor:
+        """Random numbers."""
+        return torch.randn(*shape, device=self.device)
+
+
+def cases(place: Place) -> Iterator[tuple[str, Case]]:
+    """All, by name."""
+    maker = _Maker(place)
+    yield "copy by torch", Case(lambda: _copy(maker), bytes=8.0 * maker.elements, bound="memory")
+    yield "fused AdamW by torch", Case(lambda: _fused_adamw(maker), bytes=28.0 * maker.elements, bound="memory")
+    for offset in (0, 1):
+        aligned = "" if offset == 0 else ", not aligned"
+        # Accesses of 4 bytes in place of 16.
+        slack = 1.0 if offset == 0 else 0.6
+        yield f"norms{aligned}", Case(lambda offset=offset: _norms(maker, offset, False), slack)
+        yield f"norms of corrected gradients{aligned}", Case(lambda offset=offset: _norms(maker, offset, True), slack)
+        for rule in FIELDS:
+            yield f"{rule}{aligned}", Case(lambda r=rule, o=offset: _update(maker, r, o, torch.float32), slack)
+        for band in (0, 1, 2, 4):
+            # Gathers and barriers grow with the band.
+            issue = 1.0 if band < 2 else 0.5
+            yield f"sonew band {band}{aligned}", Case(lambda b=band, o=offset: _sonew(maker, b, o), slack * issue)
+        yield f"rescale{aligned}", Case(lambda offset=offset: _rescale(maker, offset), slack)
+    yield "adamw, reference bfloat16", Case(lambda: _update(maker, "adamw", 0, torch.bfloat16))
+    for side in (64, 65) if place.tiny else (4096, 4097, 11008):
+        slack = 0.8 if side % 16 == 0 else 0.4
+        yield f"factors of side {side}", Case(lambda side=side: _factors(maker, side), slack)
+    shape = (64, 96) if place.tiny else (4096, 11008)
+    for rank in (8, 16) if place.tiny else (16, 64, 256, 512):
+        yield f"low-rank step, rank {rank}", Case(lambda rank=rank: _low_rank_step(maker, shape, rank), 0.6)
+        yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
+
+
+def _copy(maker: _Maker) -> Call:
+    source = maker.randn(maker.elements)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _fused_adamw(maker: _Maker) -> Call:
+    parameters = [torch.nn.Parameter(maker.randn(maker.elements // _RUNS)) for _ in range(_RUNS)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return torch.optim.AdamW(parameters, fused=True).step
+
+
+def _norms(maker: _Maker, offset: int, corrected: bool) -> Call:
+    from rankwise.kernels import triton
+
+    grads, references = maker.runs(offset), maker.runs(offset) if corrected else None
+    return lambda: triton.squared_norms(grads, references, 0.5)
+
+
+def _update(maker: _Maker, rule: Rule, offset: int, reference: torch.dtype) -> Call:
+    from rankwise.kernels import triton
+
+    fields = {name: maker.runs(offset) for name in FIELDS[rule]}
+    compared = rule != "step"
+    if compared:
+        fields["reference"] = maker.runs(offset, dtype=reference)
+    scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=5, k=0.5, advance=compared)
+    factors = maker.ones() if compared else None
+    return lambda: triton.run(Pass(rule, fields, scalars, factors))
+
+
+def _sonew(maker: _Maker, band: int, offset: int) -> Call:
+    from rankwise.sonew.cuda import sonew_directions
+
+    fields = [maker.runs(offset) for _ in range(4 + band)]
+    settings: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "gamma": 1e-2, "graft": "adam", "graft_eps": 1e-8}
+    chains = [_Chains()] * _RUNS
+    return lambda: sonew_directions(chains, *fields[:3], fields[4:], [None] * _RUNS, step=5, out=fields[3], **settings)
+
+
+def _rescale(maker: _Maker, offset: int) -> Call:
+    from rankwise.mkor.cuda_rescale import rescale_
+
+    updates, grads = maker.runs(offset), maker.runs(offset)
+    return lambda: rescale_(updates, grads)
+
+
+def _factors(maker: _Maker, side: int) -> Call:
+    from rankwise.mkor.cuda import update_factors_
+
+    inverses = [torch.eye(side, device=maker.device, dtype=torch.bfloat16) for _ in range(2)]
+    vectors = maker.randn(2, side) / side
+    return lambda: update_factors_(inverses, vectors, decay=0.95)
+
+
+def _low_rank_step(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
+    from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
+
+    short, long = shape
+    part = [Factors(0, maker.randn(short, rank), maker.randn(rank, long), maker.randn(rank, long))]
+    weight, error = maker.randn(short * long), maker.randn(short * long)
+    settings: dict[str, Any] = {"cols": long, "right": False, "lr": 1e-3, "weight_decay": 0.0, "precision": "tf32x3"}
+    return lambda: low_rank_step_([weight], part, [error], [error], **settings)
+
+
+def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
+    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, places_of
+
+    short, long = shape
+    basis, matrix = maker.randn(1, short, rank), maker.randn(1, short, long)
+    out = torch.empty(1, rank, long, device=maker.device)
+    left, right = Operand(places_of(basis), (rank, 1)).turned, Operand(places_of(matrix), (long, 1))
+    return lambda: (basis, matrix, grouped_product_(out, left, right, short, precision="tf32x3"))
