@@ -15,6 +15,7 @@ from torch import Tensor
 from deepspeed_plugin.checkpoints.decide import Order, Saved
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.reading import read
+from deepspeed_plugin.checkpoints.replacing import refuse_half_replaced
 from deepspeed_plugin.checkpoints.stock_form import from_stock
 from rankwise.step.succeeding import moment_names, moments_of
 
@@ -160,11 +161,12 @@ class SavedCheckpoint(CheckpointFolder):
         return len(self.zero_files) or None
 
     def require_complete(self) -> None:
-        """Refuse a checkpoint of which files are missing.
+        """Refuse a checkpoint of which files are missing, or of another save.
 
         Raises:
             CheckpointError: Names the first one.
         """
+        refuse_half_replaced(self.folder)
         if self.missing:
             raise CheckpointError(
                 f"{self.folder} lacks {self.missing[0]} ({len(self.missing)} of the files of "

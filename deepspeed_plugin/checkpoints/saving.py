@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import RECORD
+from deepspeed_plugin.checkpoints.replacing import Replacement
 from deepspeed_plugin.checkpoints.stock_form import zero_form
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from rankwise.step.optimizer import ShardedOptimizer
@@ -58,30 +58,38 @@ def save_checkpoint(
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     client_state.update(_note(engine, optimizer, Path(save_dir) / name, client_state))
     named_here = not engine.checkpoint_engine.is_decoupled()
-    with zero_form(engine), _failures_held(engine) as failures:
+    replacement = Replacement(engine.checkpoint_engine, Path(save_dir) / name)
+    with zero_form(engine), replacement.writing(engine):
         done = original(
             engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest and not named_here, **options
         )
+    _put_in_place(Path(save_dir), name, replacement, named_here and save_latest and engine.global_rank == 0)
+    return done
 
-    folder = Path(save_dir) / name
+
+def _put_in_place(save_dir: Path, name: str, replacement: Replacement, named: bool) -> None:
+    """Give the files and the checkpoint their names; where a disk is full all ranks hear of it, and nothing changes."""
+    scratch = save_dir / ".latest"
 
     def settle() -> None:
-        if failures:
-            raise _unwritable(folder, failures[0]) from failures[0]
+        replacement.settle()
+        if named:
+            replacement.attempt(scratch, lambda: scratch.write_text(name))
 
     def put_name() -> None:
-        if named_here and save_latest and engine.global_rank == 0:
-            scratch = Path(save_dir) / ".latest"
-            try:
-                scratch.write_text(name)
-                scratch.replace(Path(save_dir) / "latest")
-            except OSError as error:
-                raise _unwritable(scratch, error) from error
+        replacement.finish()
+        if named:
+            scratch.replace(save_dir / "latest")
 
-    # Where a disk is full all ranks hear of it, and the last name stays.
-    read_together(dist.group.WORLD, settle)
+    try:
+        # Each when the one before it is done on all ranks.
+        read_together(dist.group.WORLD, settle)
+        read_together(dist.group.WORLD, replacement.announce)
+    except CheckpointError:
+        replacement.discard()
+        raise
+    read_together(dist.group.WORLD, replacement.commit)
     read_together(dist.group.WORLD, put_name)
-    return done
 
 
 def _note(
@@ -95,32 +103,3 @@ def _note(
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     record = {"identity": optimizer.identity, "save": save[0], "folder": str(folder.resolve()), "added_info": needed}
     return {RECORD: record, **({UNIVERSAL_CHECKPOINT_INFO: version} if needed else {})}
-
-
-def _unwritable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be written: {error}. 'latest' names the checkpoint it named before; make room, and save again."
-    )
-
-
-@contextmanager
-def _failures_held(engine: DeepSpeedEngine) -> Iterator[list[OSError | RuntimeError]]:
-    """Files that cannot be written, to be raised when all ranks are through: DeepSpeed saves end in a barrier."""
-    writer, failures = engine.checkpoint_engine, list[OSError | RuntimeError]()
-    original, own = writer.save, vars(writer).get("save")
-
-    def save(*args: Any, **options: Any) -> Any:
-        try:
-            return original(*args, **options)
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-            failures.append(error)
-            return None
-
-    writer.save = save
-    try:
-        yield failures
-    finally:
-        if own is None:
-            del writer.save
-        else:
-            writer.save = own

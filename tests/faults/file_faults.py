@@ -20,16 +20,21 @@ from torch import nn
 
 from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.checkpoints.files import RECORD
+from deepspeed_plugin.checkpoints.replacing import ASIDE, REPLACING
 
 FULL = Path("/dev/full")
 """What is written to it fails as on a full disk."""
 TAG, FILE = "good", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 STEPS = 2
-# Which rank's file of a save lies on the full disk.
+MODEL = "mp_rank_00_model_states.pt"
+# Which file of a save lies on the full disk, by the tag's name first; files are written aside.
 DISKS = {
-    "full disk, optimizer file of rank 1": f"full/{FILE}",
-    "full disk, model file of rank 0": "full/mp_rank_00_model_states.pt",
+    "full disk, optimizer file of rank 1": f"full/{FILE}{ASIDE}",
+    "full disk, model file of rank 0": f"full/{MODEL}{ASIDE}",
     "full disk, latest": ".latest",
+    "full disk, recovery script": "zero_to_fp32.py",
+    "full disk, optimizer file, same tag": f"{TAG}/{FILE}{ASIDE}",
+    "full disk, model file, same tag": f"{TAG}/{MODEL}{ASIDE}",
 }
 DAMAGED = ("truncated", "emptied", "corrupted")
 
@@ -43,15 +48,17 @@ def seen_while_saving(rank: int, world: int, root: str) -> Sentences:
         ds.train_step(engine, rank, world, step)
     engine.save_checkpoint(root, tag=TAG)
     before = ds.digest(engine.basic_optimizer)
+    files = _bytes_of(folder / TAG)
     for name, path in DISKS.items():
         if rank == 0:
             shutil.rmtree(folder / "full", ignore_errors=True)
             (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).unlink(missing_ok=True)
             (folder / path).symlink_to(FULL)
         torch.distributed.barrier()
         message = "saved"
         try:
-            engine.save_checkpoint(root, tag="full")
+            engine.save_checkpoint(root, tag=TAG if path.startswith(TAG) else "full")
         except CheckpointError as error:
             message = str(error)
         torch.distributed.barrier()
@@ -60,7 +67,8 @@ def seen_while_saving(rank: int, world: int, root: str) -> Sentences:
         found[name] = told(
             {
                 "all ranks raise": "cannot be written" in message and "make room" in message,
-                "`latest` names the previous checkpoint": (folder / "latest").read_text() == TAG,
+                "`latest` names the previous checkpoint": (folder / "latest").read_text() == TAG
+                and _bytes_of(folder / TAG) == files,
                 "the run still holds its states": ds.digest(engine.basic_optimizer) == before,
             }
         )
@@ -70,9 +78,13 @@ def seen_while_saving(rank: int, world: int, root: str) -> Sentences:
     return found
 
 
+def _bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def damage(root: Path) -> None:
     """Copies of the good checkpoint, each with another fault."""
-    for name in (*DAMAGED, "older version", "newer version"):
+    for name in (*DAMAGED, "half replaced", "older version", "newer version"):
         shutil.copytree(root / TAG, root / name / TAG)
         (root / name / "latest").write_text(TAG)
         file = root / name / TAG / FILE
@@ -82,6 +94,8 @@ def damage(root: Path) -> None:
             os.truncate(file, 0)
         elif name == "corrupted":
             _corrupt(file)
+        elif name == "half replaced":
+            (root / name / TAG / REPLACING).write_text("")
         elif name == "newer version":
             _as_newer(file)
         else:
@@ -170,6 +184,7 @@ def seen_while_loading(rank: int, world: int, root: str, kills: Sequence[tuple[K
     found = dict.fromkeys(DISKS, previous)
     for name in DAMAGED:
         found[name] = _refused(_attempt(rank, world, here, folder / name), FILE)
+    found["half replaced"] = _refused(_attempt(rank, world, here, folder / "half replaced"), "was being replaced")
     older = _continues(rank, world, folder, folder / "older version")
     found["older version"] = told({"it continues bit for bit": older})
     newer = _attempt(rank, world, here, folder / "newer version")
