@@ -50,6 +50,7 @@ def seen_while_saving(rank: int, world: int, root: str) -> Sentences:
     before = ds.digest(engine.basic_optimizer)
     files = _bytes_of(folder / TAG)
     for name, path in DISKS.items():
+        torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(folder / "full", ignore_errors=True)
             (folder / path).parent.mkdir(exist_ok=True)
@@ -64,6 +65,7 @@ def seen_while_saving(rank: int, world: int, root: str) -> Sentences:
         torch.distributed.barrier()
         if rank == 0:
             (folder / path).unlink(missing_ok=True)
+        torch.distributed.barrier()
         found[name] = told(
             {
                 "all ranks raise": "cannot be written" in message and "make room" in message,
@@ -79,6 +81,8 @@ def seen_while_saving(rank: int, world: int, root: str) -> Sentences:
 
 
 def _bytes_of(folder: Path) -> dict[str, bytes]:
+    # Nothing of a full disk is left, which would be read for ever.
+    assert not any(path.is_symlink() for path in folder.iterdir())
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
