@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.kernels.full_precision import full_precision
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError
 from rankwise.planning.declared import Declared
@@ -276,7 +277,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters from their gradients.
+        """Update the parameters from their gradients, by products in the full precision of their type.
 
         Args:
             closure: Reevaluates the model and returns the loss.
@@ -288,8 +289,12 @@ class ShardedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if are_deferred():
-            return loss
+        if not are_deferred():
+            with full_precision():
+                self._step()
+        return loss
+
+    def _step(self) -> None:
         self.saved.forget_consolidated()
         unit = self._unit()
         if self.opening.counts_on_device(unit):
@@ -316,7 +321,6 @@ class ShardedOptimizer(Optimizer, ABC):
                 self.health.add("steps", 1.0)
             if unit.exchange is not None:
                 self.matrix_states.drop_foreign(unit.exchange.plan.owners, unit.layout.rank)
-        return loss
 
     def _unit(self) -> StepUnit:
         """The unit of this call, planned if it is not."""

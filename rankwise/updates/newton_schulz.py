@@ -39,7 +39,7 @@ def newton_schulz(
             transposed, so that the Gram matrix has the smaller side.
         steps: Number of iterations, at least 1.
         dtype: Dtype of the products; ``torch.bfloat16`` leaves a relative error of 1 to 2 %. ``None`` keeps the
-            dtype of ``matrix``, in full precision unless TF32 was switched on for the process.
+            dtype of ``matrix``, in full precision unless TF32 was switched on for the process; in a step it never is.
         eps: Added to the norm, which is taken in the dtype of ``matrix``, or in float32 if that is narrower.
         coefficients: Name of the polynomials, one of :data:`rankwise.updates.polynomials.COEFFICIENT_SETS`.
 

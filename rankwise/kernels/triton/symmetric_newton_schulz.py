@@ -112,7 +112,7 @@ def _product(x: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Ten
         float(alpha),
         float(beta),
         ADD=addend is not None,
-        PRECISION="tf32" if single and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION="ieee",
         BLOCK=block,
         DEPTH=depth,
         num_warps=warps,
