@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.kernels import graphs, triton
 from rankwise.ldadam import forms
@@ -68,3 +70,27 @@ def test_tiles_cover_every_run(lengths: tuple[int, ...]) -> None:
     assert tiles.rows.view(-1, 2).tolist() == list(map(list, wanted)) and tiles.count == len(wanted)
     bounds = tiles.bounds.tolist()
     assert [last - first for first, last in zip(bounds, bounds[1:], strict=False)] == [-(-n // 4) for n in lengths]
+
+
+class _OnTheHost(TorchDispatchMode):
+    """Counts the elements of what operations make on the host."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            self.elements += result.numel()
+        return result
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_the_host_makes_no_table_of_all_tiles() -> None:
+    """Of 7 B parameters in tiles of 512 elements it was 400 MiB and most of a second."""
+    from rankwise.kernels.triton.segments import Tiles
+
+    lengths = (4096 * 11008,) * 155
+    with _OnTheHost() as made:
+        tiles = Tiles(lengths, 512, torch.device("meta"))
+    assert tiles.rows.shape == (2 * tiles.count,) and tiles.count == sum(lengths) // 512
+    assert made.elements <= 4 * (len(lengths) + 1)

@@ -7,15 +7,15 @@ Two small integer tables on the device say what a program does:
 - the *table of tiles*, one row per program: the run, and the first element of the tile in the run.
 
 Both are functions of their integers alone, so they are built once and kept: a step whose tensors lie where they lay
-before uploads nothing. An upload goes through pinned memory without waiting for the device. A run of length 0 has no
-tile.
+before uploads nothing. An upload goes through pinned memory without waiting for the device; the long table of tiles is
+made there from the few bounds of the runs. A run of length 0 has no tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 import triton.language as tl
@@ -45,13 +45,8 @@ class Tiles:
     def __init__(self, lengths: Row, tile: int, device: torch.device) -> None:
         tiles = [ceil_div(length, tile) for length in lengths]
         self.count = sum(tiles)
-        counts = torch.tensor(tiles, dtype=torch.int64)
-        ends = counts.cumsum(0)
-        runs = torch.arange(len(lengths)).repeat_interleave(counts)
-        starts = (torch.arange(self.count) - (ends - counts)[runs]) * tile
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        self._rows = Table(torch.stack([runs, starts], dim=1).view(-1), device)
-        self._bounds = Table(bounds, device)
+        self._bounds = Table(tuple(accumulate(tiles, initial=0)), device)
+        self._rows = Table(_rows_of(self._bounds.here(), self.count, tile), device)
 
     @property
     def rows(self) -> Tensor:
@@ -62,6 +57,13 @@ class Tiles:
     def bounds(self) -> Tensor:
         """(runs + 1) int64."""
         return self._bounds.here()
+
+
+def _rows_of(bounds: Tensor, count: int, tile: int) -> Tensor:
+    """The table of tiles, made where it is wanted: of a large model the host would take a second and half a GiB."""
+    places = torch.arange(count, device=bounds.device)
+    runs = torch.searchsorted(bounds[1:], places, right=True)
+    return torch.stack([runs, places.sub_(bounds[runs]).mul_(tile)], dim=1).view(-1)
 
 
 @lru_cache(maxsize=_KEPT_TILINGS)

@@ -29,7 +29,7 @@ class Table:
     """Integers on a device.
 
     Args:
-        values: The integers; a tensor of them lies on the host.
+        values: The integers; a tensor of them is there already, made on the current stream.
         device: Where they are wanted.
 
     Raises:
@@ -38,16 +38,12 @@ class Table:
 
     def __init__(self, values: Row | Tensor, device: torch.device) -> None:
         graphs.refuse_capture(device, "a step on tensors of sizes that no earlier step has seen")
-        # A long one is made without Python's integers.
-        host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
         self._ready: set[int] = set()
         self._uploaded: torch.cuda.Event | None = None
+        self._table = values if isinstance(values, Tensor) else _uploaded(values, device)
         if device.type != "cuda":
-            self._table = host.to(device)
             return
         stream = torch.cuda.current_stream(device)
-        # The host's allocator keeps pinned memory until the copy has been made.
-        self._table = host.pin_memory().to(device, non_blocking=True)
         self._uploaded = torch.cuda.Event()
         self._uploaded.record(stream)
         self._ready.add(stream.cuda_stream)
@@ -64,6 +60,14 @@ class Table:
                 self._table.record_stream(stream)
                 self._ready.add(stream.cuda_stream)
         return self._table
+
+
+def _uploaded(values: Row, device: torch.device) -> Tensor:
+    host = torch.tensor(values, dtype=torch.int64)
+    if device.type != "cuda":
+        return host.to(device)
+    # The host's allocator keeps pinned memory until the copy has been made.
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=_KEPT_TABLES)
