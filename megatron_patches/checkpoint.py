@@ -30,6 +30,7 @@ from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
 from megatron_patches.takeover import TAKEOVER, Takeover, find_takeovers, taken_over
+from megatron_patches.whole_files import require_whole
 from rankwise.sharding import Fragment
 from rankwise.step.carrying import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
@@ -154,9 +155,11 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
 
     Raises:
         ValueError: An optimizer would get the states of another one, or of other shapes, or a param group the settings
-            of any of several.
+            of any of several; or a file is missing or cut off.
     """
     stored = _common_state(requested, folder)
+    if any(find_takeovers(requested)):
+        require_whole(folder)
     placed, theirs = dict(find_records(requested)), dict(find_records(stored))
     wanted, saved = list(placed.values()), list(theirs.values())
     predecessor = _predecessor(requested, theirs, stored, folder)

@@ -242,11 +242,14 @@ class _Adopted(MegatronOptimizer):
             return
         if "main_weights" in state_dict:
             refuse_holder(self, state_dict.get("holder"))
+            self._load_full(inner, state_dict)
+        else:
+            load_sharded(self, state_dict)
+        # When nothing is refused any more.
         if getattr(self, "grad_scaler", None) and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        if "main_weights" not in state_dict:
-            load_sharded(self, state_dict)
-            return
+
+    def _load_full(self, inner: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
         before = [dict(group) for group in inner.param_groups]
         inner.load_state_dict(state_dict["optimizer"])
         settle_options(inner, before, state_dict.get("options", {}), overrides(self), keep_structure=False)

@@ -121,7 +121,7 @@ TABLE = [
         Row(
             f"{name} checkpoint file",
             CORE,
-            "all ranks raise; the optimizer's weights and states keep their bits",
+            "all ranks raise, naming whichever file it is; nothing has changed",
             MEGATRON,
             scenario,
         )

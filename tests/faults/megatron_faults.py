@@ -20,6 +20,7 @@ from megatron_patches.cpu import cpu_megatron
 CELL = Cell(precision="bf16", use_distributed_optimizer=True)
 FULL = "/dev/full"
 STEPS = 2
+REFUSED = "all ranks raise, naming whichever file it is"
 
 
 def _bytes(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -27,6 +28,8 @@ def _bytes(trainer: Trainer) -> dict[str, torch.Tensor]:
     inner = trainer.optimizer.chained_optimizers[0].optimizer
     weights = [weight for group in inner.param_groups for weight in group["params"]]
     found = {f"weights {index}": weight for index, weight in enumerate(weights)}
+    models = (weight for chunk in trainer.chunks for weight in chunk.parameters())
+    found |= {f"model {index}": weight for index, weight in enumerate(models)}
     for index, weight in enumerate(weights):
         found |= {f"{index} {name}": value for name, value in inner.state[weight].items()}
     found |= {f"{key} {name}": value for key, state in inner.matrix_states.items() for name, value in state.items()}
@@ -50,10 +53,11 @@ def _try(action: Any) -> str:
     return ""
 
 
-def damage(root: Path, name: str) -> None:
-    """A copy of the good checkpoint whose largest file is cut off, emptied, or gone."""
+def damage(root: Path, name: str, nth: int) -> None:
+    """A copy of the good checkpoint of which one file is cut off, emptied, or gone."""
+    shutil.rmtree(root / name, ignore_errors=True)
     shutil.copytree(root / "good", root / name)
-    file = max((root / name).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file = sorted((root / name).glob("*.distcp"))[nth]
     if name == "gone":
         file.unlink()
     else:
@@ -83,14 +87,15 @@ def seen_by_megatron(rank: int, world: int, root: str) -> Sentences:
         straight = _of_elements(_bytes(trainer))
         before = _bytes(trainer)
         for name in ("truncated", "emptied", "gone"):
-            if rank == 0:
-                damage(folder, name)
-            dist.barrier()
-            raised = _try(lambda name=name: trainer.load(folder / name))
-            # The model's own weights are Megatron's to load, in place.
-            same = _same(before, _bytes(trainer))
-            facts = {"all ranks raise": bool(raised), "the optimizer's weights and states keep their bits": same}
-            found[f"{name}, Megatron"] = told(facts)
+            refused, same = True, True
+            for nth in range(len(sorted((folder / "good").glob("*.distcp")))):
+                if rank == 0:
+                    damage(folder, name, nth)
+                dist.barrier()
+                message = _try(lambda name=name: trainer.load(folder / name))
+                refused &= f"__{nth // 2}_{nth % 2}.distcp" in message and "load an earlier one" in message
+                same &= _same(before, _bytes(trainer))
+            found[f"{name}, Megatron"] = told({REFUSED: refused, "nothing has changed": same})
     with cpu_megatron(), opened(CELL, maker("ldadam")) as trainer:
         trainer.load(folder / "good")
         trained(trainer, 1)

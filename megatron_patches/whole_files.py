@@ -1,0 +1,52 @@
+"""Whether a checkpoint's files are there to the end: Megatron reads into weights and states in place, file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+
+from rankwise.sharding import together
+
+__all__ = ["require_whole"]
+
+
+def require_whole(folder: str) -> None:
+    """Refuse a checkpoint of which a file is missing or cut off, before anything of it is read.
+
+    Sizes alone are compared, by rank 0: what is damaged inside shows when it is read. A collective of all ranks.
+
+    Args:
+        folder: The checkpoint; one that does not lie in a file system as ``torch_dist`` is not judged.
+
+    Raises:
+        ValueError: On all ranks, with the file and both sizes.
+    """
+
+    def look() -> None:
+        problems = list(_problems(Path(folder))) if dist.get_rank() == 0 else []
+        if problems:
+            further = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ValueError(
+                f"{problems[0]}{further}: the checkpoint was not written to the end, or is damaged; load an "
+                "earlier one. Nothing was read"
+            )
+
+    together(look, dist.group.WORLD)
+
+
+def _problems(folder: Path) -> Iterator[str]:
+    if not (folder / ".metadata").is_file():
+        return
+    ends: dict[str, int] = {}
+    for place in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            yield f"{file} is missing"
+        elif size < end:
+            yield f"{file} has {size} bytes and must have {end}"
