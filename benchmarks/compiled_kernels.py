@@ -244,6 +244,14 @@ def update(rule: Any, compared: bool = True, of_device: bool = False, lr: Any = 
     triton.run(Pass(rule, {name: run() for name in names}, scalars, None if rule == "lion" else torch.ones(2)))
 
 
+def step_of_products(dtype: torch.dtype) -> None:
+    from rankwise.kernels import triton
+
+    scalars = Scalars(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    fields = {name: run() for name in FIELDS["adamw"]} | {"grad": [each.to(dtype) for each in run()]}
+    triton.run(Pass("adamw", fields, scalars, torch.ones(2)))
+
+
 def mars_adamw(of_device: bool) -> None:
     update("adamw", of_device=of_device, lr=torch.tensor(0.1))
 
@@ -294,16 +302,21 @@ def orthogonal_steps(product: torch.dtype, rows: int, columns: int) -> None:
 
 
 def factors(rule: str, dtype: torch.dtype) -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = list(torch.zeros(2, 64, 64, dtype=dtype))
     update_factors_(inverses, torch.zeros(2, 64), decay=0.9, rule=rule, seen=torch.ones(2, dtype=torch.bool))
 
 
-def rescale() -> None:
-    from rankwise.mkor.cuda_rescale import rescale_
+def preconditioning(dtype: torch.dtype, bias: bool, in_fp32: bool) -> None:
+    from rankwise.mkor.cuda import preconditioning_together as together
+    from rankwise.mkor.preconditioning import Gradient
 
-    rescale_(run(), run(), 64)
+    found = Gradient(64, 64, [torch.zeros(4096)], [torch.zeros(64)] if bias else (), False, torch.eye(64), None)
+    if in_fp32:
+        together.precondition_into([[torch.zeros_like(run) for run in found.runs]], [found], dtype, True)
+    else:
+        together.preconditioned([found], dtype, True)
 
 
 def moments() -> None:
@@ -350,7 +363,9 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (newton_schulz, (torch.bfloat16,)),
     (newton_schulz, (torch.float32,)),
     (factors, ("official", torch.bfloat16)),
-    (rescale, ()),
+    (preconditioning, (torch.bfloat16, False, False)),
+    (preconditioning, (torch.bfloat16, True, True)),
+    (step_of_products, (torch.bfloat16,)),
     (moments, ()),
     (low_rank_step, (False,)),
     (low_rank_matrices, (256,)),
@@ -359,6 +374,7 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
 MORE = [
     (orthogonal_steps, (torch.float32, 64, 128)),
     *((sonew, (band,)) for band in range(2, 9)),
+    (preconditioning, (torch.float32, True, False)),
     *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
     (low_rank_step, (True,)),
     (low_rank_matrices, (16,)),

@@ -175,7 +175,8 @@ class Values(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         here = [tensor for tensor in inputs if tensor.device == META]
         waits = bool(here) and (name in _WAITS or _leaves(name, kwargs, args))
-        result = _steady(name, args, kwargs) if waits else func(*args, **kwargs)
+        arrives = name == "copy_" and bool(here) and args[0].device != META
+        result = args[0].fill_(1) if arrives else _steady(name, args, kwargs) if waits else func(*args, **kwargs)
         if self._counts is None:
             return result
         if waits:
@@ -208,7 +209,7 @@ def _leaves(name: str, kwargs: dict[str, Any], args: Any) -> bool:
     """Whether values are copied to the host."""
     if name == "_to_copy":
         return kwargs.get("device") is not None and torch.device(kwargs["device"]) != META
-    return name == "copy_" and args[0].device != META
+    return name == "copy_" and args[0].device != META and not (args[2:] or (kwargs.get("non_blocking"),))[0]
 
 
 def _steady(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -216,10 +217,7 @@ def _steady(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return False if args[0].dtype == torch.bool else 0
     if name in ("equal", "is_nonzero"):
         return False
-    if name == "copy_":
-        return args[0].zero_()
     if name == "_to_copy":
-        # How much has been seen of every layer: one of each.
         return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
     return args[0].new_empty(0)
 

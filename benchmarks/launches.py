@@ -117,9 +117,11 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         return moved * sum(table[fields :: fields + 1])
     if name == "normalise_kernel":
         return (4 + given["ELEMENT"].primitive_bitwidth // 8) * sum(table[2::3])
-    if name in ("_norms_kernel", "_rescale_kernel"):
-        # Two fields are read; or one of them, and one is written.
-        return 4 * 2 * sum(table[2::3])
+    if name in ("_gather_kernel", "_squares_kernel", "_finish_kernel"):
+        fields, size = given["FIELDS"], given["ELEMENT"].primitive_bitwidth // 8
+        # Gradients are rounded; results are measured, and written elsewhere or left alone.
+        moved = {"_gather_kernel": 4 + size, "_squares_kernel": size}.get(name, (size + 4) if given.get("OUT") else 0)
+        return moved * sum(table[fields :: fields + 5])
     if name.startswith("sonew"):
         return _of_sonew(name, table)
     if name == "_step_kernel":

@@ -24,8 +24,8 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "SONew, band 4": ((69.1, 14, 0), (69.1, 14, 0)),
     "LDAdam, rank 16": ((38.2, 121, 0), (40.3, 103, 0)),
     "LDAdam, rank 256": ((47.8, 103, 0), (47.8, 244, 0)),
-    "MKOR": ((75.2, 694, 0), (81.9, 2466, 0)),
-    "MKOR, factor step": ((93.8, 3276, 1), (97.8, 10758, 1)),
+    "MKOR": ((33.4, 190, 0), (34.0, 594, 0)),
+    "MKOR, factor step": ((52.0, 406, 0), (50.0, 1506, 0)),
 }
 
 

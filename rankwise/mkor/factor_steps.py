@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
 from rankwise.planning.element_states import States
@@ -30,6 +31,20 @@ _COMPILED = (
     ", or torch.compile runs what it made of a module of the same class without hooks (compile and run others after "
     "this one, or set torch._dynamo.config.skip_nnmodule_hook_guards = False)"
 )
+
+
+class _News(NamedTuple):
+    """A factor step of which the host has yet to learn.
+
+    Attributes:
+        unit: That took it.
+        counts: The numbers of the step by matrix.
+        numbers: See :class:`rankwise.statistics.collector.Reduced`.
+    """
+
+    unit: StepUnit
+    counts: dict[str, int]
+    numbers: HostCopy
 
 
 class FactorSteps:
@@ -58,6 +73,8 @@ class FactorSteps:
         self._options, self._table, self._planner = options, table, planner
         self._statistics, self._matrix_states = statistics, matrix_states
         self._frozen: dict[str, Tensor] = {}
+        self._news: list[_News] = []
+        self._failures: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # The model of a copy is not captured.
@@ -160,7 +177,7 @@ class FactorSteps:
             groups: The optimizer's param groups.
 
         Raises:
-            RuntimeError: A matrix's factors have failed too often.
+            RuntimeError: A matrix's factors have failed too often, and the host knows of it at once.
         """
         first = unit is next(iter(self._planner.units.values()))
         if first:
@@ -168,8 +185,38 @@ class FactorSteps:
         if not counts:
             return {}
         found = self._statistics.reduced(unit, list(counts), first, self._own_report)
-        self._note(unit, counts, found.reports, found.tokens, groups)
+        self._news.append(_News(unit, dict(counts), found.numbers))
+        if found.numbers.is_here:
+            self.learn(groups)
+            self._refuse_broken()
         return found.vectors
+
+    def learn_before(self, unit: StepUnit | None, groups: Groups) -> None:
+        """Learn from the factor steps of the last round as the next one begins.
+
+        Args:
+            unit: That is to be stepped; None: it has yet to be planned.
+            groups: The optimizer's param groups.
+
+        Raises:
+            RuntimeError: A matrix's factors have failed too often.
+        """
+        if unit is None or any(unit is news.unit for news in self._news):
+            self.learn(groups)
+        self._refuse_broken()
+
+    def learn(self, groups: Groups) -> None:
+        """Learn from all factor steps so far, for which the host may have to wait; what is broken is told by steps.
+
+        Args:
+            groups: The optimizer's param groups.
+        """
+        while self._news:
+            self._note(self._news.pop(0), groups)
+
+    def _refuse_broken(self) -> None:
+        failures, self._failures = self._failures, {}
+        refuse_broken_factors(list(failures), list(failures.values()))
 
     def drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
@@ -185,17 +232,12 @@ class FactorSteps:
         device = self._statistics.records[key].sum_input.device
         return torch.full((), GLIMPSE, device=device) + (0 if failures is None else failures.to(device))
 
-    def _note(
-        self,
-        unit: StepUnit,
-        counts: Mapping[str, int],
-        reports: Sequence[float],
-        tokens: Sequence[float],
-        groups: Groups,
-    ) -> None:
+    def _note(self, news: _News, groups: Groups) -> None:
         """Learn from a factor step; the numbers are over all ranks, so that all of them decide alike."""
+        unit, counts = news.unit, news.counts
         schedule, keys = self.schedule, list(counts)
-        refuse_broken_factors(keys, [float(int(report)) for report in reports])
+        reports, tokens = news.numbers.read()
+        self._failures |= {key: float(int(report)) for key, report in zip(keys, reports, strict=True)}
         for key, report, number in zip(keys, reports, tokens, strict=True):
             schedule.note(key, counts[key], number > 0, report % 1 > 0)
         silent = sorted(counts.keys() - schedule.heard - schedule.left_out)
@@ -212,13 +254,21 @@ class FactorSteps:
         if silent or found:
             schedule.left_out = (schedule.left_out | set(silent)) - set(found)
             self._take_back(found, groups)
-            unit.scratch["stale"] = True
+            for other in self._planner.units.values():
+                # Not the unit of the step alone: it may have been planned anew since.
+                if any(key in other.layout.shapes for key in (*silent, *found)):
+                    other.scratch["stale"] = True
 
     def _take_back(self, found: Sequence[str], groups: Groups) -> None:
         """Give matrices the rule again that their options ask for."""
         for name in found:
             self._table.route_by(groups, name)
         self._route_left_out()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are factor steps of which the host has yet to learn, or to tell."""
+        return len(self._news) + len(self._failures) > 0
 
     @property
     def unheard(self) -> int:
@@ -235,6 +285,8 @@ class FactorSteps:
             groups: The optimizer's param groups.
         """
         self._statistics.listen_to_all()
+        self._news.clear()
+        self._failures.clear()
         before = set(self.schedule.left_out)
         self.schedule.load_state_dict(state)
         for unit in self._planner.units.values():

@@ -3,71 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels.forms import product_dtype_for
 from rankwise.mkor import formulas as updates
-from rankwise.mkor.forms import factor_update_for, precondition_into_for, rescale_for
+from rankwise.mkor.forms import factor_update_for, precondition_into_for, together_for
+from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.workspace import Workspace
 from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.unit import WHOLE
 from rankwise.sharding import Block, MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 
-__all__ = ["KroneckerFactors", "LayerSignature"]
-
-
-class LayerSignature(NamedTuple):
-    """What layers of one batch have in common.
-
-    Attributes:
-        outputs: Features the layer gives.
-        inputs: Features it takes.
-        has_bias: Whether the bias gradient rides along as one more column.
-        transposed: Whether the weight is (inputs, outputs).
-        position: Param group.
-        blocks: The matrices that the weight's outputs are divided into; empty where it is one. They share the right
-            factor, as they have the inputs in common.
-    """
-
-    outputs: int
-    inputs: int
-    has_bias: bool
-    transposed: bool
-    position: int
-    blocks: tuple[Block, ...] = ()
-
-    @property
-    def cost(self) -> float:
-        """Floating-point operations of preconditioning one matrix."""
-        columns = self.inputs + self.has_bias
-        return sum(float(2 * outputs * columns * (outputs + columns)) for outputs in self.lefts.values())
-
-    @property
-    def lefts(self) -> Mapping[str, int]:
-        """Sides of the left factors by their names."""
-        return {f"left[{block.name}]": block.size for block in self.blocks} or {"left": self.outputs}
-
-    def of_block(self, block: Block) -> LayerSignature:
-        """Of one block, as if it were a layer."""
-        return self._replace(outputs=block.size, blocks=())
-
-    def parts_of(self, block: Block, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The block's elements of weights and biases, each (..., elements), as :meth:`Block.of` gives them."""
-        shape = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
-        weight, *biases = parts
-        return [block.of(weight, *shape), *(replace(block, by_columns=False).of(bias, self.outputs) for bias in biases)]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of the weight and, if it rides along, of the bias."""
-        return (self.outputs * self.inputs, self.outputs)[: 1 + self.has_bias]
+__all__ = ["KroneckerFactors", "gradients_of"]
 
 
 class KroneckerFactors:
@@ -196,6 +152,17 @@ class KroneckerFactors:
             for new, state, grad in zip(result, states, stack, strict=True):
                 self.apply_to_one(signature, state, grad.split(sizes), new.split(sizes), product, space)
             return result
+        together = together_for(stack.device, stack.dtype, product)
+        if together is not None:
+            result, sizes = torch.empty_like(stack), signature.sizes
+            parts = [row.split(sizes) for row in stack]
+            found = [
+                _gradient(signature, state, [weight], biases)
+                for state, (weight, *biases) in zip(states, parts, strict=True)
+            ]
+            out = [row.split(sizes) for row in result]
+            together.precondition_into(out, found, product, self._options.rescale is not None)
+            return result
         left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
         shape = (signature.outputs, signature.inputs)
         if signature.transposed:
@@ -205,12 +172,16 @@ class KroneckerFactors:
         update = _products(stack, shape, left, right, product)
         if self._options.rescale is None:
             return update
-        rescale_in_place = rescale_for(stack.device, stack.dtype)
-        if rescale_in_place is not None:
-            rescale_in_place(list(update), list(stack))
-            return update
         norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
         return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
+
+    def together(self, device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
+        """What preconditions many gradients of this type on this device at once, if there is such a form."""
+        return together_for(device, dtype, product)
+
+    def precondition(self, gradients: Sequence[Gradient], form: ModuleType, product: torch.dtype) -> Preconditioned:
+        """Those of many matrices; see :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned`."""
+        return form.preconditioned(gradients, product, self._options.rescale is not None)  # type: ignore[no-any-return]
 
     def apply_to_one(
         self,
@@ -253,6 +224,29 @@ class KroneckerFactors:
         into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
 
 
+def gradients_of(
+    signature: LayerSignature, state: MatrixState, parts: Sequence[Tensor]
+) -> Iterator[tuple[Gradient, list[tuple[int, slice]]]]:
+    """The matrices that a layer's gradient consists of: its blocks, or itself.
+
+    Args:
+        signature: Of the layer.
+        state: Its state.
+        parts: Gradients of its weight and, if it rides along, of its bias, 1-D.
+
+    Yields:
+        A matrix, and the place of each of its runs: which of the parts, and which of its elements.
+    """
+    if not signature.blocks:
+        yield _gradient(signature, state, parts[:1], parts[1:]), [(part, WHOLE) for part in range(len(parts))]
+    for block in signature.blocks:
+        slices = signature.slices_of(block)
+        weights, *biases = ([part[own] for own in found] for part, found in zip(parts, slices, strict=True))
+        runs = [(part, own) for part, found in enumerate(slices) for own in found]
+        factors = _of_block(state, block)
+        yield _gradient(signature.of_block(block), factors, weights, *biases), runs
+
+
 def _by_block(
     signature: LayerSignature, states: Sequence[MatrixState], stack: Tensor, apply: Callable[..., Tensor]
 ) -> Tensor:
@@ -272,6 +266,16 @@ def _of_block(state: MatrixState, block: Block) -> MatrixState:
     """The factors of one block by the names they would have in a layer of its own."""
     names = {f"left[{block.name}]": "left", "right": "right"}
     return {name: state[own] for own, name in names.items() if own in state}
+
+
+def _gradient(
+    signature: LayerSignature, state: MatrixState, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
+) -> Gradient:
+    left, right = state.get("left"), state.get("right")
+    rows, columns = signature.outputs, signature.inputs
+    if signature.transposed:
+        left, right, rows, columns = right, left, columns, rows
+    return Gradient(rows, columns, weights, biases, signature.transposed, left, right)
 
 
 def _products(

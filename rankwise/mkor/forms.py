@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from rankwise.kernels.forms import is_for_cpus, kernels_for
 from rankwise.mkor import blocked
 from rankwise.mkor import native as compiled
 
-__all__ = ["factor_update_for", "precondition_into_for", "rescale_for"]
+__all__ = ["factor_update_for", "precondition_into_for", "together_for"]
 
 
 def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
@@ -47,20 +48,21 @@ def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dt
         return blocked.update_factors_
     if chosen is not triton or factor == torch.float64:
         return None
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     return update_factors_
 
 
-def rescale_for(device: torch.device, dtype: torch.dtype) -> Callable[[list[Tensor], list[Tensor]], None] | None:
-    """:func:`rankwise.mkor.cuda_rescale.rescale_`, or None where there is no form of it but the pure functions.
+def together_for(device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
+    """The module :mod:`rankwise.mkor.cuda.preconditioning_together`, or None where it takes no such gradients.
 
     Args:
         device: Where the gradients lie.
         dtype: Their type.
+        product: The type of the products.
     """
     if kernels_for(device, dtype) is not triton:
         return None
-    from rankwise.mkor.cuda_rescale import rescale_
+    from rankwise.mkor.cuda import preconditioning_together
 
-    return rescale_
+    return preconditioning_together if preconditioning_together.takes(dtype, product) else None

@@ -65,6 +65,10 @@ class MKOR(ShardedOptimizer):
         self.factor_steps = FactorSteps(options, self.table, self.planner, self.statistics, self.matrix_states)
         self.switch = Switch(options, self.statistics, self.matrix_states, self.planner)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.factor_steps.learn(self.param_groups)
+        return super().__getstate__()
+
     # --- statistics ---------------------------------------------------------------------------------------------
 
     def capture(
@@ -92,6 +96,7 @@ class MKOR(ShardedOptimizer):
         Raises:
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
         """
+        self.factor_steps.learn(self.param_groups)
         self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
         self.factor_steps.route_captured()
         self.planner.forget()
@@ -142,6 +147,7 @@ class MKOR(ShardedOptimizer):
 
     def read_health(self) -> dict[str, float]:
         """As in the base class, and ``layers_never_seen``: captured layers of which no input has come by so far."""
+        self.factor_steps.learn(self.param_groups)
         return {**super().read_health(), "layers_never_seen": float(self.factor_steps.unheard)}
 
     # --- plan ---------------------------------------------------------------------------------------------------
@@ -152,10 +158,15 @@ class MKOR(ShardedOptimizer):
         if self.switch.is_over:
             return
         tasks = matrix_tasks(unit, self.statistics.records, self.table, self.options.backend)
-        self.planner.choose_owners(unit, tasks)
+        product = self._factors.product_type(unit.device, unit.dtype)
+        # Those that lie whole on their owner are then stepped together.
+        alone = self._factors.together(unit.device, unit.dtype, product) is not None
+        self.planner.choose_owners(unit, tasks, alone=alone)
         self.factor_steps.watch(unit, tasks)
 
     def _unit(self) -> StepUnit:
+        if self.factor_steps.has_news:
+            self.factor_steps.learn_before(self.planner.find(self.param_groups), self.param_groups)
         self.factor_steps.warn_of_unfrozen()
         self.factor_steps.plan_again(self, self.param_groups)
         return super()._unit()
@@ -213,6 +224,7 @@ class MKOR(ShardedOptimizer):
 
     def extra_state(self) -> dict[str, Any]:
         """When factors are due, and the hybrid switch."""
+        self.factor_steps.learn(self.param_groups)
         own = {"factor_schedule": self.factor_steps.schedule.state_dict(), "hybrid": self.switch.state_dict()}
         return {**super().extra_state(), **own}
 

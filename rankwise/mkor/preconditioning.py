@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from rankwise.mkor.inverses import check_choice, compute_dtype
 
 __all__ = [
     "RESCALES",
+    "Gradient",
+    "Preconditioned",
     "Rescale",
     "apply_inverses",
     "gradient_norm",
@@ -22,6 +26,61 @@ __all__ = [
 Rescale = Literal["joint", "sum_of_norms"]
 
 RESCALES: tuple[str, ...] = ("joint", "sum_of_norms")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one matrix, as it lies in memory, with its factor inverses.
+
+    Attributes:
+        rows: Of the weight as it lies.
+        columns: Of it.
+        weights: Its elements in order, in one or several 1-D runs.
+        biases: The bias's, alike, where it rides along.
+        turned: Whether the bias is one more row; otherwise it is one more column.
+        left: (d, d) for the rows, or None for the identity.
+        right: (d, d) for the columns, alike.
+    """
+
+    rows: int
+    columns: int
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    turned: bool
+    left: Tensor | None
+    right: Tensor | None
+
+    @property
+    def has_last_column(self) -> bool:
+        """Whether the bias is the matrix's last column."""
+        return len(self.biases) > 0 and not self.turned
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole matrix."""
+        return self.rows + (len(self.biases) > 0 and self.turned), self.columns + self.has_last_column
+
+    @property
+    def runs(self) -> list[Tensor]:
+        """Of the weight, and of the bias."""
+        return [*self.weights, *self.biases]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all runs."""
+        return self.shape[0] * self.shape[1]
+
+
+class Preconditioned(NamedTuple):
+    """What has become of some gradients.
+
+    Attributes:
+        runs: 1-D, in the type of the products.
+        factors: (runs,) fp32, what they are yet to be multiplied by; None: by nothing.
+    """
+
+    runs: list[Tensor]
+    factors: Tensor | None
 
 
 def precondition(

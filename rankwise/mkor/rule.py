@@ -5,26 +5,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rankwise.mkor.factors import KroneckerFactors, LayerSignature
+from rankwise.mkor.factors import KroneckerFactors, gradients_of
+from rankwise.mkor.layer_signature import LayerSignature
+from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.workspace import Workspace
 from rankwise.options.validation import OptionError
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.table import ParameterTable
-from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.planning.unit import WHOLE, Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
-from rankwise.step.first_order import FirstOrder
+from rankwise.step.first_order import FirstOrder, adamw_step
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 
 __all__ = ["MKORRule", "matrix_tasks"]
 
 logger = logging.getLogger(__name__)
+
+
+_MOST_RUNS = 64
+"""Of a block that is stepped where it lies: each is a row of tables that the host makes."""
+
+
+class _Taken(NamedTuple):
+    """A matrix that is to be stepped where it lies; see :meth:`rankwise.step.matrices.MatrixRule.take`."""
+
+    task: MatrixTask
+    indices: Sequence[int]
+    values: Sequence[Tensor]
 
 
 class MKORRule(MatrixRule):
@@ -56,6 +70,8 @@ class MKORRule(MatrixRule):
         self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
         self._product = factors.product_type(unit.device, unit.dtype)
         self._singly = factors.computes_singly(unit.device, unit.dtype)
+        self._together = factors.together(unit.device, unit.dtype, self._product)
+        self._taken: list[_Taken] = []
         self._space: Workspace = unit.scratch.setdefault("space", Workspace())
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -74,12 +90,18 @@ class MKORRule(MatrixRule):
         return self._factors.apply(batch.signature, self._moved(tasks), stack, self._product, self._space)
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
-        """Keep preconditioned gradients for the first-order rule."""
+        """Step with preconditioned gradients, or keep them for a first-order rule that needs all of them."""
+        if self._first_order.is_elementwise:
+            runs = [(index, WHOLE) for index in indices]
+            self._step_runs(runs, Preconditioned(list(results), None))
+            return
         for index, result in zip(indices, results, strict=True):
             self._keep(index, result)
 
     def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        """Where a matrix is preconditioned for itself and in place; steps it at once if the first-order rule can."""
+        """Where matrices are preconditioned in place, each for itself or many together."""
+        if self._together is not None:
+            return self._take_along(_Taken(task, indices, values))
         if not self._singly:
             return False
         (state,), sizes = self._moved([task]), task.signature.sizes
@@ -90,6 +112,11 @@ class MKORRule(MatrixRule):
             if self._gradients[index] is not None:
                 self._step_at_once(index, result)
         return True
+
+    def finish(self) -> None:
+        """Step what has been taken."""
+        if self._taken:
+            self._step_taken()
 
     def remaining(self) -> list[Bucket]:
         """What the first-order rule has yet to step."""
@@ -112,6 +139,67 @@ class MKORRule(MatrixRule):
             self.health.add("factors_updated", updated)
             self.health.add("factors_skipped", skipped)
         return states
+
+    # --- many together ------------------------------------------------------------------------------------------
+
+    def _take_along(self, taken: _Taken) -> bool:
+        signature = taken.task.signature
+        if not self._first_order.is_adamw or any(
+            len(runs) > _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block)
+        ):
+            return False
+        self._taken.append(taken)
+        assert self._together is not None
+        if sum(sum(each.task.signature.sizes) for each in self._taken) >= self._together.AT_ONCE:
+            self._step_taken()
+        return True
+
+    def _step_taken(self) -> None:
+        """Precondition what has been taken, and step with what comes of it, in the type of the products."""
+        taken, self._taken = self._taken, []
+        gradients: list[Gradient] = []
+        runs: list[tuple[int, slice]] = []
+        for each, state in zip(taken, self._moved_by_shape([each.task for each in taken]), strict=True):
+            for gradient, places in gradients_of(each.task.signature, state, each.values):
+                gradients.append(gradient)
+                runs += [(each.indices[part], own) for part, own in places]
+        assert self._together is not None
+        self._step_runs(runs, self._factors.precondition(gradients, self._together, self._product))
+
+    def _moved_by_shape(self, tasks: Sequence[MatrixTask]) -> list[MatrixState]:
+        """As :meth:`_moved`, of matrices of several shapes."""
+        alike: dict[Any, list[MatrixTask]] = {}
+        for task in tasks:
+            alike.setdefault(task.signature, []).append(task)
+        found = {
+            task.key: state for group in alike.values() for task, state in zip(group, self._moved(group), strict=True)
+        }
+        return [found[task.key] for task in tasks]
+
+    def _step_runs(self, runs: Sequence[tuple[int, slice]], found: Preconditioned) -> None:
+        """Step some elements of fragments: AdamW, or anything element-wise where there are no factors."""
+        by_bucket: dict[int, list[int]] = {}
+        for position, (index, _) in enumerate(runs):
+            # A part without a gradient counted as zero, and stays where it is.
+            if self._gradients[index] is not None:
+                by_bucket.setdefault(id(self._places[index][0]), []).append(position)
+        for positions in by_bucket.values():
+            bucket = self._places[runs[positions[0]][0]][0]
+            pieces = [(self._places[index][1], own) for index, own in (runs[position] for position in positions)]
+            single = bucket.pieces(pieces, [found.runs[position] for position in positions])
+            if found.factors is None:
+                self._first_order.apply(self.unit, [single])
+            else:
+                adamw_step(self.unit, single, self._chosen(found.factors, positions))
+        self._stepped.update(index for index, _ in runs)
+
+    def _chosen(self, factors: Tensor, positions: Sequence[int]) -> Tensor:
+        first, last = positions[0], positions[-1]
+        if last - first + 1 == len(positions):
+            return factors[first : last + 1]
+        return factors.index_select(0, self.unit.indices.of(tuple(positions)))
+
+    # --- one by one ---------------------------------------------------------------------------------------------
 
     def _step_at_once(self, index: int, gradient: Tensor) -> None:
         if not self._first_order.is_elementwise:

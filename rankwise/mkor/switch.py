@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.options import MKOROptions
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.planner import Planner
@@ -158,8 +159,8 @@ class LossWindow:
         """Forget the losses."""
         self._losses.clear()
 
-    def take_mean(self, layout: Layout, device: torch.device, traffic: Traffic) -> float | None:
-        """Mean over micro-batches and ranks, the same on every rank; the window is empty afterwards.
+    def take_sum(self, layout: Layout, device: torch.device, traffic: Traffic) -> HostCopy:
+        """Sum over micro-batches and ranks, the same on every rank; the window is empty afterwards.
 
         Args:
             layout: Names the ranks, which must call this together.
@@ -167,7 +168,7 @@ class LossWindow:
             traffic: Counts the collective.
 
         Returns:
-            The mean, or None if no rank has a loss.
+            (2,), the sum, and the number of losses in it.
         """
         total = torch.zeros(2, dtype=torch.float64, device=device)
         if self._losses:
@@ -177,8 +178,7 @@ class LossWindow:
         if layout.world_size > 1:
             traffic.count(total)
             dist.all_reduce(total, group=layout.group)
-        loss_sum, count = total.tolist()
-        return loss_sum / count if count else None
+        return HostCopy(total)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no framework that could go on naming its windows.
@@ -210,6 +210,11 @@ class Switch:
         )
         self.losses = LossWindow()
         self.is_over = False
+        self._news: HostCopy | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._learn()
+        return self.__dict__
 
     def record(self, loss: Tensor | float) -> None:
         """Take a micro-batch's loss."""
@@ -217,14 +222,25 @@ class Switch:
             self.losses.add(loss, self._statistics.window_id())
 
     def consider(self, unit: StepUnit) -> None:
-        """Feed the detector this step's loss, once per step, the same on every rank."""
+        """Feed the detector this step's loss, once per step, the same on every rank; on a device, the last step's."""
         if not self.watches(unit):
             return
-        mean = self.losses.take_mean(unit.layout, unit.device, unit.traffic)
-        if mean is not None and self.detector.update(mean):
+        self._learn()
+        self._news = self.losses.take_sum(unit.layout, unit.device, unit.traffic)
+        if self._news.is_here:
+            self._learn()
+        if self.detector.switched:
             self.is_over = True
             self.drop_factors()
             logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self._options.backend)
+
+    def _learn(self) -> None:
+        """Show the detector the last losses; they have been sent to the host a step ago, unless they were there."""
+        if self._news is not None:
+            total, count = self._news.read()
+            self._news = None
+            if count:
+                self.detector.update(total / count)
 
     def watches(self, unit: StepUnit) -> bool:
         """Whether the steps of a unit take the losses."""
@@ -239,10 +255,12 @@ class Switch:
 
     def state_dict(self) -> dict[str, Any]:
         """In plain data."""
+        self._learn()
         return {"switched": self.is_over, **self.detector.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; an empty one changes nothing."""
+        self._news = None
         if state:
             self.is_over = bool(state["switched"])
             self.detector.load_state_dict(dict(state))

@@ -34,7 +34,10 @@ from rankwise.sharding import (
 )
 from rankwise.updates.adamw import Step
 
-__all__ = ["Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
+__all__ = ["WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
+
+WHOLE = slice(None)
+"""All elements of an entry."""
 
 UnitKey = tuple[tuple[int, ...], ...]
 """Position and tensors of every group that has any, by ``id``."""
@@ -79,6 +82,24 @@ class Bucket:
             weights=list(map(self.weights.__getitem__, places)),
             grads=list(map(self.grads.__getitem__, places)),
         )
+
+    def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor]) -> Bucket:
+        """Parts of its entries, each with what takes its gradient's place.
+
+        Args:
+            found: Places in its lists, and which of their elements.
+            grads: For each.
+        """
+        whole = self.only([place for place, _ in found])
+        parts = [part for _, part in found]
+
+        def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor if part == WHOLE else tensor[part] for tensor, part in zip(tensors, parts, strict=True)]
+
+        def states(name: str, _: Sequence[Entry]) -> list[Tensor]:
+            return cut(whole.state(name))
+
+        return replace(whole, weights=cut(whole.weights), grads=grads, _states=states)
 
 
 def joined(values: Sequence[Tensor]) -> Tensor:

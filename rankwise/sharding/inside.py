@@ -81,6 +81,12 @@ class Block:
         shape, strides = (*values.shape[:-1], runs.number, runs.width), (*values.stride()[:-1], runs.period, 1)
         return values.as_strided(shape, strides, values.storage_offset() + runs.first)
 
+    def slices(self, rows: int, columns: int = 1) -> list[slice]:
+        """Where its runs lie in a flattened weight of this shape, in the block's own order."""
+        runs = self._flat(rows, columns)
+        starts = (runs.first + index * runs.period for index in range(runs.number))
+        return [slice(start, start + runs.width) for start in starts]
+
     def _flat(self, rows: int, columns: int) -> _Runs:
         """The runs in the flattened weight; of columns in every row a run, or as many as there are periods."""
         if not self.by_columns:

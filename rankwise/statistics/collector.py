@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from rankwise.kernels.host_copies import HostCopy
 from rankwise.options.validation import OptionError
 from rankwise.planning.planner import Planner
 from rankwise.planning.table import Groups, ParameterTable
@@ -21,7 +22,7 @@ from rankwise.statistics.early import BackwardReduction, twin_group
 from rankwise.statistics.hooks import Capture, Describe
 from rankwise.statistics.scalers import watch_gradient_scalers
 from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
-from rankwise.statistics.window_sums import Record
+from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["Collector", "Reduced"]
 
@@ -31,13 +32,11 @@ class Reduced(NamedTuple):
 
     Attributes:
         vectors: By matrix.
-        reports: Sums of what ranks had to say of each.
-        tokens: Their numbers.
+        numbers: (2, matrices), sums of what ranks had to say of each, and its tokens.
     """
 
     vectors: dict[str, LayerVectors]
-    reports: Sequence[float]
-    tokens: Sequence[float]
+    numbers: HostCopy
 
 
 class Collector:
@@ -226,12 +225,13 @@ class Collector:
             like = torch.empty(0, dtype=unit.dtype, device=unit.device)
             found = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in sums]
             numbers = [[numbers[key] for key in keys] for numbers in (self.early.failures, self.early.tokens)]
-            return Reduced(dict(zip(keys, found, strict=True)), *numbers)
+            # Those have been waited for: the ranks had to find out whether anything came late.
+            return Reduced(dict(zip(keys, found, strict=True)), HostCopy(torch.tensor(numbers)))
         assert self.hooks is not None
-        taken = [self.hooks.take(self.records[key].parameter) for key in keys]
-        vectors, packed = reduce_statistics(unit, taken, [own_report(key) for key in keys], divisor)
-        # The one wait for the device of a factor step.
-        return Reduced(dict(zip(keys, vectors, strict=True)), *packed.tolist())
+        records = [self.records[key] for key in keys]
+        vectors, packed = reduce_statistics(unit, records, [own_report(key) for key in keys], divisor)
+        clear(records)
+        return Reduced(dict(zip(keys, vectors, strict=True)), HostCopy(packed))
 
     def forget_results(self) -> None:
         """Called at the beginning of a round: in the first one nobody knows which unit is its last."""
@@ -253,8 +253,7 @@ class Collector:
         if self.early is not None and ends_round:
             self.early.abandon()
         seen = [key for key in keys if self.records[key].count]
-        for key in keys:
-            self.records[key].clear()
+        clear([self.records[key] for key in keys])
         return seen
 
     def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rankwise.sharding import Traffic, local_group
-from rankwise.statistics.window_sums import Record
+from rankwise.statistics.window_sums import Record, hand_over
 
 __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]
 
@@ -113,19 +113,23 @@ class BackwardReduction:
 
     def _send(self, bucket: _Bucket, *extra: Tensor) -> None:
         with torch.no_grad():
-            parts = [part for name in bucket.names for part in self._hand_over(self._records[name])]
-            parts += extra
-            bucket.sizes = [part.numel() for part in parts]
-            bucket.sent = torch.cat([part.to(parts[0].device, self._dtype) for part in parts])
+            records = [self._records[name] for name in bucket.names]
+            bucket.sizes, bucket.sent = self._packed(records, extra)
         with record_function("rankwise: statistics"):
             bucket.work = self._all_reduce(bucket.sent)
         self._next += 1
 
-    def _hand_over(self, record: Record) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = torch.full((1,), float(record.count), dtype=self._dtype, device=record.sum_input.device)
-        inputs, outputs = record.whole_sums()
-        record.hand_over()
-        return inputs, tokens, outputs
+    def _packed(self, records: Sequence[Record], extra: Sequence[Tensor] = ()) -> tuple[list[int], Tensor]:
+        """Inputs, tokens and outputs of each, and what else; their sums start afresh."""
+        parts: list[Tensor] = []
+        for record in records:
+            inputs, outputs = record.whole_sums()
+            tokens = torch.full((1,), float(record.count), dtype=self._dtype, device=inputs.device)
+            parts += [inputs, tokens, outputs]
+        parts += extra
+        packed = torch.cat([part.to(parts[0].device, self._dtype) for part in parts])
+        hand_over(records)
+        return [part.numel() for part in parts], packed
 
     def _all_reduce(self, sent: Tensor) -> dist.Work:
         self.traffic.count(sent)
@@ -193,10 +197,9 @@ class BackwardReduction:
         return torch.cat([found[name][1] for name in self._records])
 
     def _add_late(self) -> None:
-        parts = [part for record in self._records.values() for part in self._hand_over(record)]
-        packed = torch.cat([part.to(parts[0].device, self._dtype) for part in parts])
+        sizes, packed = self._packed(list(self._records.values()))
         self._all_reduce(packed).wait()
-        pieces = packed.split([part.numel() for part in parts])
+        pieces = packed.split(sizes)
         for index, name in enumerate(self._records):
             own = zip(self._results[name], pieces[3 * index : 3 * index + 3], strict=True)
             inputs, tokens, outputs = (one + more for one, more in own)

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from rankwise.statistics.views import LinearShape, LinearView, describe_linear, views_of
-from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record
+from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record, clear
 
 __all__ = ["Capture", "Describe", "has_compiled"]
 
@@ -154,9 +154,9 @@ class Capture:
             KeyError: if the weight is not captured.
         """
         record = self.records[parameter]
-        inputs, outputs = record.whole_sums()
+        inputs, outputs = (sums.clone() for sums in record.whole_sums())
         count = record.count
-        record.clear()
+        clear([record])
         return inputs, count, outputs
 
     def clear(self) -> None:
@@ -164,8 +164,7 @@ class Capture:
         self.is_over = None
         if self.listener is not None:
             self.listener.abandon()
-        for record in self.records.values():
-            record.clear()
+        clear(list(self.records.values()))
 
     def _add(self, name: str, view: LinearView) -> Record:
         weight, shape = view.weight, view.shape

@@ -9,17 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.unit import StepUnit
+from rankwise.statistics.window_sums import Record
 
-__all__ = ["GLIMPSE", "CapturedSums", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
+__all__ = ["GLIMPSE", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
 
 # Consecutive factor steps a matrix may fail before the run stops with an explanation.
 TOLERATED_FAILURES = 3
 
 GLIMPSE = 2.0**-20
 """What a rank adds to a matrix's number of failures if it has glimpsed it; float32 holds the sum of up to a million."""
-
-CapturedSums = tuple[Tensor, int, Tensor]
-"""See :meth:`rankwise.statistics.hooks.Capture.take`."""
 
 LayerVectors = tuple[Tensor, Tensor, Tensor]
 """Of one layer: mean input, gradient of a (virtual) bias, and number of tokens, ``(1,)``."""
@@ -38,35 +36,48 @@ def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: floa
 
 
 def reduce_statistics(
-    unit: StepUnit, sums: Sequence[CapturedSums], failures: Sequence[Tensor | None], divisor: float | Tensor
+    unit: StepUnit, records: Sequence[Record], failures: Sequence[Tensor | None], divisor: float | Tensor
 ) -> tuple[list[LayerVectors], Tensor]:
     """Sum the statistics of a unit's matrices over the ranks, in one collective.
 
     Args:
         unit: The unit.
-        sums: This rank's sums of every matrix, at least one, in the same order on every rank.
+        records: This rank's sums of every matrix, at least one, in the same order on every rank.
         failures: For each, the failed factor steps in a row; None on ranks that do not own it.
         divisor: What output gradients were multiplied by, over and above the mean over the batch.
 
     Returns:
         The vectors of every matrix; the failures of all and their numbers of tokens, ``(2, matrices)``.
     """
-    like = torch.empty(0, dtype=unit.dtype, device=unit.device)
-    parts: list[Tensor] = []
-    for (inputs, count, outputs), failed in zip(sums, failures, strict=True):
-        tokens = like.new_tensor([float(count)])
-        own_failures = like.new_zeros(1) if failed is None else failed.to(unit.dtype).view(1)
-        parts += [inputs.to(like), outputs.to(like), tokens, own_failures]
+    inputs, outputs = zip(*(record.whole_sums() for record in records), strict=True)
+    like, count = torch.empty(0, dtype=unit.dtype, device=unit.device), len(records)
+    numbers = torch.tensor([float(record.count) for record in records], dtype=unit.dtype)
+    parts = [part.to(like) for part in (*inputs, *outputs, _uploaded(numbers, unit.device), _stacked(failures, like))]
     packed = torch.cat(parts)
     if unit.layout.world_size > 1:
         unit.traffic.count(packed)
         dist.all_reduce(packed, group=unit.layout.group)
-    pieces = packed.split([part.numel() for part in parts])
-    vectors = [
-        layer_vectors(inputs, tokens, outputs, divisor)
-        for inputs, outputs, tokens in zip(pieces[0::4], pieces[1::4], pieces[2::4], strict=True)
-    ]
-    return vectors, torch.stack([torch.cat(pieces[3::4]), torch.cat(pieces[2::4])])
+    lengths = [tuple(part.numel() for part in side) for side in (inputs, outputs)]
+    all_inputs, all_outputs, tokens, failed = packed.split([*map(sum, lengths), count, count])
+    # Divided all at once: a layer at a time, there would be two launches for each.
+    per_input = tokens.clamp(min=1).repeat_interleave(unit.indices.of(lengths[0]), output_size=len(all_inputs))
+    means = (all_inputs / per_input).split(lengths[0])
+    gradients = (all_outputs / divisor).split(lengths[1])
+    return list(zip(means, gradients, tokens.split(1), strict=True)), torch.stack([failed, tokens])
+
+
+def _uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host, for which the host does not wait."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def _stacked(failures: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """One number for each, 0 for those of which nothing is known."""
+    nothing = torch.zeros((), dtype=torch.int32, device=like.device)
+    known = [nothing if failed is None else failed for failed in failures]
+    if any(failed.dtype != nothing.dtype for failed in known):
+        known = [failed.to(like) for failed in known]
+    return torch.stack(known)
 
 
 def refuse_broken_factors(keys: Sequence[str], failures: Sequence[float]) -> None:

@@ -62,9 +62,9 @@ class SummedPart(NamedTuple):
         return torch.cat([rows[:, start:end] for start, end in self.runs], dim=1)
 
     def widened(self, vector: Tensor, features: int) -> Tensor:
-        """A copy of this rank's sums at their positions in the whole layer, zero elsewhere."""
+        """This rank's sums at their positions in the whole layer, zero elsewhere; themselves where it has all."""
         if self.runs is None:
-            return vector.clone()
+            return vector
         found = vector.new_zeros(features)
         offset = 0
         for start, end in self.runs:

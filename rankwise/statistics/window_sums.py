@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 
 from rankwise.statistics.views import LinearShape, SummedPart
 
-__all__ = ["CommitListener", "ModuleCall", "Record"]
+__all__ = ["CommitListener", "ModuleCall", "Record", "clear", "hand_over"]
 
 
 @dataclass(eq=False)
@@ -49,25 +50,12 @@ class Record:
         return self.shape.transposed
 
     def whole_sums(self) -> tuple[Tensor, Tensor]:
-        """Copies of the sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``.
+        """The sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``, valid until they are cleared.
 
         Zero where other ranks sum up.
         """
         inputs = self.inputs.widened(self.sum_input, self.shape.in_features)
         return inputs, self.outputs.widened(self.sum_output_grad, self.shape.out_features)
-
-    def clear(self) -> None:
-        """Forget the sums."""
-        self.hand_over()
-        self.epoch += 1
-
-    def hand_over(self) -> None:
-        """Start the sums afresh within the window: somebody has copied them."""
-        if self.touched:
-            self.sum_input.zero_()
-            self.sum_output_grad.zero_()
-        self.count = 0
-        self.touched = False
 
     def move_to(self, device: torch.device) -> None:
         """Follow a model that was moved, or materialized, after the record was made."""
@@ -77,6 +65,22 @@ class Record:
             else:
                 self.sum_input = torch.zeros_like(self.sum_input, device=device)
                 self.sum_output_grad = torch.zeros_like(self.sum_output_grad, device=device)
+
+
+def hand_over(records: Sequence[Record]) -> None:
+    """Start the sums afresh within the window: somebody has copied them."""
+    sums = [own for record in records if record.touched for own in (record.sum_input, record.sum_output_grad)]
+    if sums:
+        torch._foreach_zero_(sums)
+    for record in records:
+        record.count, record.touched = 0, False
+
+
+def clear(records: Sequence[Record]) -> None:
+    """Forget the sums, and what the window's module calls would add to them."""
+    hand_over(records)
+    for record in records:
+        record.epoch += 1
 
 
 @dataclass(eq=False)

@@ -16,18 +16,19 @@ from rankwise.updates.sgd import sgd_direction
 __all__ = ["FirstOrder", "adamw_step", "fallback_step", "step_and_decay"]
 
 
-def adamw_step(unit: StepUnit, bucket: Bucket, **overrides: Any) -> None:
+def adamw_step(unit: StepUnit, bucket: Bucket, factors: Tensor | None = None, **overrides: Any) -> None:
     """AdamW on a bucket's fragments, with the element states ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
         unit: The unit of the step.
         bucket: Weights and states are updated in place.
+        factors: What the gradients are multiplied by, one for each; None for 1.
         overrides: ``lr``, ``betas``, ``eps`` or ``weight_decay``, where they are not those of the param group.
     """
     hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
     states = {name: bucket.state(name) for name in STATES["adamw"]}
     scalars = Scalars(**{**hyper, **overrides}, step=bucket.step)
-    unit.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars))
+    unit.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars, factors))
 
 
 def step_and_decay(unit: StepUnit, weights: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
@@ -77,6 +78,11 @@ class FirstOrder:
     def is_elementwise(self) -> bool:
         """Whether any part of the buckets may be stepped for itself."""
         return self.backend != "lamb"
+
+    @property
+    def is_adamw(self) -> bool:
+        """Whether :func:`adamw_step` is all of it."""
+        return self.backend == "adamw"
 
     def apply(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Update weights and states in place.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels.host_copies import HostCopy
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
@@ -52,31 +53,16 @@ class Unsettled(NamedTuple):
     """What the host must take back once it knows whether a step was undone.
 
     Attributes:
-        broken: Copy of the flag in the host's memory.
-        arrived: When the copy has arrived; None: it is there.
+        broken: The flag.
         counts: Numbers that the host itself works with.
     """
 
-    broken: Tensor
-    arrived: torch.Event | None
+    broken: HostCopy
     counts: list[Kept]
-
-    @classmethod
-    def of(cls, broken: Tensor, counts: list[Kept]) -> Unsettled:
-        """Start copying the flag."""
-        on_host = broken.device.type == "cpu"
-        copy = torch.empty((), dtype=broken.dtype, pin_memory=broken.device.type == "cuda")
-        copy.copy_(broken, non_blocking=True)
-        arrived = None if on_host else torch.Event(broken.device)
-        if arrived is not None:
-            arrived.record()
-        return cls(copy, arrived, counts)
 
     def settle(self) -> None:
         """Take the counts back if the step was undone; the flag was sent before the step's own work."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        if float(self.broken):
+        if self.broken.read():
             for count, old in self.counts:
                 count.copy_(old)
 
@@ -164,7 +150,7 @@ class Undo:
         broken = any_not_finite(unit, judged)
         self._health.add("skipped_steps", broken)
         finite = zeroed_where(broken, grads)
-        unsettled = Unsettled.of(broken, counts)
+        unsettled = Unsettled(HostCopy(broken), counts)
         with undone_where(broken, changed, self._matrix_states, counts, self._declared.counted_states):
             update(finite)
         self.unsettled[unit.key] = unsettled

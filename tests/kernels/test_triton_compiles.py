@@ -46,7 +46,7 @@ FIGURES = json.loads((Path(__file__).parents[2] / "docs/data/kernels.json").read
 SPILLS = {("_moments_kernel", "sm_90"): 8, ("_moments_in_place_kernel", "sm_80"): 8}
 SPILLS[("_moments_in_place_kernel", "sm_90")] = 248
 # Whose fields are read 4 or 8 bytes at a time: an address, or a place in a row, says nothing of alignment.
-NARROW = re.compile(r"_(norms|rescale|step|sum)_kernel|sonew_[2-8]_kernel")
+NARROW = re.compile(r"_(choose|step|sum)_kernel|sonew_[2-8]_kernel")
 
 
 def launches_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> list[Launch]:

@@ -26,7 +26,7 @@ from rankwise.ldadam import formulas as ldadam  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
-from rankwise.mkor.cuda import update_factors_  # noqa: E402
+from rankwise.mkor.cuda.factor_updates import update_factors_  # noqa: E402
 from rankwise.sonew import banded  # noqa: E402
 from rankwise.sonew import formulas as sonew  # noqa: E402
 from rankwise.sonew.cuda import sonew_directions  # noqa: E402

@@ -156,7 +156,7 @@ def factors(count: int, length: int, seed: int, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("stabilizer", [None, (1.6, 0.9)])
 @pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
 def test_update_factors(rule: mkor.Rule, stabilizer: tuple[float, float] | None, norm: mkor.FactorNorm) -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = factors(3, 37, 4)
     inverses[1] *= 0.5
@@ -177,7 +177,7 @@ def test_update_factors(rule: mkor.Rule, stabilizer: tuple[float, float] | None,
 
 
 def test_factors_in_bfloat16() -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = factors(2, 40, 6, torch.bfloat16)
     vectors = torch.randn(2, 40, generator=generator(7))
@@ -190,7 +190,7 @@ def test_factors_in_bfloat16() -> None:
 @pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
 def test_what_is_not_finite_stays_where_it_is(norm: mkor.FactorNorm) -> None:
     """A bad vector, a broken inverse, an indefinite one, a broken one not seen; their neighbour moves as always."""
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = factors(6, 20, 8)
     vectors = torch.randn(6, 20, generator=generator(9))
@@ -212,7 +212,7 @@ def test_what_is_not_finite_stays_where_it_is(norm: mkor.FactorNorm) -> None:
 
 
 def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = factors(1, 8, 10)
     inverses[0][0, 0] = torch.inf
@@ -221,7 +221,7 @@ def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
 
 
 def test_an_update_that_would_overflow_is_refused() -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = [torch.eye(4, dtype=torch.float16) * 6e4]
     ok = update_factors_(inverses, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
@@ -229,7 +229,7 @@ def test_an_update_that_would_overflow_is_refused() -> None:
 
 
 def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     for count in (1, 5):
         launches.clear()
@@ -247,38 +247,10 @@ def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
     ],
 )
 def test_wrong_factors_are_refused(inverses: list[Tensor], options: dict[str, Any], message: str) -> None:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     with pytest.raises(ValueError, match=message):
         update_factors_(inverses, torch.ones(1, 3), decay=0.9, **options)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_rescale(split: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise.mkor import cuda_rescale as kernels
-
-    monkeypatch.setattr(kernels, "TILE", 64)
-    shape = (4, 13, 11)
-    updates = torch.randn(shape, generator=generator(11)) * 3
-    grads = torch.randn(shape, generator=generator(12))
-    updates[1] = 0.0
-    updates[2, 3, 4] = torch.nan
-    updates[3, 0, 0] = torch.inf
-    norms = [mkor.gradient_norm(value.double(), split) for value in (updates, grads)]
-    wanted = mkor.rescale_to_norm(updates.double(), grads.double(), *norms)
-    kernels.rescale_(list(updates.flatten(1)), list(grads.flatten(1)), 11 if split else None)
-    assert_runs_close(list(updates.flatten(1)), list(wanted.flatten(1)), 1e-6)
-    assert torch.equal(updates[1:], grads[1:])
-    assert len(launches) == 3
-
-
-def test_rescale_of_the_gradient_itself_changes_no_bit() -> None:
-    from rankwise.mkor.cuda_rescale import rescale_
-
-    grad = torch.randn(100, generator=generator(13))
-    update = grad.clone()
-    rescale_([update], [grad])
-    assert torch.equal(update, grad)
 
 
 # --- LDAdam ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import rankwise.statistics.hooks as capture_module
 from rankwise import MKOR
 from rankwise.options.validation import OptionError
+from rankwise.statistics.window_sums import clear
 
 F64 = {"factor_dtype": "float64"}
 STEPS = 13
@@ -537,7 +538,7 @@ def test_a_layer_that_saw_no_token_keeps_its_factors() -> None:
     before = {side: optimizer.matrix_states["twin.weight"][side].clone() for side in ("left", "right")}
     optimizer.zero_grad()
     loss(model, 3).backward()
-    optimizer.statistics.records["twin.weight"].clear()
+    clear([optimizer.statistics.records["twin.weight"]])
     optimizer.step()
     state = optimizer.matrix_states["twin.weight"]
     assert all(torch.equal(state[side], before[side]) for side in before)

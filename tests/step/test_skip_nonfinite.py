@@ -190,7 +190,7 @@ def test_the_host_waits_for_nothing(name: str) -> None:
         optimizer.zero_grad()
         loss_of(model, index).backward()
         # The flag of the step before has been on its way since then.
-        flags = [unsettled.broken for unsettled in optimizer.undo.unsettled.values()]
+        flags = [unsettled.broken.values for unsettled in optimizer.undo.unsettled.values()]
         exempt = [*flags, *(state["step"] for state in optimizer.state.values())]
         with using(foreach), NoHostReads(exempt) as guard:  # the forms for CPUs may read their own memory
             optimizer.step()

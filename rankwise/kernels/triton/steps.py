@@ -29,14 +29,14 @@ def run(update: Pass, scale: float = 1.0) -> None:
     """Do a pass, in place.
 
     Args:
-        update: Its tensors are contiguous fp32 runs; references, and the directions of a "step", may be narrower.
+        update: Its tensors are contiguous fp32 runs; references and gradients may be narrower.
         scale: Of a "step": what its directions are multiplied by.
 
     Raises:
         ValueError: One is of another kind, or the lists do not fit together.
     """
     fields, scalars = list(update.fields.values()), update.scalars
-    types = _types(update.fields, ("reference", *(("grad",) if update.rule == "step" else ())))
+    types = _types(update.fields, ("grad", "reference"))
     runs = Runs(fields, TILE, types=list(types.values()))
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
     launch(
