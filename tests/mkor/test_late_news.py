@@ -126,7 +126,9 @@ def test_a_checkpoint_after_any_step(after: int, through: str, late: list[HostCo
         copied = copy.deepcopy if through == "deepcopy" else lambda pair: pickle.loads(pickle.dumps(pair))
         twin, continued = copied((model, optimizer))
         continued.capture(twin)
-    assert continued.factor_steps.schedule.state_dict() == optimizer.factor_steps.schedule.state_dict()
+    schedule = continued.factor_steps.schedule
+    assert schedule.state_dict() == optimizer.factor_steps.schedule.state_dict()
+    assert schedule.left_out == {"rare.weight"} and schedule.heard == {"first.weight", "last.weight"}
     for index in range(after, 8):
         step(model, optimizer, index)
         step(twin, continued, index)
@@ -139,6 +141,27 @@ def test_loading_forgets_what_is_under_way(late: list[HostCopy]) -> None:
     step(model, optimizer, 0, broken=True)
     optimizer.load_state_dict(start)
     assert not optimizer.factor_steps.schedule.heard and not optimizer.factor_steps.has_news
+
+
+def test_who_asks_is_told_all(late: list[HostCopy]) -> None:
+    model, optimizer = started()
+    step(model, optimizer, 0)
+    assert optimizer.factor_steps.has_news
+    assert optimizer.read_health()["layers_never_seen"] == 1
+    model, optimizer = started()
+    step(model, optimizer, 0)
+    optimizer.capture(model)
+    assert optimizer.factor_steps.schedule.left_out == {"rare.weight"}
+
+
+def test_loading_mends_broken_factors(late: list[HostCopy]) -> None:
+    model, optimizer = started()
+    start = copy.deepcopy(optimizer.state_dict())
+    for index in range(7):
+        step(model, optimizer, index, broken=index in (0, 2, 4))
+    optimizer.read_health()
+    optimizer.load_state_dict(start)
+    step(model, optimizer, 7)
 
 
 LOSSES = [5.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0]
