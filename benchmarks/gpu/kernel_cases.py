@@ -78,7 +78,7 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
             # Gathers and barriers grow with the band.
             issue = 1.0 if band < 2 else 0.5
             yield f"sonew band {band}{aligned}", Case(lambda b=band, o=offset: _sonew(maker, b, o), slack * issue)
-        yield f"rescale{aligned}", Case(lambda offset=offset: _rescale(maker, offset), slack)
+        yield f"mkor's gradient passes{aligned}", Case(lambda offset=offset: _gradient_passes(maker, offset), slack)
     yield "adamw, reference bfloat16", Case(lambda: _update(maker, "adamw", 0, torch.bfloat16))
     for side in (64, 65) if place.tiny else (4096, 4097, 11008):
         slack = 0.8 if side % 16 == 0 else 0.4
@@ -130,15 +130,26 @@ def _sonew(maker: _Maker, band: int, offset: int) -> Call:
     return lambda: sonew_directions(chains, *fields[:3], fields[4:], [None] * _RUNS, step=5, out=fields[3], **settings)
 
 
-def _rescale(maker: _Maker, offset: int) -> Call:
-    from rankwise.mkor.cuda_rescale import rescale_
+def _gradient_passes(maker: _Maker, offset: int) -> Call:
+    """On the way to the products, for the norm of what these give, and on the way back."""
+    from rankwise.mkor.cuda.gradient_passes import Destination, GradientPasses
 
-    updates, grads = maker.runs(offset), maker.runs(offset)
-    return lambda: rescale_(updates, grads)
+    sources, out = maker.runs(offset), maker.runs(offset)
+    operands, results = (maker.runs(0, dtype=torch.bfloat16) for _ in range(2))
+    columns = 64
+    places = [Destination(operand.data_ptr(), 0, columns, columns) for operand in operands]
+
+    def call() -> list[Tensor]:
+        passes = GradientPasses(sources, places, results, out, [1] * _RUNS)
+        passes.gather(measured=True)
+        passes.finish(passes.choose())
+        return operands
+
+    return call
 
 
 def _factors(maker: _Maker, side: int) -> Call:
-    from rankwise.mkor.cuda import update_factors_
+    from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = [torch.eye(side, device=maker.device, dtype=torch.bfloat16) for _ in range(2)]
     vectors = maker.randn(2, side) / side
