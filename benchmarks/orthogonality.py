@@ -63,6 +63,13 @@ not suffice (values of up to 2.8 after five steps, none finite after eight): mat
 they are, as are those of the C++ form for processors with matrix tiles. A device that multiplies float16 as fast has
 the saving with `ns_dtype="float16"`.
 
+With Triton the symmetric products are half ones where the shorter side is a multiple of 16 above 128 and rows in memory
+are multiples of 16 long; others the kernel would access two bytes at a time, and they are whole ones of the library.
+`RANKWISE_TIME_PRODUCTS=1` has both timed at the first use of a shape instead. Then a run that is done again, or goes on
+from a checkpoint, may have other bits. It has no effect where further groups of ranks compute with the same optimizer
+(tensor or pipeline parallel ones, replicas), whose copies must not drift apart, nor under
+`torch.use_deterministic_algorithms`.
+
 """
 
 

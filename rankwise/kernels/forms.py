@@ -8,6 +8,7 @@ papers' rooms do, or oracles of the tests alone. What one paper alone needs is c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from rankwise.updates.newton_schulz import newton_schulz
 
 __all__ = [
     "FORMS",
+    "TIMED",
     "OrthogonalStep",
     "is_for_cpus",
     "kernels_for",
@@ -35,6 +37,10 @@ __all__ = [
 
 FORMS = ("run", "squared_norms")
 """Functions that every module offers, with the signatures of :mod:`.lists`."""
+
+TIMED = "RANKWISE_TIME_PRODUCTS"
+"""Environment variable: "1" has forms of products timed where several are in question; then runs are not repeatable to
+the bit."""
 
 _forced: ModuleType | None = None
 
@@ -58,11 +64,13 @@ def is_for_cpus(module: ModuleType) -> bool:
     return module in (blocked, native)
 
 
-def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
+def newton_schulz_for(device: torch.device, timed: bool = False) -> Callable[..., torch.Tensor]:
     """:func:`rankwise.updates.newton_schulz.newton_schulz`, or its form with half the work for the symmetric products.
 
     Args:
         device: Where the tensors lie.
+        timed: Whether forms of the products may be timed if :data:`TIMED` says so, see
+            :mod:`rankwise.kernels.triton.chosen_products`.
     """
     chosen = kernels_for(device, torch.float32)
     if chosen is native:
@@ -71,11 +79,11 @@ def newton_schulz_for(device: torch.device) -> Callable[..., torch.Tensor]:
         return newton_schulz
     from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz as fused
 
-    return fused
+    return partial(fused, timed=timed and _are_timed())
 
 
 def orthogonal_steps_for(
-    device: torch.device, dtype: torch.dtype, product: torch.dtype, cautious: bool = False
+    device: torch.device, dtype: torch.dtype, product: torch.dtype, cautious: bool = False, timed: bool = False
 ) -> Callable[[Sequence[OrthogonalStep]], None] | None:
     """What steps many matrices where they lie, or None where there is no such form.
 
@@ -84,6 +92,7 @@ def orthogonal_steps_for(
         dtype: Their type.
         product: The type of the products.
         cautious: Whether decay depends on the step.
+        timed: As for :func:`newton_schulz_for`.
     """
     chosen = kernels_for(device, dtype)
     if chosen is native and not cautious and native_newton_schulz.takes(dtype, product):
@@ -92,7 +101,9 @@ def orthogonal_steps_for(
         return None
     from rankwise.kernels.triton.orthogonal_steps import orthogonal_steps_, takes
 
-    return partial(orthogonal_steps_, product=product) if takes(dtype, product) else None
+    if not takes(dtype, product):
+        return None
+    return partial(orthogonal_steps_, product=product, timed=timed and _are_timed())
 
 
 def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -111,6 +122,10 @@ def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     # The cheaper question first: the other one may have to compile.
     fast = multiplies_bfloat16(device) or (kernels_for(device, dtype) is native and products() is not None)
     return torch.bfloat16 if fast else torch.float32
+
+
+def _are_timed() -> bool:
+    return os.environ.get(TIMED) == "1"
 
 
 @contextmanager

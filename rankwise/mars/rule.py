@@ -44,7 +44,7 @@ def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[O
         unit: Their unit.
         product: Type of the products.
     """
-    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious)
+    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious, unit.layout.is_whole_run)
 
 
 class MARSRule(MatrixRule):
@@ -131,7 +131,7 @@ class MARSRule(MatrixRule):
             ns_steps=group["ns_steps"],
             ns_dtype=self._product,
             ns_coefficients=group["ns_coefficients"],
-            orthogonalise=newton_schulz_for(self.unit.device),
+            orthogonalise=newton_schulz_for(self.unit.device, self.unit.layout.is_whole_run),
         )
         return directions.reshape(len(exp_avgs), -1)
 

@@ -197,6 +197,11 @@ class Layout:
         return len(self.ranks)
 
     @property
+    def is_whole_run(self) -> bool:
+        """Whether these ranks are all there are, so that a matrix is computed by its owner and nowhere else."""
+        return len(self.ranks) == (dist.get_world_size() if dist.is_initialized() else 1)
+
+    @property
     def mine(self) -> tuple[Fragment, ...]:
         """The fragments of this rank, in the order every per-fragment list follows."""
         return self.ranks[self.rank]

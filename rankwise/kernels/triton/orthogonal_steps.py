@@ -17,6 +17,7 @@ from torch import Tensor
 from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.kernels.triton import steps
+from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
 from rankwise.kernels.triton.segments import Runs, read, wide, write
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
@@ -35,12 +36,13 @@ def takes(dtype: torch.dtype, product: torch.dtype) -> bool:
     return dtype == torch.float32 and product in ELEMENTS
 
 
-def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> None:
+def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, timed: bool = False) -> None:
     """Step weights along the orthogonal factors of their momenta.
 
     Args:
         jobs: Their tensors are contiguous fp32 runs.
         product: Type of the products.
+        timed: See :func:`.chosen_products.chosen`.
 
     Raises:
         ValueError: A tensor is of another kind.
@@ -52,7 +54,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> N
     squares = steps.squared_norms(momenta, None, 0.0)
     for job, found in stacks:
         own, squares = squares[: len(found)], squares[len(found) :]
-        _step_together(job, found, own, product)
+        _step_together(job, found, own, product, timed)
 
 
 _Matrix = tuple[Tensor, Tensor]
@@ -74,15 +76,21 @@ def _stacks(jobs: Sequence[OrthogonalStep]) -> Iterator[tuple[OrthogonalStep, li
             yield found[0], matrices[first : first + at_once]
 
 
-def _step_together(job: OrthogonalStep, matrices: Sequence[_Matrix], squares: Tensor, product: torch.dtype) -> None:
+def _step_together(
+    job: OrthogonalStep, matrices: Sequence[_Matrix], squares: Tensor, product: torch.dtype, timed: bool
+) -> None:
     momenta, weights = map(list, zip(*matrices, strict=True))
     rows, columns = job.shape
-    table = quintics(job.coefficients, job.steps)
-    # The start is kept by nothing but the iteration.
-    found = orthogonalise(normalised(momenta, job.shape, squares, job.eps, product), table, HALVED, rows > columns)
+    found = _orthogonal(job, normalised(momenta, job.shape, squares, job.eps, product), rows > columns, timed)
     directions = list(found.view(len(momenta), -1).unbind())
     scalars = Scalars(lr=job.lr, weight_decay=job.weight_decay, cautious=job.cautious)
     steps.run(Pass("step", {"grad": directions, "param": weights}, scalars), scale=job.factor)
+
+
+def _orthogonal(job: OrthogonalStep, start: Tensor, turned: bool, timed: bool) -> Tensor:
+    """Of a normalised stack."""
+    products = chosen(HALVED, start, turned, timed)
+    return orthogonalise(start, quintics(job.coefficients, job.steps), products, turned)
 
 
 def normalised(

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.updates.polynomial_steps import Products, orthogonalise
 from rankwise.updates.polynomials import quintics
@@ -26,6 +27,8 @@ def newton_schulz(
     dtype: torch.dtype | None = None,
     eps: float = 1e-7,
     coefficients: str = "published",
+    *,
+    timed: bool = False,
 ) -> Tensor:
     """As :func:`rankwise.updates.newton_schulz.newton_schulz`, three products per step of which two are half ones.
 
@@ -35,6 +38,7 @@ def newton_schulz(
         dtype: Of the products, accumulated in float32; None that of ``matrix``.
         eps: Added to the norm.
         coefficients: Name of the polynomials.
+        timed: See :func:`.chosen_products.chosen`.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
@@ -56,10 +60,8 @@ def newton_schulz(
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     wide_enough = stack if stack.dtype in (torch.float32, torch.float64) else stack.float()
     norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
-    x = (wide_enough / (norm + eps)).to(dtype)
-    x = (x.mT if tall else x).contiguous()
-    x = orthogonalise(x, table, HALVED).to(matrix.dtype)
-    return (x.mT if tall else x).reshape(matrix.shape)
+    x = (wide_enough / (norm + eps)).to(dtype).contiguous()
+    return orthogonalise(x, table, chosen(HALVED, x, tall, timed), tall).to(matrix.dtype).reshape(matrix.shape)
 
 
 def symmetric_product(x: Tensor) -> Tensor:
