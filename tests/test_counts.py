@@ -19,7 +19,7 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "MARS-Lion": ((36.1, 12, 0), (36.1, 12, 0)),
     "MARS-AdamW, reference bfloat16": ((38.1, 12, 0), (38.1, 12, 0)),
     "MARS-Lion, reference bfloat16": ((30.1, 12, 0), (30.1, 12, 0)),
-    "MARS-M": ((43.8, 269, 0), (47.7, 2190, 0)),
+    "MARS-M": ((43.8, 167, 0), (47.7, 949, 0)),
     "SONew, tridiagonal": ((44.4, 14, 0), (44.4, 14, 0)),
     "SONew, band 4": ((69.1, 14, 0), (69.1, 14, 0)),
     "LDAdam, rank 16": ((38.2, 121, 0), (40.3, 103, 0)),

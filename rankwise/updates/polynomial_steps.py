@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rankwise.updates.polynomials import Quintic
 
-__all__ = ["PLAIN", "RESTART", "Products", "iterate", "iterate_on_gram", "operations", "orthogonalise"]
+__all__ = ["PLAIN", "RESTART", "Products", "iterate", "iterate_on_gram", "operations", "orthogonalise", "scratch"]
 
 RESTART = 3
 """Steps on a Gram matrix before another is formed."""
@@ -69,17 +69,37 @@ def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAI
     been recorded to the bit.
 
     Args:
-        x: (b, m, n), m <= n, of norms at most one; (b, n, m) where they are turned.
+        x: (b, m, n), m <= n, of norms at most one; (b, n, m) where they are turned. Its memory is free from the second
+            step on if the caller does not keep it.
         table: The polynomial of each step.
         products: What multiplies.
         turned: Whether the matrices lie transposed, and the results are to.
     """
     short, long = sorted(x.shape[-2:])
-    stable = x.dtype in _STABLE and len(set(table)) > 1
     less = operations(short, long, len(table), products.symmetric, True) < operations(
         short, long, len(table), products.symmetric, False
     )
-    return (iterate_on_gram if stable and less else iterate)(x, table, products, turned)
+    form = iterate_on_gram if less and _may_be_on_gram(x.dtype, table) else iterate
+    start = [x]
+    del x
+    return form(start.pop(), table, products, turned)
+
+
+def scratch(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic]) -> int:
+    """Elements that :func:`orthogonalise` has at once for one matrix, the start among them, at most.
+
+    Args:
+        short: m.
+        long: n.
+        dtype: Of the matrix.
+        table: The polynomial of each step.
+    """
+    # Two of the matrix and a factor; or, on Gram matrices, what makes the next factors of the last ones.
+    return short * (2 * long + (4 if _may_be_on_gram(dtype, table) else 1) * short)
+
+
+def _may_be_on_gram(dtype: torch.dtype, table: Sequence[Quintic]) -> bool:
+    return dtype in _STABLE and len(set(table)) > 1
 
 
 def operations(short: int, long: int, steps: int, symmetric: float, on_gram: bool) -> float:
@@ -111,8 +131,8 @@ def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, tur
     """
     for a, b, c in table:
         factor = products.polynomial(products.square(x.mT if turned else x), b, c)
-        left, right = (x, factor) if turned else (factor, x)
-        x = torch.baddbmm(x, left, right, beta=a)
+        x = torch.baddbmm(x, *((x, factor) if turned else (factor, x)), beta=a)
+        del factor
     return x
 
 

@@ -85,7 +85,8 @@ def test_steps_along_orthogonal_momenta(
     """Tall, wide and unaligned ones, by other polynomials and rates, three of a shape in stacks of two."""
     from rankwise.kernels.triton import orthogonal_steps, steps
 
-    monkeypatch.setattr(orthogonal_steps, "ELEMENTS_AT_ONCE", 2 * 20 * 35)
+    of_one = product.itemsize * 20 * (2 * 35 + 20)
+    monkeypatch.setattr(orthogonal_steps, "SCRATCH", 3 * of_one - 1)
     monkeypatch.setattr(orthogonal_steps, "TILE", 64)
     monkeypatch.setattr(steps, "TILE", 64)
     # Signs of what is rounded may be others, and so may what decays.
@@ -103,6 +104,14 @@ def test_steps_along_orthogonal_momenta(
         assert (job.weight - weight).norm() < tolerance * (start - weight).norm()
     # A stack of two, one of one, and the other shape.
     assert [launches.count(name) for name in ("normalise_kernel", "update_kernel", "norm_kernel")] == [3, 3, 1]
+
+
+def test_a_stack_is_no_larger_than_a_grid() -> None:
+    from rankwise.kernels.triton.orthogonal_steps import _stacks
+
+    pair = torch.empty(2, 70_000, device="meta")
+    stacks = list(_stacks([OrthogonalStep((1, 1), pair[0], pair[1], 1e-7, 0.2, 0.1, 5)], torch.bfloat16))
+    assert [len(found) for _, found in stacks] == [65_535, 4_465]
 
 
 def _filled(length: int, offset: int) -> tuple[Tensor, Tensor]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankwise.updates import polynomial_steps
 from rankwise.updates.newton_schulz import newton_schulz
-from rankwise.updates.polynomial_steps import iterate, iterate_on_gram, operations
+from rankwise.updates.polynomial_steps import iterate, iterate_on_gram, operations, orthogonalise, scratch
 from rankwise.updates.polynomials import quintics
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -195,3 +199,47 @@ def test_what_is_refused() -> None:
         newton_schulz(torch.ones(2, 2), coefficients="chebyshev")
     with pytest.raises(ValueError, match="steps must be at least 1"):
         newton_schulz(torch.ones(2, 2), 0, coefficients="cans")
+
+
+class Living(TorchDispatchMode):
+    """Elements of the tensors that are made, as long as one of those that share them is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._users: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not any(result is each for each in args):
+            storage = result.untyped_storage()
+            place, elements = storage._cdata, storage.nbytes() // result.itemsize
+            if not self._users[place]:
+                self.now += elements
+                self.most = max(self.most, self.now)
+            self._users[place] += 1
+            weakref.finalize(result, self._gone, place, elements)
+        return result
+
+    def _gone(self, place: int, elements: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            self.now -= elements
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 44), (16, 64)])
+@pytest.mark.parametrize("name", ["published", *SETS])
+def test_no_more_is_there_at_once_than_is_told(
+    name: str, rows: int, columns: int, dtype: torch.dtype, turned: bool
+) -> None:
+    table = quintics(name, 5)
+    shape = (2, columns, rows) if turned else (2, rows, columns)
+    with Living() as living:
+        orthogonalise(torch.zeros(shape, dtype=dtype), table, turned=turned)
+    bound = 2 * scratch(rows, columns, dtype, table)
+    assert living.most <= bound
+    if len(set(table)) == 1 or dtype == BF16 or columns == 64:
+        assert living.most == bound, "neither is less"
+    assert living.now == 0

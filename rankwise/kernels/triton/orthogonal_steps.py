@@ -21,13 +21,15 @@ from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
 from rankwise.kernels.triton.segments import Runs, read, wide, write
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
-from rankwise.updates.polynomial_steps import orthogonalise
+from rankwise.updates.polynomial_steps import orthogonalise, scratch
 from rankwise.updates.polynomials import quintics
 
 __all__ = ["normalised", "orthogonal_steps_", "takes"]
 
-ELEMENTS_AT_ONCE = 1 << 26
-"""In one stack: what bounds the scratch memory, of about five times as many in the type of the products."""
+SCRATCH = 640 << 20
+"""Bytes that a stack takes, unless a matrix alone takes more: a few products of them fill a device."""
+_MOST = (1 << 16) - 1
+"""Matrices of a stack: CUDA's third dimension of a grid goes no further."""
 TILE = 2048
 
 
@@ -47,7 +49,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, time
     Raises:
         ValueError: A tensor is of another kind.
     """
-    stacks = list(_stacks(jobs))
+    stacks = list(_stacks(jobs, product))
     momenta = [momentum for _, found in stacks for momentum, _ in found]
     if not momenta:
         return
@@ -61,7 +63,7 @@ _Matrix = tuple[Tensor, Tensor]
 """Momentum and weight, 1-D."""
 
 
-def _stacks(jobs: Sequence[OrthogonalStep]) -> Iterator[tuple[OrthogonalStep, list[_Matrix]]]:
+def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tuple[OrthogonalStep, list[_Matrix]]]:
     """Matrices that are computed together, and a job with what they have in common."""
 
     def sign(job: OrthogonalStep) -> tuple[Any, ...]:
@@ -71,7 +73,10 @@ def _stacks(jobs: Sequence[OrthogonalStep]) -> Iterator[tuple[OrthogonalStep, li
     for _, alike in groupby(sorted(jobs, key=sign), sign):
         found = list(alike)
         matrices = [matrix for job in found for matrix in job.matrices()]
-        at_once = max(1, ELEMENTS_AT_ONCE // (found[0].shape[0] * found[0].shape[1]))
+        short, long = sorted(found[0].shape)
+        table = quintics(found[0].coefficients, found[0].steps)
+        at_once = SCRATCH // (product.itemsize * scratch(short, long, product, table))
+        at_once = min(max(1, at_once), _MOST)
         for first in range(0, len(matrices), at_once):
             yield found[0], matrices[first : first + at_once]
 
@@ -81,16 +86,13 @@ def _step_together(
 ) -> None:
     momenta, weights = map(list, zip(*matrices, strict=True))
     rows, columns = job.shape
-    found = _orthogonal(job, normalised(momenta, job.shape, squares, job.eps, product), rows > columns, timed)
+    # The start is kept by nothing but the iteration.
+    start = [normalised(momenta, job.shape, squares, job.eps, product)]
+    products = chosen(HALVED, start[0], rows > columns, timed)
+    found = orthogonalise(start.pop(), quintics(job.coefficients, job.steps), products, rows > columns)
     directions = list(found.view(len(momenta), -1).unbind())
     scalars = Scalars(lr=job.lr, weight_decay=job.weight_decay, cautious=job.cautious)
     steps.run(Pass("step", {"grad": directions, "param": weights}, scalars), scale=job.factor)
-
-
-def _orthogonal(job: OrthogonalStep, start: Tensor, turned: bool, timed: bool) -> Tensor:
-    """Of a normalised stack."""
-    products = chosen(HALVED, start, turned, timed)
-    return orthogonalise(start, quintics(job.coefficients, job.steps), products, turned)
 
 
 def normalised(
