@@ -171,7 +171,7 @@ def recorded_launches() -> Iterator[Records]:
         records.tables[id(found)] = self.values
         return found
 
-    caches = (tables.table_of, segments.tiles_of)
+    caches = (tables.table_of, segments.planned_table, segments.tiles_of)
     for cache in caches:
         cache.cache_clear()
     modules = [module for module in kernel_modules() if hasattr(module, "launch")]

@@ -16,6 +16,8 @@ from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
+from rankwise.planning.element_states import offset_runs
+from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit, joined, spans
 from rankwise.planning.work import StepWork
 from rankwise.sharding import MatrixTask
@@ -97,7 +99,8 @@ class MARS(ShardedOptimizer):
             if entry.route.rule != "matrix":
                 continue
             if tensor.grad is not None:
-                values = entry.fragment.of(tensor.grad.reshape(-1))
+                place = offset_runs([entry])
+                (values,) = place.runs.cut([tensor.grad.reshape(-1)])
                 unit.states.views(self.state, "next_reference", [entry])[0].copy_(values)
             elif "next_reference" in self.state.get(tensor, {}):
                 # The batch does not touch it: what is there belongs to an earlier step.
@@ -172,17 +175,21 @@ class MARS(ShardedOptimizer):
 
     def _parts(self, bucket: Bucket, coefficients: Tensor | None) -> list[_Part]:
         """A bucket's fragments by what becomes of their momentum."""
+        places: dict[bool, list[int]] = bucket.entries.once("momenta", self._places_by_momentum)
+        if len(places) == 1:
+            return [_Part(bucket, coefficients, orthogonal) for orthogonal in places]
         parts = []
-        for orthogonal in (False, True):
-            chosen = [
-                i for i, entry in enumerate(bucket.entries) if self.declared.is_orthogonal(entry.info) == orthogonal
-            ]
-            if len(chosen) == len(bucket.entries):
-                return [_Part(bucket, coefficients, orthogonal)]
-            if chosen:
-                own = None if coefficients is None else torch.stack([coefficients[i] for i in chosen])
-                parts.append(_Part(bucket.only(chosen), own, orthogonal))
+        for orthogonal, chosen in places.items():
+            own = None if coefficients is None else torch.stack([coefficients[place] for place in chosen])
+            parts.append(_Part(bucket.only(chosen), own, orthogonal))
         return parts
+
+    def _places_by_momentum(self, entries: Sequence[Entry]) -> dict[bool, list[int]]:
+        """Whether momenta are orthogonalised, and the places of these entries."""
+        found: dict[bool, list[int]] = {False: [], True: []}
+        for place, entry in enumerate(entries):
+            found[self.declared.is_orthogonal(entry.info)].append(place)
+        return {orthogonal: places for orthogonal, places in found.items() if places}
 
     def _element_wise(self, unit: StepUnit, part: _Part) -> None:
         """The variant's rule, or the momentum alone, which is to be orthogonalised."""

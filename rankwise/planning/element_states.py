@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
-from rankwise.planning.entries import Entry
-from rankwise.sharding import runs_of
+from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
+from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.sharding.sources import real_view
 
-__all__ = ["ElementStates", "StateTypes", "States"]
+__all__ = ["ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
 
 StateTypes = Mapping[str, torch.dtype | None]
 """Type of every element state by name; None is that of the computation."""
@@ -32,6 +32,41 @@ class _Slot:
     dtype: torch.dtype
     compact_numel: int | None
     offsets: Mapping[int, int]
+
+
+class EntryRuns(NamedTuple):
+    """Runs of entries.
+
+    Attributes:
+        tensors: Of the unit, those that have any, in the order of the runs.
+        runs: In them.
+    """
+
+    tensors: tuple[int, ...]
+    runs: RunPlan
+
+
+def _runs_of_entries(entries: Iterable[Entry], first: Callable[[Entry], int]) -> EntryRuns:
+    """Plan views of entries.
+
+    Args:
+        entries: In the order of the views.
+        first: Where the run of one begins in its flat tensor.
+    """
+    tensors: list[int] = []
+    places: list[list[RunPlace]] = []
+    for entry in entries:
+        fragment = entry.fragment
+        if not tensors or tensors[-1] != fragment.tensor:
+            tensors.append(fragment.tensor)
+            places.append([])
+        places[-1].append(RunPlace(first(entry), fragment.numel, fragment.spread))
+    return EntryRuns(tuple(tensors), RunPlan(places))
+
+
+def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
+    """Where entries lie in weights and gradients."""
+    return _runs_of_entries(entries, lambda entry: entry.fragment.offset)
 
 
 class ElementStates:
@@ -68,16 +103,26 @@ class ElementStates:
             position += entry.fragment.numel
         return _Slot(state_dtype, position, offsets)
 
-    def views(self, states: States, name: str, entries: Iterable[Entry]) -> list[Tensor]:
-        """Views of a state on some entries, as :meth:`Fragment.of` gives them, allocated on first use."""
-        found: list[Tensor] = []
-        for index, together in groupby(entries, lambda entry: entry.fragment.tensor):
-            own, slot = list(together), self._slots[(index, name)]
-            firsts = [self._first(entry, slot) for entry in own]
-            stored = self._stored(states, index, name, slot)
-            flat = stored if stored.dim() == 1 else stored.view(-1)
-            found += runs_of(flat, [entry.fragment for entry in own], firsts)
-        return found
+    def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
+        """Views of a state on some entries, see :class:`RunPlan`, allocated on first use."""
+        if isinstance(entries, PlannedEntries):
+            planned = entries.once(("state", name), partial(self._plan, name))
+        else:
+            planned = self._plan(name, entries)
+        return planned.runs.cut([self._flat(states, index, name) for index in planned.tensors])
+
+    def _plan(self, name: str, entries: Iterable[Entry]) -> EntryRuns:
+        return _runs_of_entries(entries, lambda entry: self._first(entry, self._slots[(entry.fragment.tensor, name)]))
+
+    def allocate(self, states: States, index: int) -> None:
+        """Make the states of one tensor that it does not have yet."""
+        for at, name in self._slots:
+            if at == index:
+                self._stored(states, index, name, self._slots[(at, name)])
+
+    def _flat(self, states: States, index: int, name: str) -> Tensor:
+        stored = self._stored(states, index, name, self._slots[(index, name)])
+        return stored if stored.dim() == 1 else stored.view(-1)
 
     @staticmethod
     def _first(entry: Entry, slot: _Slot) -> int:

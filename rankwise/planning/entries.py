@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeVar
 
 from rankwise.routing.roles import ParameterInfo, Route
 from rankwise.sharding import Block, Fragment, cut_into_blocks
 from rankwise.sharding.sources import Slice, TensorContents
 
-__all__ = ["Entry", "cut_into_entries", "entries_of_blocks"]
+__all__ = ["Entry", "PlannedEntries", "cut_into_entries", "entries_of_blocks"]
+
+T = TypeVar("T")
+
+# Sets of entries whose gradients come and go are many.
+_MOST_ANSWERS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,39 @@ class Entry:
     def key(self) -> str:
         """Name of the parameter, or of one matrix of a stack."""
         return self.fragment.key
+
+
+class PlannedEntries(tuple[Entry, ...]):
+    """Entries of a unit that are stepped together, and what has been worked out for them; lives as long as the unit.
+
+    Args:
+        entries: In storage order.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        super().__init__()
+        self._planned: dict[Hashable, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+    def once(self, what: Hashable, plan: Callable[[PlannedEntries], T]) -> T:
+        """What follows from the entries alone: worked out when it is first asked for.
+
+        Args:
+            what: Another one for every question.
+            plan: Answers it, given the entries.
+        """
+        if what not in self._planned:
+            if len(self._planned) >= _MOST_ANSWERS:
+                self._planned.clear()
+            self._planned[what] = plan(self)
+        found: T = self._planned[what]
+        return found
+
+    def only(self, places: Sequence[int]) -> PlannedEntries:
+        """Some of them, by their places; the same object every time."""
+        return self.once(("only", *places), lambda entries: PlannedEntries(entries[place] for place in places))
 
 
 def cut_into_entries(

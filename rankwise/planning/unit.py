@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +17,9 @@ from rankwise.kernels import lists
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.passes import Pass
+from rankwise.kernels.run_views import are_runs
 from rankwise.planning.element_states import ElementStates, States
-from rankwise.planning.entries import Entry
+from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.routing.roles import ParameterInfo, Route, Rule
 from rankwise.sharding import (
     DeviceIndices,
@@ -35,6 +37,8 @@ from rankwise.sharding import (
 from rankwise.updates.adamw import Step
 
 __all__ = ["WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
+
+_INDEX = attrgetter("index")
 
 WHOLE = slice(None)
 """All elements of an entry."""
@@ -56,7 +60,7 @@ class Bucket:
     group: dict[str, Any]
     rule: Rule
     count: int | None
-    entries: list[Entry]
+    entries: PlannedEntries
     weights: list[Tensor]
     grads: list[Tensor]
     _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
@@ -78,7 +82,7 @@ class Bucket:
         """The same of some of its entries, given by their places in its lists."""
         return replace(
             self,
-            entries=list(map(self.entries.__getitem__, places)),
+            entries=self.entries.only(places),
             weights=list(map(self.weights.__getitem__, places)),
             grads=list(map(self.grads.__getitem__, places)),
         )
@@ -187,12 +191,12 @@ class StepUnit:
             found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
         return found
 
-    def _by_form(self, tensors: Sequence[Tensor]) -> list[tuple[ModuleType, list[int]]]:
+    def _by_form(self, tensors: Sequence[Tensor]) -> list[tuple[ModuleType, Sequence[int]]]:
         """The list forms for the tensors, each with the places of those it takes."""
+        if are_runs(tensors):
+            return [(self.kernels, range(len(tensors)))]
         gaps = [place for place, tensor in enumerate(tensors) if tensor.dim() > 1]
         runs = [place for place, tensor in enumerate(tensors) if tensor.dim() < 2]
-        if not gaps:
-            return [(self.kernels, runs)]
         return [(lists, gaps), (self.kernels, runs)] if runs else [(lists, gaps)]
 
     def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Tensor) -> Tensor:
@@ -205,7 +209,7 @@ class StepUnit:
         Returns:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
         """
-        index = self._device_index(tuple(entry.index for entry in entries))
+        index = self._device_index(tuple(map(_INDEX, entries)))
         if self.sums.trivial:
             return (quantities[0][None] if len(quantities) == 1 else torch.stack(quantities)).to(torch.float64)
         partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)

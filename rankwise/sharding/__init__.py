@@ -6,7 +6,7 @@ from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .inside import Block, cut_into_blocks, in_blocks
-from .layout import Fragment, Layout, LayoutError, Place, runs_of
+from .layout import Fragment, Layout, LayoutError, Place
 from .local_groups import local_group
 from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
@@ -48,7 +48,6 @@ __all__ = [
     "matrix_volume",
     "own_pieces",
     "plan_matrices",
-    "runs_of",
     "sums_volume",
     "together",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .agreement import gather_together
 
-__all__ = ["Fragment", "Layout", "LayoutError", "Place", "runs_of"]
+__all__ = ["Fragment", "Layout", "LayoutError", "Place"]
 
 
 class LayoutError(RuntimeError):
@@ -83,19 +83,6 @@ class Fragment:
         """Elements of the parameter or of the block of columns that the run is a part of."""
         return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
 
-    def of(self, flat: Tensor, first: int | None = None) -> Tensor:
-        """The run in a flattened tensor, a view: 1-D, or (parts, elements) where it is stored with gaps.
-
-        Args:
-            flat: The optimizer's tensor or one laid out alike, 1-D.
-            first: Where the run begins there; None: at :attr:`offset`.
-        """
-        first = self.offset if first is None else first
-        if self.spread is None:
-            return flat[first : first + self.numel]
-        parts, distance = self.spread
-        return flat.as_strided((parts, self.numel // parts), (distance, 1), flat.storage_offset() + first)
-
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Where the run lies in the row-major flattened parameter: one place, or up to three in a block of columns."""
@@ -111,31 +98,6 @@ class Fragment:
             found.append(Place(row * length + left + column, rows, length, part))
             position += rows * part
         return tuple(found)
-
-
-def runs_of(flat: Tensor, fragments: Sequence[Fragment], firsts: Sequence[int] | None = None) -> list[Tensor]:
-    """:meth:`Fragment.of` of several fragments, in a call or two where they lie one behind the other.
-
-    Args:
-        flat: The optimizer's tensor or one laid out alike, 1-D.
-        fragments: Of it.
-        firsts: Where each begins there; None: at its offset.
-    """
-    length = flat.numel()
-    if len(fragments) == 1:
-        fragment, first = fragments[0], firsts[0] if firsts is not None else fragments[0].offset
-        covers = first == 0 and fragment.end - fragment.start == length and fragment.spread is None
-        return [flat if covers else fragment.of(flat, first)]
-    firsts = [fragment.offset for fragment in fragments] if firsts is None else firsts
-    sizes: list[int] = []
-    end = 0
-    for fragment, first in zip(fragments, firsts, strict=True):
-        if first < end or fragment.spread is not None:
-            return [fragment.of(flat, first) for fragment, first in zip(fragments, firsts, strict=True)]
-        # What lies between two of them is cut out, too.
-        sizes += (first - end, fragment.numel)
-        end = first + fragment.numel
-    return list(flat.split_with_sizes([*sizes, length - end])[1::2])
 
 
 @dataclass(frozen=True)

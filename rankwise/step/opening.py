@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels import graphs
+from rankwise.planning.bucket_plans import plans_of
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.entries import Entry
 from rankwise.planning.planner import Planner
 from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.routing.roles import Rule
-from rankwise.sharding import runs_of
 from rankwise.sharding.sources import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
 
@@ -148,31 +146,33 @@ class Opening:
         grads: Sequence[Tensor | None],
     ) -> list[Bucket]:
         """The fragments that take the step, together with those that share their rule, param group and count."""
-        found: dict[tuple[int, Rule, int | None, int], Bucket] = {}
         step_groups = self._declared.step_groups.views(groups)
-        views = partial(unit.states.views, states)
         # What only the device knows cannot be grouped by.
         known = not self.counts_on_device(unit)
-        for tensor, entries in groupby(unit.entries, lambda entry: entry.fragment.tensor):
-            weight, grad = weights[tensor], grads[tensor]
-            if weight is None or grad is None:
-                continue
-            own = list(entries)
-            taken = int(states[unit.tensors[tensor]]["step"]) if known else None
-            fragments = [entry.fragment for entry in own]
-            for entry, *runs in zip(own, runs_of(weight, fragments), runs_of(grad, fragments), strict=True):
-                before = self._transition.before(entry.info.name)
-                count = None if taken is None else taken - before
-                place = unit.step_group[entry.key]
-                key = (place, entry.route.rule, count, before)
-                bucket = found.get(key)
-                if bucket is None:
-                    counts = partial(_counts_of, unit, states, before)
-                    bucket = found[key] = Bucket(step_groups[place], entry.route.rule, count, [], [], [], views, counts)
-                bucket.entries.append(entry)
-                bucket.weights.append(runs[0])
-                bucket.grads.append(runs[1])
-        return list(found.values())
+        counts = tuple(
+            None if weight is None else int(states[tensor]["step"]) if known else 0
+            for tensor, weight in zip(unit.tensors, weights, strict=True)
+        )
+        transition, views = self._transition, partial(unit.states.views, states)
+        found = []
+        for plan in plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
+            tensors, runs = plan.runs
+            own_weights, own_grads = (runs.cut(_present(flats, tensors)) for flats in (weights, grads))
+            count = counts[tensors[0]]
+            assert count is not None
+            found.append(
+                Bucket(
+                    step_groups[plan.place],
+                    plan.rule,
+                    count - plan.before if known else None,
+                    plan.entries,
+                    own_weights,
+                    own_grads,
+                    views,
+                    partial(_counts_of, unit, states, plan.before),
+                )
+            )
+        return found
 
     def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         """Write weights back whose working views are copies."""
@@ -180,6 +180,10 @@ class Opening:
             if weight is not None and weight.data_ptr() != tensor.data_ptr():
                 target = real_view(tensor)
                 target.copy_(weight.view(target.shape))
+
+
+def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Tensor]:
+    return [flat for tensor in tensors if (flat := flats[tensor]) is not None]
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -143,7 +143,7 @@ class Undo:
         for index, weight in enumerate(weights):
             if weight is None:
                 continue
-            unit.states.of_entries(states, index)  # allocates what is missing, to be zero if the step is undone
+            unit.states.allocate(states, index)  # to be zero if the step is undone
             state = states[unit.tensors[index]]
             counts.append((state["step"], state["step"] - 1))
             changed += [value for name, value in state.items() if isinstance(value, Tensor) and name != "step"]

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 from triton_interpreter import kernel_modules  # noqa: E402
 
-from rankwise.kernels.triton import tables  # noqa: E402
+from rankwise.kernels.triton import segments, tables  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.sonew.cuda import sonew_directions  # noqa: E402
 
@@ -165,10 +165,11 @@ def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.Mon
             each.step(1)
         run.prepare(2)
         graph = Recorder()
-        known = tables.table_of.cache_info()
+        caches = (tables.table_of, segments.planned_table)
+        known = [cache.cache_info() for cache in caches]
         with launches_recorded(graph, kernel_modules()), capturing(), graph:
             run.optimizer.step()
-        assert tables.table_of.cache_info() == known, "a graph's tables are its own"
+        assert [cache.cache_info() for cache in caches] == known, "a graph's tables are its own"
         for index in (3, 4):
             run.prepare(index)
             graph.replay()

@@ -13,6 +13,7 @@ from triton_runs import LENGTHS, TILE, assert_runs_close, copies, runs  # noqa: 
 
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars  # noqa: E402
+from rankwise.kernels.run_views import RunPlace, RunPlan
 from rankwise.mars import formulas as updates
 from rankwise.updates import adamw as adamw_updates  # noqa: E402
 
@@ -202,13 +203,24 @@ def test_nothing_at_all_launches_nothing(launches: list[str]) -> None:
 
 
 def test_a_second_step_on_the_same_memory_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise.kernels.triton import tables
+    from rankwise.kernels.triton import segments, tables
+
+    def uploads() -> int:
+        return sum(cache.cache_info().misses for cache in (tables.table_of, segments.planned_table))
 
     fields = Fields(6)
     _norms(fields)
-    misses = tables.table_of.cache_info().misses
+    known = uploads()
     _norms(fields)
-    assert tables.table_of.cache_info().misses == misses
+    assert uploads() == known
+    # Of views that were planned, where the flat tensors begin says it all.
+    flats, plan = [torch.randn(12), torch.randn(7)], RunPlan([[RunPlace(1, 4), RunPlace(5, 7)], [RunPlace(0, 7)]])
+    found = triton.squared_norms(plan.cut(flats))
+    assert uploads() == known + 1
+    assert torch.equal(triton.squared_norms(plan.cut(flats)), found) and uploads() == known + 1
+    others = [torch.randn(12), flats[1]]
+    for views in (plan.cut(others), RunPlan(plan.places).cut(others)):
+        assert torch.equal(triton.squared_norms(views), triton.squared_norms(list(views)))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ import random
 from math import prod
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layouts import cuts, random_fragments
 from ranks import run_ranks
 
-from rankwise.sharding import Fragment, Layout, LayoutError, runs_of
+from rankwise.sharding import Fragment, Layout, LayoutError
 
 SHAPES = {"w": (4, 6), "b": (5,), "s": ()}
 quick = settings(max_examples=40, deadline=None)
@@ -119,19 +118,3 @@ def test_share_tells_every_rank_the_same() -> None:
 def test_share_of_one_process_is_local() -> None:
     layout = Layout.share([piece(0, 24)], None, replicated=True)
     assert layout.world_size == 1 and not layout.replicated and layout.group is None
-
-
-@pytest.mark.parametrize(
-    "places", [[(0, 12)], [(2, 3)], [(0, 4), (4, 8)], [(1, 3), (6, 0), (6, 2)], [(6, 2), (1, 3)], []]
-)
-@pytest.mark.parametrize("spread", [None, (2, 3)])
-def test_many_runs_at_once_are_those_of_each(places: list[tuple[int, int]], spread: tuple[int, int] | None) -> None:
-    """In a row, with gaps, empty, out of order, and one that is stored in parts among them."""
-    fragments = [Fragment(str(first), (length,), 0, length, 0, first) for first, length in places]
-    if spread is not None:
-        fragments.append(Fragment("parts", (4,), 0, 4, 0, 7, spread=spread))
-    flat, firsts = torch.arange(14.0)[:12], [fragment.offset for fragment in fragments]
-    for found in (runs_of(flat, fragments), runs_of(flat, fragments, firsts)):
-        wanted = [fragment.of(flat) for fragment in fragments]
-        assert [run.tolist() for run in found] == [run.tolist() for run in wanted]
-        assert [run.data_ptr() for run in found if run.numel()] == [run.data_ptr() for run in wanted if run.numel()]

@@ -21,10 +21,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from rankwise.kernels import graphs
+from rankwise.kernels.run_views import RunPlan, RunViews
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.kernels.triton.tables import Row, Table, table_here
+from rankwise.kernels.triton.tables import KEPT_TABLES, Row, Table, table_here
 
-__all__ = ["Runs", "Tiles", "addresses", "read", "run_sums", "tiles_of", "wide", "write"]
+__all__ = ["Runs", "Tiles", "addresses", "planned_table", "read", "run_sums", "tiles_of", "wide", "write"]
 
 _KEPT_TILINGS = 256
 _SUM_BLOCK = 1024
@@ -87,6 +89,34 @@ def addresses(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> 
     return [tensor.data_ptr() for tensor in tensors]
 
 
+def lengths_of(tensors: Sequence[Tensor]) -> Row:
+    """Elements of each."""
+    planned = tensors.as_planned if isinstance(tensors, RunViews) else None
+    return tuple(tensor.numel() for tensor in tensors) if planned is None else planned[1].lengths
+
+
+_Columns = tuple[tuple[RunPlan, Row, int], ...]
+
+
+def _bases_of(fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype]) -> _Columns | None:
+    """Of each field, its plan, where its flat tensors begin, and bytes of an element; None if one has no plan."""
+    found = []
+    for field, dtype in zip(fields, types, strict=True):
+        planned = field.as_planned if isinstance(field, RunViews) else None
+        if planned is None or planned[1].has_gaps:
+            return None
+        flats, plan = planned
+        found.append((plan, tuple(addresses(flats, dtype)), dtype.itemsize))
+    return tuple(found)
+
+
+@lru_cache(maxsize=KEPT_TABLES)
+def planned_table(columns: _Columns, device: torch.device) -> Table:
+    """The table of planned runs, found again by where the flat tensors begin, however many runs there are."""
+    rows = zip(*(plan.addresses(bases, size) for plan, bases, size in columns), columns[0][0].lengths, strict=True)
+    return Table(tuple(chain.from_iterable(rows)), device)
+
+
 class Runs:
     """The tables of one launch.
 
@@ -115,15 +145,19 @@ class Runs:
         extras: Sequence[Sequence[int]] = (),
         types: Sequence[torch.dtype] | None = None,
     ) -> None:
-        lengths = tuple(tensor.numel() for tensor in fields[0])
+        lengths = lengths_of(fields[0])
         for field in fields[1:]:
-            if tuple(tensor.numel() for tensor in field) != lengths:
+            if lengths_of(field) != lengths:
                 raise ValueError("every field of a launch needs one tensor per run, as long as those of the others")
         self.runs = len(lengths)
         self.device = fields[0][0].device if lengths else torch.device("cpu")
-        found = map(addresses, fields, types or [torch.float32] * len(fields))
-        rows = zip(*found, lengths, *extras, strict=True)
-        self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
+        known = types or [torch.float32] * len(fields)
+        planned = None if extras else _bases_of(fields, known)
+        if planned is None or graphs.is_capturing(self.device):
+            rows = zip(*map(addresses, fields, known), lengths, *extras, strict=True)
+            self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
+        else:
+            self.table = planned_table(planned, self.device).here()
         tiles = tiles_of(lengths, tile, self.device)
         self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 
-__all__ = ["Row", "Table", "table_here", "table_of"]
+__all__ = ["KEPT_TABLES", "Row", "Table", "table_here", "table_of"]
 
 # A step of MARS-M on 7 B parameters has 260, which come in turn: with fewer places none would be found again.
-_KEPT_TABLES = 2048
+KEPT_TABLES = 2048
 
 Row = tuple[int, ...]
 
@@ -70,7 +70,7 @@ def _uploaded(values: Row, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=_KEPT_TABLES)
+@lru_cache(maxsize=KEPT_TABLES)
 def table_of(values: Row, device: torch.device) -> Table:
     """The table of these integers, from the last time if it is still kept."""
     return Table(values, device)

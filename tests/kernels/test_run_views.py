@@ -1,0 +1,72 @@
+"""Views of runs in flat tensors, and what is taken for granted of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews, are_runs
+
+FLAT = torch.arange(14.0)[:12]
+PARTS = RunPlace(7, 4, (2, 3))
+
+
+def values_of(place: RunPlace) -> list[float] | list[list[float]]:
+    values = FLAT.tolist()
+    if place.spread is None:
+        return values[place.first : place.first + place.numel]
+    parts, distance = place.spread
+    length = place.numel // parts
+    starts = range(place.first, place.first + parts * distance, distance)
+    return [values[start : start + length] for start in starts]
+
+
+@pytest.mark.parametrize(
+    "places", [[(0, 12)], [(2, 3)], [(0, 4), (4, 8)], [(1, 3), (6, 0), (6, 2)], [(6, 2), (1, 3)], []]
+)
+@pytest.mark.parametrize("parts", [[], [PARTS]])
+def test_many_runs_at_once_are_those_of_each(places: list[tuple[int, int]], parts: list[RunPlace]) -> None:
+    """In a row, with gaps, empty, out of order, and one that is stored in parts among them."""
+    wanted = [*(RunPlace(*place) for place in places), *parts]
+    plan = RunPlan([wanted] if wanted else [])
+    found = plan.cut([FLAT] if wanted else [])
+    assert [run.tolist() for run in found] == [values_of(place) for place in wanted]
+    assert plan.lengths == tuple(run.numel() for run in found) and are_runs(found) == are_runs(list(found))
+    addresses = plan.addresses([FLAT.data_ptr()] if wanted else [], FLAT.itemsize)
+    assert [at for at, run in zip(addresses, found, strict=True) if run.numel()] == [
+        run.data_ptr() for run in found if run.numel()
+    ]
+
+
+def test_whole_tensors_are_themselves() -> None:
+    tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(5)]
+    plan = RunPlan([[RunPlace(0, 3)], [RunPlace(0, 0)], [RunPlace(0, 5)]])
+    assert all(run is tensor for run, tensor in zip(plan.cut(tensors), tensors, strict=True))
+    padded = plan.cut([torch.zeros(4), *tensors[1:]])
+    assert [run.numel() for run in padded] == [3, 0, 5] and padded[2] is tensors[2]
+
+
+@pytest.mark.parametrize("places", [[RunPlace(0, 13)], [RunPlace(0, 4), RunPlace(4, 9)], [PARTS, RunPlace(10, 3)]])
+def test_a_tensor_that_has_become_too_short(places: list[RunPlace]) -> None:
+    """A kernel would write behind it."""
+    with pytest.raises(RuntimeError, match=r"a tensor of 12 elements must have 13"):
+        RunPlan([places]).cut([FLAT])
+
+
+def test_a_changed_list_is_no_longer_taken_for_granted() -> None:
+    plan = RunPlan([[RunPlace(0, 4), RunPlace(4, 4)]])
+
+    def views() -> RunViews:
+        found = plan.cut([FLAT])
+        assert found.as_planned is not None
+        return found
+
+    changed, longer = views(), views()
+    changed[0] = torch.zeros(4)
+    longer.append(torch.zeros(4))
+    assert changed.as_planned is None and longer.as_planned is None
+    for other in (copy.copy(views()), copy.deepcopy(views()), pickle.loads(pickle.dumps(views())), views()[:]):
+        assert type(other) is list and [run.tolist() for run in other] == [run.tolist() for run in views()]
