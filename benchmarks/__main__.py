@@ -203,7 +203,11 @@ def gpu(
     """Everything that only a GPU can tell, in pieces: what does not fit into the budget is left for the next call."""
     from benchmarks.gpu.command import run
 
-    raise typer.Exit(run(budget, sections or [], device, model, again, output))
+    try:
+        status = run(budget, sections or [], device, model, again, output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
 
 
 @app.command()

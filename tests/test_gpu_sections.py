@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
+from benchmarks.__main__ import app  # noqa: E402
 from benchmarks.gpu.command import seconds_of  # noqa: E402
 from benchmarks.gpu.items import Figure, Found, Item, Place, Skipped  # noqa: E402
 from benchmarks.gpu.page import gpu_rows, gpu_section  # noqa: E402
@@ -136,6 +138,14 @@ def test_a_surprise_is_printed_and_on_the_page(tmp_path: Path) -> None:
     assert "A device, torch 2.99, triton 3.77, 2030-01-02." in page and "### a\n" in page
     assert "| item 0 | speed | 3 TB/s | 4 to 4.8 |  | **outside** |" in page
     assert gpu_section({}) == "" and gpu_rows({}) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_it_is_said_at_once(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["gpu", "--output", str(tmp_path / "gpu.json")])
+    said = " ".join(found.output.replace("│", " ").split())
+    assert found.exit_code == 2 and "no device 'cuda' here; --device cpu tries all but the launches" in said
+    assert not any(tmp_path.iterdir())
 
 
 def test_rows_of_another_device_are_not_mixed(tmp_path: Path) -> None:

@@ -46,12 +46,14 @@ def run(budget: str, sections: Sequence[str], device: str, model: str | None, ag
         Exit status: 0, also where something is left for a further call.
 
     Raises:
-        ValueError: An unknown section, or rows of another device in the file.
+        ValueError: An unknown section or budget, no such device, or rows of another one in the file.
     """
     unknown = [section for section in sections if section not in SECTIONS]
     if unknown:
         raise ValueError(f"there is no section {unknown[0]!r}; there are: {', '.join(SECTIONS)}")
     seconds = seconds_of(budget)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"there is no device {device!r} here; --device cpu tries all but the launches")
     place = Place(torch.device(device), model)
     records = Records(output)
     for section in sections or SECTIONS:

@@ -22,7 +22,15 @@ __all__ = ["correct_items", "kernel_items"]
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = "tests/kernels/test_triton_device.py"
 # Those that launch single kernels: under the sanitizer every access takes a hundred times as long.
-_CHECKED = ("test_mars", "test_norms", "test_sonew", "test_newton_schulz", "test_factors", "test_low_rank")
+_CHECKED = (
+    "test_mars",
+    "test_norms",
+    "test_sonew",
+    "test_newton_schulz",
+    "test_preconditioning",
+    "test_factors",
+    "test_low_rank",
+)
 
 
 def correct_items(place: Place) -> list[Item]:

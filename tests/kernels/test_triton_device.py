@@ -155,13 +155,60 @@ def test_sonew(band: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("shape", [(3, 256, 512), (2, 300, 130)])
 def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
-    from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import HALVED, newton_schulz
+    from rankwise.updates.polynomial_steps import PLAIN
 
     matrix = torch.randn(shape, device=DEVICE)
     (found,) = twice(lambda: [newton_schulz(matrix, 5, dtype)])
     torch.testing.assert_close(found.double(), linalg.newton_schulz(matrix.cpu().double(), 5), rtol=0, atol=tolerance)
-    gram = symmetric_product(matrix.to(dtype))
-    assert torch.equal(gram, gram.mT)
+    # The kernel itself, whatever the shape decides, on matrices as they lie and transposed.
+    for stack in (matrix.to(dtype), matrix.mT.contiguous().to(dtype).mT):
+        (gram,) = twice(lambda stack=stack: [HALVED.square(stack)])
+        (image,) = twice(lambda gram=gram: [HALVED.polynomial(gram.to(DEVICE) / 512, -4.8, 2.0)])
+        for value, wanted in (
+            (gram, PLAIN.square(stack.cpu().double())),
+            (image, PLAIN.polynomial((gram / 512).double(), -4.8, 2.0)),
+        ):
+            assert torch.equal(value, value.mT)
+            assert (value.double() - wanted).norm() < (1e-5 if dtype == torch.float32 else 2**-8) * wanted.norm()
+
+
+def test_products_are_timed_once() -> None:
+    from rankwise.kernels.triton.chosen_products import chosen, forget_times
+    from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
+
+    x = torch.randn(2, 512, 1024, device=DEVICE, dtype=torch.bfloat16)
+    forget_times()
+    try:
+        first = chosen(HALVED, x, timed=True)
+        with no_waiting():
+            assert chosen(HALVED, x, timed=True) == first
+    finally:
+        forget_times()
+
+
+@pytest.mark.parametrize(("product", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_preconditioning(product: torch.dtype, tolerance: float) -> None:
+    from rankwise.mkor.cuda.preconditioning_together import preconditioned
+    from rankwise.mkor.preconditioning import Gradient
+
+    gradients = []
+    for rows, columns in ((256, 512), (300, 131), (256, 512)):
+        runs_of_one = torch.randn(rows * columns, device=DEVICE).tensor_split([columns * 7 + 3])
+        sides = (torch.randn(side, side, device=DEVICE) / side**0.5 for side in (rows, columns))
+        gradients.append(Gradient(rows, columns, runs_of_one, (), False, *(side.to(product) for side in sides)))
+
+    def call() -> list[Tensor]:
+        found, factors = preconditioned(gradients, product, True)
+        assert factors is not None
+        return [run.float() * factor for run, factor in zip(found, factors, strict=True)]
+
+    found = twice(call)
+    for place, gradient in enumerate(gradients):
+        sides = [side.cpu().double() for side in (gradient.left, gradient.right)]
+        wanted = mkor.precondition(torch.cat(gradient.weights).cpu().double().view(gradient.shape), *sides, "joint")
+        matrix = torch.cat(found[2 * place : 2 * place + 2]).double().view(gradient.shape)
+        assert (matrix - wanted).norm() < tolerance * wanted.norm()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2**-7)])
