@@ -61,8 +61,8 @@ def newton_schulz(
         return torch.empty_like(matrix)
     tall = matrix.shape[-2] > matrix.shape[-1]
     stack = matrix.reshape(-1, *matrix.shape[-2:])
-    start = _normalized(stack.mT if tall else stack, eps).to(dtype)
-    result = orthogonalise(start, table).to(matrix.dtype)
+    # The start is kept by nothing but the iteration.
+    result = orthogonalise(_normalized(stack.mT if tall else stack, eps).to(dtype), table).to(matrix.dtype)
     return (result.mT if tall else result).reshape(matrix.shape)
 
 

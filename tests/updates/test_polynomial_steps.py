@@ -243,3 +243,12 @@ def test_no_more_is_there_at_once_than_is_told(
     if len(set(table)) == 1 or dtype == BF16 or columns == 64:
         assert living.most == bound, "neither is less"
     assert living.now == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 44), (2, 44, 16)])
+def test_nor_is_the_start_kept_by_who_made_it(shape: tuple[int, ...]) -> None:
+    matrix = torch.ones(shape)
+    with Living() as living:
+        newton_schulz(matrix)
+    given, norms = 16 * 44, 4
+    assert living.most <= 2 * (given + scratch(16, 44, F32, quintics("published", 5)) + norms)

@@ -60,8 +60,10 @@ def newton_schulz(
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     wide_enough = stack if stack.dtype in (torch.float32, torch.float64) else stack.float()
     norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
-    x = (wide_enough / (norm + eps)).to(dtype).contiguous()
-    return orthogonalise(x, table, chosen(HALVED, x, tall, timed), tall).to(matrix.dtype).reshape(matrix.shape)
+    # The start is kept by nothing but the iteration.
+    start = [(wide_enough / (norm + eps)).to(dtype).contiguous()]
+    products = chosen(HALVED, start[0], tall, timed)
+    return orthogonalise(start.pop(), table, products, tall).to(matrix.dtype).reshape(matrix.shape)
 
 
 def symmetric_product(x: Tensor) -> Tensor:
