@@ -325,6 +325,7 @@ def performance(
     page: Annotated[Path, typer.Argument(help="Markdown page to write, with a plot beside it.")] = Path(
         "docs/performance.md"
     ),
+    host: Annotated[Path | None, typer.Option(help="JSON written by host, if kept apart.", exists=True)] = None,
     gpu: Annotated[Path | None, typer.Option(help="JSON written by gpu.", exists=True)] = None,
 ) -> None:
     """Turn the timings into a page of the documentation."""
@@ -332,7 +333,8 @@ def performance(
     from benchmarks.performance import draw, performance_page
 
     found = {} if gpu is None else json.loads(gpu.read_text())
-    rows = json.loads(figures.read_text()) + gpu_rows(found)
+    apart = [] if host is None else json.loads(host.read_text())
+    rows = json.loads(figures.read_text()) + apart + gpu_rows(found)
     page.write_text(performance_page(rows) + gpu_section(found))
     draw(rows, page.parent / "images" / "performance.png")
 

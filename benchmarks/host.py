@@ -24,6 +24,7 @@ from benchmarks.launches import recorded_launches
 from benchmarks.step import environment
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
+from rankwise.mkor import factor_steps
 from rankwise.sharding import MatrixExchange
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 
@@ -31,6 +32,7 @@ __all__ = ["CONTENDERS", "calls_of", "host_times"]
 
 SIDE = 16
 _BASE = "AdamW, foreach"
+_LONG = 1_000_000
 CONTENDERS: dict[str, Callable[[Any], Any]] = {
     _BASE: lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "MARS-AdamW": rankwise.MARS,
@@ -38,7 +40,45 @@ CONTENDERS: dict[str, Callable[[Any], Any]] = {
     "MARS-M": lambda parameters: rankwise.MARS(parameters, variant="muon"),
     "SONew, tridiagonal": rankwise.SONew,
     "LDAdam, rank 4": lambda parameters: rankwise.LDAdam(parameters, rank=4),
+    "MKOR": lambda parameters: rankwise.MKOR(parameters, update_interval=_LONG),
+    "MKOR, factor step": lambda parameters: rankwise.MKOR(parameters, update_interval=1),
 }
+
+
+class _Steps:
+    """A model of layers without a bias, and the steps of its optimizer.
+
+    Args:
+        build: Makes the optimizer.
+        count: Of the layers.
+        fragments: Whether the weights lie in one flat tensor, as a framework's partition has them.
+    """
+
+    def __init__(self, build: Callable[[Any], Any], count: int, fragments: bool) -> None:
+        self._layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(count))
+        named = list(self._layers.named_parameters())
+        for _, parameter in named:
+            parameter.data = _filled(SIDE, SIDE)
+            parameter.grad = _filled(SIDE, SIDE)
+        self._optimizer = build(named)
+        self._captures = isinstance(self._optimizer, rankwise.MKOR)
+        if self._captures:
+            self._optimizer.capture(self._layers)
+        if fragments:
+            flat = nn.Parameter(_filled(count * SIDE * SIDE))
+            flat.grad = _filled(count * SIDE * SIDE)
+            self._optimizer.param_groups[0]["params"] = [flat]
+            self._optimizer.attach(_Flat([name for name, _ in named]))
+
+    def prepare(self) -> None:
+        """What a training loop does before the step, as far as the step depends on it."""
+        if self._captures:
+            inputs = _filled(SIDE, SIDE)
+            sum(layer(inputs).square().mean() for layer in self._layers).backward()
+
+    def step(self) -> None:
+        """One step."""
+        self._optimizer.step()
 
 
 @contextmanager
@@ -47,6 +87,8 @@ def _as_on_a_device() -> Iterator[None]:
         stack.enter_context(recorded_launches())
         stack.enter_context(using(triton))
         stack.enter_context(mock.patch.object(MatrixExchange, "one_by_one_on", ()))
+        # Of kernels that are left out nothing is to be expected.
+        stack.enter_context(mock.patch.object(factor_steps, "refuse_broken_factors"))
         yield
 
 
@@ -65,12 +107,14 @@ def calls_of(name: str, count: int, fragments: bool) -> int:
         found += event in ("call", "c_call")
 
     with _as_on_a_device():
-        step = (_of_fragments if fragments else _of_tensors)(CONTENDERS[name], count)
+        steps = _Steps(CONTENDERS[name], count, fragments)
         for _ in range(3):
-            step()
+            steps.prepare()
+            steps.step()
+        steps.prepare()
         sys.setprofile(seen)
         try:
-            step()
+            steps.step()
         finally:
             sys.setprofile(None)
     return found
@@ -91,13 +135,13 @@ def host_times(tensors: int = 300, rounds: int = 40, only: set[str] | None = Non
     torch.set_num_threads(1)
     with _as_on_a_device():
         names = [name for name in CONTENDERS if only is None or name in only or name == _BASE]
-        steps: dict[tuple[str, str], Callable[[], Any]] = {}
+        steps: dict[tuple[str, str], _Steps] = {}
         for name in names:
-            steps[name, "tensors"] = _of_tensors(CONTENDERS[name], tensors)
+            steps[name, "tensors"] = _Steps(CONTENDERS[name], tensors, False)
             if name == _BASE:
                 continue
             for form, count in (("fragments", tensors), ("few", tensors // 10)):
-                steps[name, form] = _of_fragments(CONTENDERS[name], count)
+                steps[name, form] = _Steps(CONTENDERS[name], count, True)
         times = _timed(steps, rounds)
     about = {"model": f"{tensors} matrices of {SIDE} x {SIDE}", **environment(torch.device("cpu"))}
     return [{**_row(name, times), **about} for name in names if name != _BASE]
@@ -111,18 +155,20 @@ def _row(name: str, times: dict[tuple[str, str], list[float]]) -> dict[str, Any]
     return {"name": name, **found, "ratio": ratio, "adamw_seconds": median(base)}
 
 
-def _timed(steps: dict[tuple[str, str], Callable[[], Any]], rounds: int) -> dict[tuple[str, str], list[float]]:
+def _timed(steps: dict[tuple[str, str], _Steps], rounds: int) -> dict[tuple[str, str], list[float]]:
     found: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     for _ in range(3):
-        for step in steps.values():
-            step()
+        for each in steps.values():
+            each.prepare()
+            each.step()
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
-            for key, step in steps.items():
+            for key, each in steps.items():
+                each.prepare()
                 begin = time.process_time()
-                step()
+                each.step()
                 found[key].append(time.process_time() - begin)
     finally:
         gc.enable()
@@ -131,25 +177,6 @@ def _timed(steps: dict[tuple[str, str], Callable[[], Any]], rounds: int) -> dict
 
 def _filled(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def _of_tensors(build: Callable[[Any], Any], count: int) -> Callable[[], Any]:
-    parameters = [(f"layers.{index}.weight", nn.Parameter(_filled(SIDE, SIDE))) for index in range(count)]
-    for _, parameter in parameters:
-        parameter.grad = _filled(SIDE, SIDE)
-    optimizer = build(parameters)
-    return lambda: optimizer.step()
-
-
-def _of_fragments(build: Callable[[Any], Any], count: int) -> Callable[[], Any]:
-    """The parameters lie in one flat tensor, as a framework's partition has them."""
-    names = [f"layers.{index}.weight" for index in range(count)]
-    optimizer = build([(name, nn.Parameter(_filled(SIDE, SIDE))) for name in names])
-    flat = nn.Parameter(_filled(count * SIDE * SIDE))
-    flat.grad = _filled(count * SIDE * SIDE)
-    optimizer.param_groups[0]["params"] = [flat]
-    optimizer.attach(_Flat(names))
-    return lambda: optimizer.step()
 
 
 class _Flat(LayoutSource):

@@ -158,6 +158,7 @@ def _of_sonew(name: str, table: Sequence[int]) -> int:
 def recorded_launches() -> Iterator[Records]:
     """Record the launches of all kernels, and what is in their tables."""
     from rankwise.kernels.triton import segments, tables
+    from rankwise.ldadam.cuda.grouped_products import table_of_pairs
 
     records = Records()
     make, here = tables.Table.__init__, tables.Table.here
@@ -171,7 +172,7 @@ def recorded_launches() -> Iterator[Records]:
         records.tables[id(found)] = self.values
         return found
 
-    caches = (tables.table_of, segments.planned_table, segments.tiles_of)
+    caches = (tables.table_of, segments.planned_table, segments.tiles_of, table_of_pairs)
     for cache in caches:
         cache.cache_clear()
     modules = [module for module in kernel_modules() if hasattr(module, "launch")]

@@ -93,14 +93,13 @@ class Fragments:
             None if no form takes such tensors.
         """
         gradient, source, weight = self._missing.get(index), self.source(index), self._weights[index]
-        states = [state[name] for name in ("basis", "exp_avg", "exp_avg_sq")]
         error = self._errors.get(index)
         error = None if error is source else error
-        tensors = [weight, source, *states, *([] if gradient is None else [gradient])]
-        if not takes(signature.rank, *tensors, error=error):
+        tensors = (weight, source, state["basis"], state["exp_avg"], state["exp_avg_sq"])
+        if not takes(signature.rank, *tensors, *(() if gradient is None else (gradient,)), error=error):
             return None
         self._missing.pop(index, None)
-        shape = (signature.rows, signature.columns)
+        shape = signature[:2]
         return LowRankStep(shape, signature.right, gradient, source, weight, state, step, group, error)
 
     def step(

@@ -86,10 +86,9 @@ class LDAdamRule(MatrixRule):
         (index,), (source,) = indices, values
         state, group = self._subspaces.obtain(task, source), self.groups[task.signature.group]
         count = int(state["step"])
-        # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
-        steady = not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]
         ready = None
-        if count and steady:
+        # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
+        if count and (not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]):
             takes = self._steps_in_place.takes
             ready = self._fragments.in_place(index, task.signature, state, count + 1, group, takes)
         if ready is not None:
@@ -118,7 +117,9 @@ class LDAdamRule(MatrixRule):
         if stepped:
             torch._foreach_add_([ready.state["step"] for ready in stepped], 1)
         for ready in stepped:
-            ready.state["beta1"].fill_(ready.group["betas"][0])
+            # With error feedback only matrices are taken that have it already.
+            if not ready.group["error_feedback"]:
+                ready.state["beta1"].fill_(ready.group["betas"][0])
         for place in sorted(left):
             task, index, _ = self._taken[place]
             self._step_others([(task, index)])

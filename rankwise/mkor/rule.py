@@ -72,6 +72,7 @@ class MKORRule(MatrixRule):
         self._singly = factors.computes_singly(unit.device, unit.dtype)
         self._together = factors.together(unit.device, unit.dtype, self._product)
         self._taken: list[_Taken] = []
+        self._taken_elements = 0
         self._space: Workspace = unit.scratch.setdefault("space", Workspace())
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -149,14 +150,15 @@ class MKORRule(MatrixRule):
         ):
             return False
         self._taken.append(taken)
+        self._taken_elements += sum(signature.sizes)
         assert self._together is not None
-        if sum(sum(each.task.signature.sizes) for each in self._taken) >= self._together.AT_ONCE:
+        if self._taken_elements >= self._together.AT_ONCE:
             self._step_taken()
         return True
 
     def _step_taken(self) -> None:
         """Precondition what has been taken, and step with what comes of it, in the type of the products."""
-        taken, self._taken = self._taken, []
+        taken, self._taken, self._taken_elements = self._taken, [], 0
         gradients: list[Gradient] = []
         runs: list[tuple[int, slice]] = []
         for each, state in zip(taken, self._moved_by_shape([each.task for each in taken]), strict=True):

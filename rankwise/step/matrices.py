@@ -26,6 +26,9 @@ from rankwise.step.health import Health
 __all__ = ["MatrixRule", "step_matrices"]
 
 
+_NOTHING = nullcontext()
+
+
 class MatrixRule(ABC):
     """What becomes of a unit's matrices in one step; made for that step, and asked by :func:`step_matrices` alone.
 
@@ -139,7 +142,7 @@ class _MatrixStep:
     """One run of a rule over the batches of an exchange, which come in one order on all ranks."""
 
     def __init__(self, exchange: MatrixExchange, rule: MatrixRule) -> None:
-        self._exchange, self._rule = exchange, rule
+        self._exchange, self._rule, self._taken = exchange, rule, 0
         self._sources = rule.gather(exchange.in_place_fragments)
 
     def run(self) -> None:
@@ -154,9 +157,7 @@ class _MatrixStep:
             if returning is not None:
                 self._deliver(returning)
             returning = leaving
-        for plan in self._exchange.in_place:
-            if not self._take(plan):
-                self._deliver(self._update(plan, self._gather(plan)))
+        self._step_in_place()
         if returning is not None:
             self._deliver(returning)
         self._rule.finish()
@@ -206,23 +207,38 @@ class _MatrixStep:
                 indices, results = zip(*found, strict=True)
                 self._rule.step(returning.plan.batch, indices, results)
 
+    def _step_in_place(self) -> None:
+        """Matrices that lie whole here."""
+        for plan in self._exchange.in_place:
+            if not self._take(plan):
+                self._deliver(self._update(plan, self._gather(plan)))
+        if self._taken:
+            self._rule.health.add("matrices_updated", self._taken)
+
     def _take(self, plan: BatchPlan) -> bool:
         """Whether nothing remains to be done for a matrix that lies whole here."""
-        exchange, indices = self._exchange, [piece.fragment for piece in plan.local]
-        sources = [self._sources[index] for index in indices]
-        if all(source is None for source in sources):
+        indices = [piece.fragment for piece in plan.local]
+        values = self._values(plan, indices)
+        if not values:
             return True
-        values = [
+        with _phase(plan, "compute"):
+            taken = self._rule.take(plan.owned[0], indices, values)
+        self._taken += taken
+        return taken
+
+    def _values(self, plan: BatchPlan, indices: Sequence[int]) -> list[Tensor]:
+        """What was gathered of a matrix's parts; of one without any values nothing."""
+        sources = [self._sources[index] for index in indices]
+        present = [source for source in sources if source is not None]
+        if not present or len(present) == len(sources):
+            return present
+        exchange = self._exchange
+        return [
             torch.zeros(piece.numel, dtype=exchange.dtype, device=exchange.device) if source is None else source
             for piece, source in zip(plan.local, sources, strict=True)
         ]
-        with _phase(plan, "compute"):
-            taken = self._rule.take(plan.owned[0], indices, values)
-        if taken:
-            self._rule.health.add("matrices_updated", 1)
-        return taken
 
 
 def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
-    return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else nullcontext()
+    return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else _NOTHING

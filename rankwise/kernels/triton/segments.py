@@ -80,13 +80,13 @@ def addresses(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> 
     Raises:
         ValueError: If one is not of the type or not contiguous.
     """
-    for tensor in tensors:
-        if tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"the Triton kernels take contiguous {dtype} tensors here, got {tensor.dtype} with strides "
-                f"{tensor.stride()}; use the plain functions for others"
-            )
-    return [tensor.data_ptr() for tensor in tensors]
+    if not ({tensor.dtype for tensor in tensors} <= {dtype} and all(map(Tensor.is_contiguous, tensors))):
+        tensor = next(each for each in tensors if each.dtype != dtype or not each.is_contiguous())
+        raise ValueError(
+            f"the Triton kernels take contiguous {dtype} tensors here, got {tensor.dtype} with strides "
+            f"{tensor.stride()}; use the plain functions for others"
+        )
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def lengths_of(tensors: Sequence[Tensor]) -> Row:

@@ -10,7 +10,6 @@ about 22 per element of (r, n).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -69,8 +68,11 @@ def _calls(jobs: Sequence[LowRankStep]) -> Iterator[list[_Family]]:
 
     together: list[_Family] = []
     elements = 0
-    for _, found in groupby(sorted(jobs, key=sign), sign):
-        alike = list(found)
+    found: dict[tuple[Any, ...], list[LowRankStep]] = {}
+    for job in jobs:
+        found.setdefault(sign(job), []).append(job)
+    for key in sorted(found):
+        alike = found[key]
         rank, size = alike[0].state["basis"].shape[1], alike[0].state["exp_avg"].numel()
         chunk = max(1, ELEMENTS_AT_ONCE // size)
         for first in range(0, len(alike), chunk):
@@ -107,9 +109,9 @@ class _Family:
         self.weights = float(weights[0]), float(weights[1])
         # C (m, n), U (m, r) and M (r, n), each where it lies.
         strides = (1, self.short) if first.right else (self.long, 1)
-        self.matrix = Operand([job.source.data_ptr() for job in jobs], strides)
-        self.basis = Operand([job.state["basis"].data_ptr() for job in jobs], (self.rank, 1))
-        self.momentum = Operand([job.state["exp_avg"].data_ptr() for job in jobs], (self.long, 1))
+        self.matrix = Operand(tuple(job.source.data_ptr() for job in jobs), strides)
+        self.basis = Operand(tuple(job.state["basis"].data_ptr() for job in jobs), (self.rank, 1))
+        self.momentum = Operand(tuple(job.state["exp_avg"].data_ptr() for job in jobs), (self.long, 1))
 
     def empty(self, *shape: int) -> Tensor:
         """A stack for a small matrix each."""
@@ -240,11 +242,12 @@ def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, pr
         error_feedback=family.feedback,
         precision=precision,
     )
-    copy_([job.state["basis"] for job in jobs], list(basis.unbind()))
+    bases = list(basis.unbind())
+    copy_([job.state["basis"] for job in jobs], bases)
     kept = momenta if family.feedback else [None] * len(jobs)
     low_rank_step_(
         [job.weight for job in jobs],
-        [Factors(0, *parts) for parts in zip(basis.unbind(), coordinates.unbind(), kept, strict=True)],
+        [Factors(0, *parts) for parts in zip(bases, coordinates.unbind(), kept, strict=True)],
         [job.source for job in jobs] if family.feedback else None,
         [job.source if job.error is None else job.error for job in jobs] if family.feedback else None,
         cols=jobs[0].shape[1],

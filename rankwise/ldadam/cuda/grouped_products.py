@@ -7,7 +7,7 @@ Bytes: the operands once and the result, if the caches keep what tiles read agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from operator import or_
 from typing import NamedTuple
@@ -16,10 +16,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from rankwise.kernels import graphs
 from rankwise.kernels.triton.language import ceil_div, has_wide_products, jit, launch
-from rankwise.kernels.triton.tables import table_here
+from rankwise.kernels.triton.tables import KEPT_TABLES, Table, table_here
 
-__all__ = ["Operand", "grouped_product_", "keep_", "places_of"]
+__all__ = ["Operand", "grouped_product_", "keep_", "places_of", "table_of_pairs"]
 
 _TILE, _DEPTH = 128, 32
 _LEAST = 16
@@ -30,7 +31,7 @@ class Operand(NamedTuple):
     """One of the factors of every pair.
 
     Attributes:
-        places: Addresses, one for each pair.
+        places: Addresses, one for each pair; a range or a tuple.
         strides: Of a row and of a column, in elements.
     """
 
@@ -43,10 +44,25 @@ class Operand(NamedTuple):
         return Operand(self.places, self.strides[::-1])
 
 
-def places_of(stack: Tensor) -> list[int]:
+def places_of(stack: Tensor) -> Sequence[int]:
     """Addresses of the entries of a stack."""
-    size = stack.stride(0) * stack.itemsize
-    return [stack.data_ptr() + index * size for index in range(len(stack))]
+    first, size = stack.data_ptr(), stack.stride(0) * stack.itemsize
+    return range(first, first + len(stack) * size, size) if size else (first,) * len(stack)
+
+
+@lru_cache(maxsize=KEPT_TABLES)
+def table_of_pairs(columns: tuple[Sequence[int], ...], device: torch.device) -> tuple[Table, bool]:
+    """Addresses, pair by pair, and whether all are multiples of 16; found again by its columns, ranges most of them."""
+    places = tuple(chain.from_iterable(zip(*columns, strict=True)))
+    return Table(places, device), reduce(or_, places, 0) % 16 == 0
+
+
+def _table(columns: tuple[Sequence[int], ...], device: torch.device) -> tuple[Tensor, bool]:
+    if not graphs.is_capturing(device):
+        table, aligned = table_of_pairs(columns, device)
+        return table.here(), aligned
+    places = tuple(chain.from_iterable(zip(*columns, strict=True)))
+    return table_here(places, device), reduce(or_, places, 0) % 16 == 0
 
 
 def grouped_product_(
@@ -70,15 +86,15 @@ def grouped_product_(
         depth: Length of the sums.
         alpha: See above.
         beta: See above.
-        added: Addresses of ``D``, (rows, columns) each and contiguous; may be those of ``O``. None: nothing is added.
+        added: Addresses of ``D``, (rows, columns) each and contiguous, a range or a tuple; may be those of ``O``. None:
+            nothing is added.
         scales: (pairs, rows), for products with as many rows as columns: row i of ``A`` and column i of ``B`` are
             multiplied by entry i, before anything can overflow. None: they are not.
         precision: "ieee", "tf32x3" or "tf32".
     """
     pairs, rows, columns = out.shape
     targets = places_of(out)
-    adds = targets if added is None else added
-    places = tuple(chain.from_iterable(zip(left.places, right.places, adds, targets, strict=True)))
+    table, aligned = _table((left.places, right.places, targets if added is None else added, targets), out.device)
     largest = _TILE, _TILE if has_wide_products(out.device) else _TILE // 2
     tile = [
         min(most, max(_LEAST, 1 << (size - 1).bit_length()))
@@ -88,7 +104,7 @@ def grouped_product_(
         _grouped_product_kernel,
         (ceil_div(columns, tile[1]), ceil_div(rows, tile[0]), pairs),
         out.device,
-        table_here(places, out.device),
+        table,
         out if scales is None else scales,
         rows,
         columns,
@@ -99,7 +115,7 @@ def grouped_product_(
         float(beta),
         SCALED=scales is not None,
         ADDED=added is not None,
-        ALIGNED=reduce(or_, places, 0) % 16 == 0,
+        ALIGNED=aligned,
         PRECISION=precision,
         ROWS=tile[0],
         COLUMNS=tile[1],
