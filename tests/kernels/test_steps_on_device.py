@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from triton_interpreter import kernel_modules  # noqa: E402
 
 from rankwise.kernels.triton import segments, tables  # noqa: E402
+from rankwise.ldadam.cuda.grouped_products import table_of_pairs  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.sonew.cuda import sonew_directions  # noqa: E402
 
@@ -165,7 +166,7 @@ def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.Mon
             each.step(1)
         run.prepare(2)
         graph = Recorder()
-        caches = (tables.table_of, segments.planned_table)
+        caches = (tables.table_of, segments.planned_table, table_of_pairs)
         known = [cache.cache_info() for cache in caches]
         with launches_recorded(graph, kernel_modules()), capturing(), graph:
             run.optimizer.step()
