@@ -123,7 +123,12 @@ def test_the_switch_needs_losses_and_factors_alone() -> None:
     unit = parts.planner.plan_present(parts, parts.groups)
     statistics = Collector(parts.table, parts.planner)
     switch = Switch(MKOROptions(hybrid=True), statistics, parts.matrix_states, parts.planner)
-    switch.detector.update = lambda loss: loss < 1  # type: ignore[method-assign]
+
+    def seen(loss: float) -> bool:
+        switch.detector.load_state_dict({**switch.detector.state_dict(), "switched": loss < 1})
+        return switch.detector.switched
+
+    switch.detector.update = seen  # type: ignore[method-assign]
     for loss, is_over in ((2.0, False), (0.5, True)):
         switch.record(loss)
         switch.consider(unit)
