@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def _mkor(model: nn.Module) -> Any:
     return optimizer
 
 
+def _spending(model: nn.Module, **options: Any) -> Any:
+    """SONew as under DeepSpeed and Megatron, which need the gradients no more after the step."""
+    optimizer = rankwise.SONew(list(model.named_parameters()), **options)
+    optimizer.planner.source.spends_gradients = True
+    return optimizer
+
+
 _FACTOR_STEP = 3
 TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "MARS-AdamW": (_of(rankwise.MARS, variant="adamw"), 2),
@@ -76,8 +84,9 @@ TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "MARS-AdamW, reference bfloat16": (_of(rankwise.MARS, variant="adamw", reference_dtype="bfloat16"), 2),
     "MARS-Lion, reference bfloat16": (_of(rankwise.MARS, variant="lion", reference_dtype="bfloat16"), 2),
     "MARS-M": (_of(rankwise.MARS, variant="muon"), 2),
-    "SONew, tridiagonal": (_of(rankwise.SONew, band=1), 2),
-    "SONew, band 4": (_of(rankwise.SONew, band=4), 2),
+    "SONew, tridiagonal": (partial(_spending, band=1), 2),
+    "SONew, band 4": (partial(_spending, band=4), 2),
+    "SONew, tridiagonal, gradients kept": (_of(rankwise.SONew, band=1), 2),
     "LDAdam, rank 16": (_of(rankwise.LDAdam, rank=16), 2),
     "LDAdam, rank 256": (_of(rankwise.LDAdam, rank=256), 2),
     "MKOR": (_mkor, 2),

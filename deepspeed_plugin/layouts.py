@@ -70,6 +70,9 @@ class DeepSpeedLayout(LayoutSource):
         self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
         self.group: dist.ProcessGroup | None = _exchange_group(engine, engine.seq_data_parallel_group)
         self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        # The wrappers hand over gradients of partitions, and drop or clear them after the step; but for the buffers of
+        # offload, where a parameter without a gradient has what it had before.
+        self.spends_gradients = not engine.zero_cpu_offload()
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
@@ -144,6 +147,7 @@ class _Unwrapped(DeepSpeedLayout):
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         super().__init__(engine, optimizer)
         self.replicated = dist.get_world_size(self.group) > 1
+        self.spends_gradients = False  # they are the model's own
         self._group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }

@@ -54,6 +54,8 @@ class MegatronLayout(LayoutSource):
         """By the id of an optimizer's tensor: the model's parameter, and which run of it, flattened, it holds."""
         self.stage_copies = {known.info.name: known.stage_copy for known in parameters.values() if known.stage_copy}
         """Of weights that earlier pipeline stages have too, by name: how many of them do."""
+        # Those of a model in fp32 are the model's own; else they are copies, or the buffer that the next step clears.
+        self.spends_gradients = isinstance(wrapper, DistributedOptimizer | Float16OptimizerWithFloat16Params)
         if isinstance(wrapper, DistributedOptimizer):
             self._register_shards(wrapper)
         elif isinstance(wrapper, Float16OptimizerWithFloat16Params):

@@ -20,12 +20,13 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "MARS-AdamW, reference bfloat16": ((38.1, 12, 0), (38.1, 12, 0)),
     "MARS-Lion, reference bfloat16": ((30.1, 12, 0), (30.1, 12, 0)),
     "MARS-M": ((43.8, 167, 0), (47.7, 949, 0)),
-    "SONew, tridiagonal": ((44.4, 14, 0), (44.4, 14, 0)),
-    "SONew, band 4": ((69.1, 14, 0), (69.1, 14, 0)),
+    "SONew, tridiagonal": ((44.4, 12, 0), (44.4, 12, 0)),
+    "SONew, band 4": ((69.1, 12, 0), (69.1, 12, 0)),
+    "SONew, tridiagonal, gradients kept": ((44.4, 111, 0), (44.4, 716, 0)),
     "LDAdam, rank 16": ((38.2, 121, 0), (40.3, 103, 0)),
     "LDAdam, rank 256": ((47.8, 103, 0), (47.8, 244, 0)),
-    "MKOR": ((33.4, 190, 0), (34.0, 594, 0)),
-    "MKOR, factor step": ((52.0, 406, 0), (50.0, 1506, 0)),
+    "MKOR": ((33.4, 190, 0), (34.0, 624, 0)),
+    "MKOR, factor step": ((52.0, 406, 0), (50.0, 1681, 0)),
 }
 
 

@@ -67,7 +67,7 @@ class LDAdamRule(MatrixRule):
         """The factors, or elements of their products."""
         return reply_of(self.unit, self.groups, batch)
 
-    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """Move bases and moments of matrices, or of slices together with the owners of the others."""
         if batch.partners:
             factors = self._step_slices(batch, tasks, stack)

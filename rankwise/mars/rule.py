@@ -85,7 +85,7 @@ class MARSRule(MatrixRule):
             decay_(weights, bucket.group["lr"], bucket.group["weight_decay"])
         return self.state_by_fragment("exp_avg")
 
-    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The directions of a stack of momenta."""
         return self._directions(batch.signature, stack)
 

@@ -132,15 +132,18 @@ class KroneckerFactors:
         stack: Tensor,
         product: torch.dtype,
         space: Workspace,
+        spent: bool = False,
     ) -> Tensor:
         """Precondition the gradients of a batch.
 
         Args:
             signature: Of its matrices.
             states: Theirs.
-            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone.
+            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone
+                unless it is spent.
             product: Type of the products.
             space: For what comes in between on a CPU.
+            spent: Whether the result may be the stack.
 
         Returns:
             The preconditioned gradients, laid out alike.
@@ -154,7 +157,7 @@ class KroneckerFactors:
             return result
         together = together_for(stack.device, stack.dtype, product)
         if together is not None:
-            result, sizes = torch.empty_like(stack), signature.sizes
+            result, sizes = stack if spent else torch.empty_like(stack), signature.sizes
             parts = [row.split(sizes) for row in stack]
             found = [
                 _gradient(signature, state, [weight], biases)

@@ -86,9 +86,9 @@ class MKORRule(MatrixRule):
         """The raw gradients."""
         return self._gradients
 
-    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The preconditioned gradients of a stack, with factors that have moved if they are due."""
-        return self._factors.apply(batch.signature, self._moved(tasks), stack, self._product, self._space)
+        return self._factors.apply(batch.signature, self._moved(tasks), stack, self._product, self._space, spent)
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Step with preconditioned gradients, or keep them for a first-order rule that needs all of them."""
@@ -149,11 +149,12 @@ class MKORRule(MatrixRule):
             len(runs) > _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block)
         ):
             return False
-        self._taken.append(taken)
-        self._taken_elements += sum(signature.sizes)
         assert self._together is not None
-        if self._taken_elements >= self._together.AT_ONCE:
+        elements = sum(signature.sizes)
+        if self._taken and self._taken_elements + elements > self._together.AT_ONCE:
             self._step_taken()
+        self._taken.append(taken)
+        self._taken_elements += elements
         return True
 
     def _step_taken(self) -> None:

@@ -76,7 +76,7 @@ class UnitBuilder:
             places = zip(positions, contents, strict=True)
             groups = {position: param_groups[content.group] for position, content in places}
         unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout)
-        unit.apart = apart is not None
+        unit.apart, unit.spends_gradients = apart is not None, source.spends_gradients
         return unit
 
     def imagine(

@@ -140,6 +140,7 @@ class StepUnit:
     dtype: torch.dtype
     sum_all: bool = False
     cautious: bool = False  # whether elements that step away from zero do not decay
+    spends_gradients: bool = False  # whether nobody reads the gradients after the step
     forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
     key: Any = ()  # among the optimizer's units
     apart: bool = False  # its ranks are some of the optimizer's ranks only
@@ -204,17 +205,18 @@ class StepUnit:
 
         Args:
             entries: The fragments the values belong to; fragments not listed count zero.
-            quantities: Each (entries,).
+            quantities: Each (entries,); or all of them, (quantities, entries).
 
         Returns:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
         """
         index = self._device_index(tuple(map(_INDEX, entries)))
+        rows = torch.stack(quantities) if len(quantities) > 1 else torch.atleast_2d(quantities[0])
         if self.sums.trivial:
-            return (quantities[0][None] if len(quantities) == 1 else torch.stack(quantities)).to(torch.float64)
-        partial = torch.zeros(len(quantities), len(self.entries), dtype=torch.float64, device=self.device)
+            return rows.to(torch.float64)
+        partial = torch.zeros(len(rows), len(self.entries), dtype=torch.float64, device=self.device)
         if entries:
-            partial.index_copy_(1, index, torch.stack(list(quantities)).to(torch.float64))
+            partial.index_copy_(1, index, rows.to(torch.float64))
         return self.sums(partial).index_select(1, index)
 
     def _device_index(self, positions: tuple[int, ...]) -> Tensor:

@@ -32,12 +32,13 @@ class _Message:
         return self.received
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gather:
     """Pieces of a batch on their way to this rank; :meth:`MatrixExchange.finish_gather` waits for them."""
 
     stack: Tensor
     message: _Message | None
+    is_source: bool = False  # the stack is a source itself, not a copy
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class MatrixExchange:
         if self._is_in_place(plan, sources):
             source = sources[plan.local[0].fragment]
             assert source is not None
-            return Gather(source.view(1, -1), None)
+            return Gather(source.view(1, -1), None, is_source=True)
         stack = torch.empty(len(plan.owned), plan.length, dtype=self.dtype, device=self.device)
         flat = stack.view(-1)
         _fill(flat, plan.local, [sources[piece.fragment] for piece in plan.local])
@@ -231,6 +232,7 @@ class MatrixExchange:
             flat = gather.stack.view(-1)
             arrived = gather.message.wait().split(plan.incoming.numels)
             _fill(flat, plan.incoming.pieces, arrived)
+            gather.message = None  # Its memory is free while the batch is computed.
         return gather.stack
 
     def live_rows(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> tuple[int, ...]:

@@ -139,11 +139,14 @@ class LayoutSource(ABC):
         replicated: Whether every rank holds every parameter whole.
         tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
             slice; checkpoints must take its states so too. None: every matrix is computed by one rank.
+        spends_gradients: Whether nobody reads the gradients of the optimizer's tensors after the step, so that their
+            memory may be used for something else.
     """
 
     group: dist.ProcessGroup | None
     replicated: bool = False
     tensor_parallel: TensorParallel | None = None
+    spends_gradients: bool = False
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:

@@ -69,7 +69,7 @@ def sonew_directions(
     graft: str,
     graft_eps: float,
     out: list[Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Advance the statistics of runs and write their directions; norms for the graft in the same pass.
 
     Args:
@@ -88,7 +88,7 @@ def sonew_directions(
         out: Receives the directions; may not overlap the gradients.
 
     Returns:
-        Squared norms of directions and graft directions, each (runs,) in fp64.
+        Squared norms of directions and graft directions, (2, runs) in fp64.
     """
     rates = _Rates(*betas, *bias_corrections(betas, step), eps, gamma, graft, graft_eps)
     squares = torch.zeros(2, len(runs), dtype=torch.float64)
@@ -96,7 +96,7 @@ def sonew_directions(
         if grads[index].numel():
             fields = [grads[index], exp_avgs[index], exp_avg_sqs[index], *(edges[index] for edges in covariances)]
             squares[:, index] = _RunInBlocks(run, fields, margins[index], rates, out[index]).run()
-    return squares[0], squares[1]
+    return squares
 
 
 class _RunInBlocks:

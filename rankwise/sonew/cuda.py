@@ -75,7 +75,7 @@ def sonew_directions(
     graft: str,
     graft_eps: float,
     out: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     r"""Advance the statistics, and write the direction of the bias-corrected averages.
 
     Args:
@@ -95,7 +95,7 @@ def sonew_directions(
         out: Where the directions go; may be the gradients.
 
     Returns:
-        Squared norms of directions and of graft directions, (n,) fp64 each; those of "none" are 0.
+        Squared norms of directions and of graft directions, (2, n) fp64; those of "none" are 0.
 
     Raises:
         ValueError: If a tensor is not a contiguous fp32 run, the lists do not fit together, or an option is unknown.
@@ -103,7 +103,7 @@ def sonew_directions(
     band = len(covariances)
     _check(runs, band, graft, gamma)
     if not grads:
-        return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        return torch.empty(2, 0, dtype=torch.float64)
     fields = [grads, exp_avgs, exp_avg_sqs, *covariances, out]
     (block, warps), pad = shape_of(band), padding(band)
     tables = Runs(fields, block - 2 * pad, _places(runs, margins))
@@ -136,8 +136,7 @@ def sonew_directions(
         BLOCK=block,
         num_warps=warps,
     )
-    squares = run_sums(tables, partials)
-    return squares[0], squares[1]
+    return run_sums(tables, partials)
 
 
 def _check(runs: Sequence[ChainRun], band: int, graft: str, gamma: float) -> None:

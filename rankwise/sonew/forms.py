@@ -14,7 +14,7 @@ from rankwise.sonew import native as compiled
 __all__ = ["directions_for"]
 
 
-def directions_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+def directions_for(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
     """SONew's pass over runs, in the form of :func:`rankwise.sonew.blocked.sonew_directions`.
 
     Args:

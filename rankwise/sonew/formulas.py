@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -207,6 +208,6 @@ def graft_ratio(norm_sq_graft: Tensor, norm_sq_update: Tensor, tiny: float = 0.0
     Returns:
         The ratio, same shape; no host synchronisation.
     """
-    norm = norm_sq_update.sqrt()
-    ratio = norm_sq_graft.sqrt() / (norm + tiny if tiny else norm)
+    graft, norm = torch._foreach_sqrt([norm_sq_graft, norm_sq_update])
+    ratio = graft / (norm + tiny if tiny else norm)
     return ratio.masked_fill(norm_sq_update == 0, 0.0)

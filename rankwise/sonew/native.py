@@ -39,7 +39,7 @@ def sonew_directions(
     graft: str,
     graft_eps: float,
     out: list[Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Advance the statistics of runs and write their directions; norms for the graft in the same pass.
 
     Arguments and results as for :func:`rankwise.sonew.blocked.sonew_directions`.
@@ -84,7 +84,7 @@ def sonew_directions(
         ctypes.c_int64(_TILE),
         torch.get_num_threads(),
     )
-    return sums[0], sums[1]
+    return sums
 
 
 def _sides(margins: Margins | None, dtype: torch.dtype, band: int) -> tuple[Tensor | None, Tensor | None]:

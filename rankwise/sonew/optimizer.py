@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.unit import Bucket, StepUnit, joined, spans
+from rankwise.planning.entries import Entry
+from rankwise.planning.unit import Bucket, StepUnit, spans
 from rankwise.planning.work import StepWork
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
@@ -25,12 +26,15 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["SONew"]
 
 
+_AT_ONCE = 7 << 24
+"""Elements of directions that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
+
+
 class _Directions(NamedTuple):
-    """Of a bucket's fragments, with their squared norms and those of the grafts, (fragments,) in fp64."""
+    """Of a bucket's fragments, with their squared norms and those of the grafts, (2, fragments) in fp64."""
 
     directions: list[Tensor]
     squares: Tensor
-    graft_squares: Tensor
 
 
 def _margins(halos: Sequence[Halo]) -> Margins:
@@ -39,14 +43,50 @@ def _margins(halos: Sequence[Halo]) -> Margins:
 
 
 def _buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
-    """Memory for a bucket's directions; in a CPU's the same at every step: fresh pages cost more than directions."""
-    if unit.device.type != "cpu":
-        return list(map(torch.empty_like, bucket.grads))
+    """Memory for a bucket's directions; in a CPU's the same at every step: fresh pages cost more than directions.
+
+    On devices the gradients' own if nobody needs them any more, as the framework says or where they are copies.
+    """
+    if not _is_on_cpu(unit):
+        return [
+            grad if _is_spent(unit, entry) else torch.empty_like(grad)
+            for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
+        ]
     buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
     for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
         if entry.index not in buffers:
             buffers[entry.index] = torch.empty_like(grad)
     return [buffers[entry.index] for entry in bucket.entries]
+
+
+def _is_on_cpu(unit: StepUnit) -> bool:
+    return unit.device.type == "cpu"
+
+
+def _is_spent(unit: StepUnit, entry: Entry) -> bool:
+    return unit.spends_gradients or unit.tensors[entry.fragment.tensor].dtype != unit.dtype
+
+
+def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+    """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
+    if _is_on_cpu(unit) or not unit.sums.trivial:
+        yield list(buckets)
+        return
+    some: list[Bucket] = []
+    elements = 0
+    for bucket in buckets:
+        places: list[int] = []
+        for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
+            size = 0 if _is_spent(unit, entry) else grad.numel()
+            if size and elements and elements + size > _AT_ONCE:
+                yield [*some, bucket.only(places)] if places else some
+                some, places, elements = [], [], 0
+            places.append(place)
+            elements += size
+        if places:
+            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
+    if some or not buckets:
+        yield some
 
 
 class SONew(ShardedOptimizer):
@@ -88,14 +128,18 @@ class SONew(ShardedOptimizer):
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = fallback_step(unit, buckets)
         halos = self._halos(unit, matrices)
+        for some in _at_once(unit, matrices):
+            self._step_together(unit, some, halos)
+        self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
+
+    def _step_together(self, unit: StepUnit, matrices: list[Bucket], halos: dict[int, list[Halo]]) -> None:
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
         found = [
             self._directions(unit, bucket, halos, None if grad_norms is None else grad_norms[span])
             for bucket, span in spans(matrices)
         ]
         ratios = self._graft_ratios(unit, matrices, found)
-        self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
-        for (bucket, span), (directions, *_) in zip(spans(matrices), found, strict=True):
+        for (bucket, span), (directions, _) in zip(spans(matrices), found, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
@@ -151,7 +195,8 @@ class SONew(ShardedOptimizer):
                 **hyper,
             )
             squares = unit.squared_norms(found)
-            return _Directions(found, squares, squares if grafts is None else unit.squared_norms(grafts))
+            both = [squares, squares if grafts is None else unit.squared_norms(grafts)]
+            return _Directions(found, torch.stack(both))
         runs, margins = [], []
         for entry in bucket.entries:
             fragment = entry.fragment
@@ -160,17 +205,15 @@ class SONew(ShardedOptimizer):
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
         out = _buffers(unit, bucket)
-        return _Directions(out, *fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
+        return _Directions(out, fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:
         """Per fragment, the factor that gives its whole parameter's step the norm of the graft: one collective."""
         if self.options.graft == "none":
             return None
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        none = [] if found else [torch.zeros(0, dtype=torch.float64, device=unit.device)]
-        squares = joined([*none, *(part.squares for part in found)])
-        graft_squares = joined([*none, *(part.graft_squares for part in found)])
-        own, graft = unit.sum_over_ranks(entries, squares, graft_squares)
+        squares = [part.squares for part in found] or [torch.zeros(2, 0, dtype=torch.float64, device=unit.device)]
+        own, graft = unit.sum_over_ranks(entries, squares[0] if len(squares) == 1 else torch.cat(squares, dim=1))
         ratios = updates.graft_ratio(graft, own).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
         return ratios

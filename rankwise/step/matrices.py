@@ -85,13 +85,14 @@ class MatrixRule(ABC):
         return Reply()
 
     @abstractmethod
-    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """Advance matrices that this rank owns.
 
         Args:
             batch: To which they belong.
             tasks: Those of its tasks that this rank owns and that have values, at least one.
-            stack: (tasks, elements), what was gathered; read only.
+            stack: (tasks, elements), what was gathered.
+            spent: Whether the stack may be written to, and be what is returned; else it is read only.
 
         Returns:
             (tasks, result length), of which :meth:`reply` says what it is.
@@ -153,10 +154,13 @@ class _MatrixStep:
             assert arriving is not None
             current = arriving
             arriving = None if following is None else self._gather(following)
-            leaving = self._update(plan, current)
+            result = self._computed(plan, current)
+            del current  # with its stack
             if returning is not None:
+                # Before more leaves: the memory of one batch's results is there at a time.
                 self._deliver(returning)
-            returning = leaving
+            returning = self._return(plan, result)
+            del result
         self._step_in_place()
         if returning is not None:
             self._deliver(returning)
@@ -166,30 +170,34 @@ class _MatrixStep:
         with _phase(plan, "gather"):
             return self._exchange.start_gather(plan, self._sources)
 
-    def _update(self, plan: BatchPlan, arriving: Gather) -> Return:
-        stack, reply = self._exchange.finish_gather(plan, arriving), self._rule.reply(plan.batch)
+    def _computed(self, plan: BatchPlan, arriving: Gather) -> Tensor:
+        stack = self._exchange.finish_gather(plan, arriving)
         with _phase(plan, "compute"):
-            result = self._updated(plan, stack, reply) if plan.owned else stack
-        with _phase(plan, "return"):
-            return self._exchange.start_return(plan, result, reply)
+            if not plan.owned:
+                return stack
+            return self._updated(plan, stack, self._rule.reply(plan.batch), not arriving.is_source)
 
-    def _updated(self, plan: BatchPlan, stack: Tensor, reply: Reply) -> Tensor:
+    def _return(self, plan: BatchPlan, result: Tensor) -> Return:
+        with _phase(plan, "return"):
+            return self._exchange.start_return(plan, result, self._rule.reply(plan.batch))
+
+    def _updated(self, plan: BatchPlan, stack: Tensor, reply: Reply, spent: bool) -> Tensor:
         live = self._exchange.live_rows(plan, self._sources)
         if len(live) == len(plan.owned):
-            return self._of_rule(plan.batch, plan.owned, stack)
+            return self._of_rule(plan.batch, plan.owned, stack, spent)
         if not live:
             # Nobody reads it, but the message has the size that was planned.
             return stack.new_zeros(len(plan.owned), reply.whole or reply.values * plan.length)
         index = self._exchange.indices.of(live)
-        found = self._of_rule(plan.batch, [plan.owned[row] for row in live], stack.index_select(0, index))
+        found = self._of_rule(plan.batch, [plan.owned[row] for row in live], stack.index_select(0, index), True)
         return found.new_zeros(len(plan.owned), found.shape[1]).index_copy_(0, index, found)
 
-    def _of_rule(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+    def _of_rule(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool) -> Tensor:
         if self._rule.separately and self._exchange.one_by_one and not batch.partners:
-            found = [self._rule.update(batch, [task], row) for task, row in zip(tasks, stack.split(1), strict=True)]
-            result = torch.cat(found)
+            rows = zip(tasks, stack.split(1), strict=True)
+            result = torch.cat([self._rule.update(batch, [task], row, spent) for task, row in rows])
         else:
-            result = self._rule.update(batch, tasks, stack)
+            result = self._rule.update(batch, tasks, stack, spent)
         self._count(batch, tasks)
         return result.to(stack.dtype)
 
@@ -211,7 +219,7 @@ class _MatrixStep:
         """Matrices that lie whole here."""
         for plan in self._exchange.in_place:
             if not self._take(plan):
-                self._deliver(self._update(plan, self._gather(plan)))
+                self._deliver(self._return(plan, self._computed(plan, self._gather(plan))))
         if self._taken:
             self._rule.health.add("matrices_updated", self._taken)
 

@@ -107,7 +107,7 @@ def test_sonew(band: int, graft: str, interpreter: None) -> None:
             graft_eps=1e-3,
             out=lists[0],
         )
-        squares.append(torch.stack(found))
+        squares.append(found)
 
     _as_one_by_one(step, start, len(STEPS))
     torch.testing.assert_close(squares[0], torch.cat(squares[1:], dim=1), rtol=1e-5, atol=0.0)

@@ -20,8 +20,9 @@ from rankwise.mkor.preconditioning import Gradient, Preconditioned
 
 __all__ = ["AT_ONCE", "precondition_into", "preconditioned", "takes"]
 
-AT_ONCE = 13 << 24
-"""Elements that are preconditioned together: what bounds the scratch memory, of as many in the type of the products."""
+AT_ONCE = 12 << 24
+"""Elements that are preconditioned together at most, but for a larger matrix: as many in the type of the products, and
+those of its largest matrix once more, are all the scratch memory."""
 _ALIGNED = 8
 """Rows of operands begin at multiples of it: as many elements of two bytes as tensor cores read at once."""
 _SMALL = 1 << 20
@@ -81,11 +82,11 @@ def _at_once(gradients: Sequence[Gradient]) -> Iterator[list[int]]:
     places: list[int] = []
     elements = 0
     for place, gradient in enumerate(gradients):
-        places.append(place)
-        elements += gradient.numel
-        if elements >= AT_ONCE:
+        if places and elements + gradient.numel > AT_ONCE:
             yield places
             places, elements = [], 0
+        places.append(place)
+        elements += gradient.numel
     if places:
         yield places
 
