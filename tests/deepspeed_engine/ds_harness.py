@@ -599,16 +599,16 @@ def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
     """Take MKOR's statistics from the half-precision twin of the model it updates."""
     from rankwise.statistics.hooks import Capture
 
-    captured = optimizer.statistics.hooks
+    captured, records = optimizer.statistics.hooks, optimizer.statistics.records
     assert captured is not None
-    by_name = {record.name: parameter for parameter, record in captured.records.items()}
-    names = set(by_name)
+    names = {record.name for record in records.values()}
     modules = dict(model.named_modules())
     twin = Capture(model, lambda module, _: any(modules[name] is module for name in names))
     captured.remove()
-    own = {by_name[record.name]: parameter for parameter, record in twin.records.items()}
-    take = twin.take
-    twin.take = lambda parameter: take(own[parameter])  # type: ignore[method-assign]
+    own = {record.name: record for record in twin.records.values()}
+    for record in records.values():
+        own[record.name].bias = record.bias  # the one that is updated
+    optimizer.statistics.records = {key: own[record.name] for key, record in records.items()}
     optimizer.statistics.hooks = twin
 
 
