@@ -141,7 +141,24 @@ def test_in_parts(limit: int, launches: list[str], monkeypatch: pytest.MonkeyPat
     gradients = mixed()
     for gradient, matrix in zip(gradients, run(gradients, torch.float32, True, in_fp32=True), strict=True):
         assert (matrix - wanted(gradient)).norm() < 2e-6 * matrix.norm()
-    assert launches.count("_gather_kernel") == {1: len(gradients), 500: 5, 10**6: 1}[limit]
+    assert launches.count("_gather_kernel") == {1: len(gradients), 500: 8, 10**6: 1}[limit]
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("product", [torch.float32, BF16])
+def test_in_the_gradients_own_memory(product: torch.dtype, rescale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankwise.mkor.cuda import gradient_passes
+    from rankwise.mkor.cuda import preconditioning_together as together
+
+    monkeypatch.setattr(gradient_passes, "TILE", 64)
+    gradients = mixed(product)
+    side = gradients[3].right
+    assert side is not None
+    side.zero_()  # the gradient itself is the result, where there is rescaling
+    elsewhere = run(gradients, product, rescale, in_fp32=True)
+    together.precondition_into([gradient.runs for gradient in gradients], gradients, product, rescale)
+    found = by_gradient(gradients, [run for gradient in gradients for run in gradient.runs])
+    assert all(torch.equal(*pair) for pair in zip(found, elsewhere, strict=True))
 
 
 def test_every_size_at_once_or_alone(monkeypatch: pytest.MonkeyPatch) -> None:
