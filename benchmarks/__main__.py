@@ -127,6 +127,17 @@ def newton_schulz(
 
 
 @app.command()
+def memory(page: Annotated[Path | None, typer.Option(help="Markdown page to write.")] = None) -> None:
+    """Memory of a step on a device beside weights, gradients and states: counted without one, and predicted."""
+    from benchmarks.memory import memory_page
+
+    text = memory_page()
+    if page is not None:
+        page.write_text(text)
+    console.print(text, markup=False)
+
+
+@app.command()
 def counts(
     models: Annotated[list[str] | None, typer.Option("--model", help="Default: llama-1b and llama-7b.")] = None,
     types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,

@@ -10,16 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from math import prod
 
 import torch
 
 from rankwise.planning.unit import StepUnit
-from rankwise.sharding import EvenCuts, Traffic, halo_volume, matrix_volume, sums_volume
+from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.sharding import (
+    EvenCuts,
+    Layout,
+    MatrixTask,
+    RankBuffers,
+    Traffic,
+    batch_buffers,
+    halo_volume,
+    matrix_volume,
+    sums_volume,
+)
 from rankwise.sharding.sources import Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["RankEstimate", "estimate", "estimate_units", "imagined_units"]
+__all__ = ["RankEstimate", "estimate", "estimate_units", "imagined_contents", "imagined_units"]
 
 META = torch.device("meta")
 
@@ -42,6 +54,8 @@ class RankEstimate:
         period: Steps between them.
         flops: Floating-point operations per step: the matrix rule of owned matrices, and a rough count for the rest.
         matrix_flops: Those of owned matrices alone.
+        scratch_bytes: The most a step needs beside weights, gradients and states, of fp32 parameters on a device
+            with Triton.
     """
 
     elements: int = 0
@@ -54,6 +68,7 @@ class RankEstimate:
     period: int = 1
     flops: float = 0.0
     matrix_flops: float = 0.0
+    scratch_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -64,6 +79,7 @@ class RankEstimate:
         """Of a rank that takes part in the steps of both; of unequal periods the longer one."""
         total = RankEstimate(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
         total.period = max(self.period, other.period)
+        total.scratch_bytes = max(self.scratch_bytes, other.scratch_bytes)
         return total
 
 
@@ -109,6 +125,8 @@ def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> li
 
 def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
     layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
+    for rank, size in zip(ranks, _scratch_memory(unit, work), strict=True):
+        rank.scratch_bytes = max(rank.scratch_bytes, size)
     for shares, count, width in _element_states(optimizer, unit):
         for holder, held in shares.items():
             rank = ranks[holder]
@@ -143,6 +161,56 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
         rank.period = work.period
 
 
+def _scratch_memory(unit: StepUnit, work: StepWork) -> list[int]:
+    """The most that each rank needs at a time."""
+    layout, own = unit.layout, work.scratch
+    totals, largest = [0] * layout.world_size, [0] * layout.world_size
+    for shares, count in _alike(layout):
+        for holder, held in shares.items():
+            totals[holder] += count * held
+            largest[holder] = max(largest[holder], held)
+    always = list(map(own.elements, totals, largest))
+    most = [0] * layout.world_size
+    if unit.exchange is not None:
+        plan, wire = unit.exchange.plan, unit.exchange.wire_itemsize
+        alone: list[list[MatrixTask]] = [[] for _ in layout.ranks]
+        batches = []
+        for batch in batch_buffers(unit.exchange.layout, plan, work.reply):
+            for rank, buffers in batch.items():
+                alone[rank] += buffers.alone
+            batches.append(batch)
+        for rank, tasks in enumerate(alone):
+            travelling = [batch.get(rank, _NOTHING) for batch in batches]
+            most[rank] = _most(travelling, own, unit.dtype.itemsize, wire, own.alone(tasks))
+    return [int(one + other) for one, other in zip(always, most, strict=True)]
+
+
+def _alike(layout: Layout) -> Iterable[tuple[Mapping[int, int], int]]:
+    """Elements by rank of keys that are held alike, and how many those are."""
+    found: dict[int, tuple[Mapping[int, int], int]] = {}
+    for key in layout.shapes:
+        elements = layout.elements(key)
+        found[id(elements)] = elements, found.get(id(elements), (elements, 0))[1] + 1
+    return found.values()
+
+
+_NOTHING = RankBuffers()
+
+
+def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wire: int, alone: int) -> int:
+    """Of one rank's steps from batch to batch; the next one's pieces and the last one's results are under way."""
+    most, returning = 0, 0
+    for batch, following in zip_longest(batches, batches[1:], fillvalue=_NOTHING):
+        arriving = itemsize * following.stack + wire * following.gathers
+        result = itemsize * batch.result
+        computed = itemsize * batch.stack + own.stacked(batch.tasks) + (0 if own.spends_stack else result)
+        leaving = result + wire * batch.returns
+        gathered = itemsize * batch.stack + wire * batch.gathers
+        most = max(most, gathered + arriving + returning, arriving + computed + returning, arriving + leaving)
+        returning = leaving
+    return max(most, returning + alone)
+
+
 def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tuple[Mapping[int, int], int, int]]:
     """Elements by rank of keys that are held alike, how many keys those are, and bytes of state for each element."""
     found: dict[int, tuple[Mapping[int, int], int, int]] = {}
@@ -175,6 +243,27 @@ def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignmen
     Raises:
         ValueError: The stage is unknown.
     """
+    replicated = stage == 0 and world > 1
+    units = optimizer.imagine(imagined_contents(optimizer, world, stage, alignment), replicated=replicated)
+    for unit in units:
+        unit.spends_gradients = stage > 0  # as DeepSpeed and Megatron do
+    return units
+
+
+def imagined_contents(
+    optimizer: ShardedOptimizer, world: int, stage: int, alignment: int = 1
+) -> list[list[list[TensorContents]] | EvenCuts]:
+    """What the tensors of every rank store, for each unit; or that every parameter is cut evenly.
+
+    Args:
+        optimizer: As for :func:`imagined_units`, like the rest.
+        world: Number of ranks.
+        stage: ZeRO stage.
+        alignment: Of the parts of stages 1 and 2.
+
+    Raises:
+        ValueError: The stage is unknown.
+    """
     cuts: dict[int, Callable[..., list[list[Slice]]]] = {0: _replicated, 1: _joined, 2: _joined}
     if stage not in (*cuts, 3):
         raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
@@ -182,14 +271,14 @@ def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignmen
     for name, (info, group) in optimizer.table.catalog.items():
         groups.setdefault(group, {})[name] = prod(info.shape)
     if stage == 3:
-        return optimizer.imagine([EvenCuts(group, sizes, world) for group, sizes in groups.items()])
+        return [EvenCuts(group, sizes, world) for group, sizes in groups.items()]
     units = [
         [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world, alignment)]
         for group, sizes in groups.items()
     ]
     if stage == 0:  # one step for all groups
         units = [[[content for unit in units for content in unit[rank]] for rank in range(world)]]
-    return optimizer.imagine(units, replicated=stage == 0 and world > 1)
+    return list(units)
 
 
 def _replicated(sizes: dict[str, int], world: int, alignment: int) -> list[list[Slice]]:

@@ -126,6 +126,7 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
             {
                 "state_bytes": rank.state_bytes,
                 "matrix_state_bytes": rank.matrix_state_bytes,
+                "scratch_bytes": rank.scratch_bytes,
                 "master_bytes": master,
                 "gradient_bytes": gradients,
                 "weight_bytes": weights,

@@ -17,14 +17,14 @@ from rankwise.ldadam.forms import steps_in_place_for
 from rankwise.ldadam.joint import holders_of
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
-from rankwise.ldadam.signature import LowRankSignature, reply_of
+from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
 from rankwise.ldadam.sliced_formulas import Cut, Holders, exchanged
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.planning.work import StepWork
+from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import Batch, MatrixTask, find_slices
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import step_matrices
@@ -117,6 +117,7 @@ class LDAdam(ShardedOptimizer):
             matrix_state=matrix_state,
             together=together,
             cut_states=_cut_states,
+            scratch=ScratchMemory(alone=scratch_alone, stacked=scratch_of_a_stack),
         )
 
     def _before_step(self, unit: StepUnit) -> None:

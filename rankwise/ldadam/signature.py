@@ -9,9 +9,20 @@ from torch import Tensor
 
 from rankwise.ldadam.sliced_formulas import Cut
 from rankwise.planning.unit import StepUnit
-from rankwise.sharding import Batch, Reply
+from rankwise.sharding import Batch, MatrixTask, Reply
 
-__all__ = ["LowRankSignature", "in_reply", "reply_of", "split_factors"]
+__all__ = [
+    "ELEMENTS_AT_ONCE",
+    "LowRankSignature",
+    "in_reply",
+    "reply_of",
+    "scratch_alone",
+    "scratch_of_a_stack",
+    "split_factors",
+]
+
+ELEMENTS_AT_ONCE = 1 << 27
+"""Of (r, n) coordinates that are computed together on a device: what bounds the scratch memory, of twice as many."""
 
 
 class LowRankSignature(NamedTuple):
@@ -99,3 +110,22 @@ def in_reply(factors: Tensor, signature: LowRankSignature, reply: Reply) -> Tens
     basis, others = split_factors(factors, signature)
     products = basis.unsqueeze(1) @ others
     return (products.mT if signature.right else products).flatten(1)
+
+
+def scratch_alone(tasks: Sequence[MatrixTask]) -> int:
+    """Bytes for matrices that are stepped where they lie: coordinates, their images, and what is solved for a shape."""
+    coordinates = images = grams = 0
+    shapes: dict[Any, int] = {}
+    for task in tasks:
+        signature: LowRankSignature = task.signature
+        rank, long = signature.rank, signature.long
+        coordinates, images = coordinates + rank * long, images + rank * signature.short
+        grams += 2 * rank * rank
+        shapes[signature] = shapes.get(signature, 0) + rank * long
+    share = min(1.0, ELEMENTS_AT_ONCE / max(coordinates, 1))
+    return int(4 * (share * (coordinates + images + grams) + min(max(shapes.values(), default=0), ELEMENTS_AT_ONCE)))
+
+
+def scratch_of_a_stack(tasks: Sequence[MatrixTask]) -> int:
+    """Bytes for matrices that have been gathered: some sets of coordinates."""
+    return 4 * 5 * sum(task.signature.rank * task.signature.long for task in tasks)

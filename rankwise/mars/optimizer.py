@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +21,14 @@ from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit, joined, spans
-from rankwise.planning.work import StepWork
+from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.sources import LayoutSource
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.updates.polynomial_steps import SCRATCH, scratch
+from rankwise.updates.polynomials import quintics
 
 __all__ = ["MARS"]
 
@@ -124,7 +128,20 @@ class MARS(ShardedOptimizer):
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of the corrected gradients."""
-        return StepWork(sums=(1,), element_flops=24.0)
+        return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory())
+
+    def _scratch_memory(self) -> ScratchMemory:
+        """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch."""
+        group = self.param_groups[0]
+
+        def together(tasks: Sequence[MatrixTask], most: int) -> int:
+            shapes = Counter((task.signature.rows, task.signature.columns) for task in tasks)
+            table = quintics(group["ns_coefficients"], group["ns_steps"]) if shapes else ()
+            each = {shape: 2 * scratch(min(shape), max(shape), torch.bfloat16, table) for shape in shapes}
+            stacks = (min(count, max(1, most // each[shape])) * each[shape] for shape, count in shapes.items())
+            return max(stacks, default=0)
+
+        return ScratchMemory(alone=partial(together, most=SCRATCH), stacked=partial(together, most=1 << 62))
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         for bucket in buckets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from rankwise.mkor.declared import MKORDeclared
 from rankwise.mkor.factor_steps import FactorSteps
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.preconditioning import scratch_of
 from rankwise.mkor.rule import MKORRule, matrix_tasks
 from rankwise.mkor.switch import Switch
 from rankwise.options.constructor import options_as_keywords
 from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.planning.work import StepWork
-from rankwise.sharding import Traffic
+from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.sharding import MatrixTask, Traffic
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.views import describe_linear
@@ -26,6 +27,10 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["MKOR"]
 
 logger = logging.getLogger(__name__)
+
+
+def _scratch_of(tasks: Sequence[MatrixTask]) -> int:
+    return scratch_of([sum(task.signature.sizes) for task in tasks])
 
 
 class MKOR(ShardedOptimizer):
@@ -181,6 +186,7 @@ class MKOR(ShardedOptimizer):
             matrix_state=lambda task, device: self._factors.fresh(task.signature, device),
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.update_interval,
+            scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankwise.mkor.inverses import check_choice, compute_dtype
 
 __all__ = [
+    "AT_ONCE",
     "RESCALES",
     "Gradient",
     "Preconditioned",
@@ -21,7 +22,12 @@ __all__ = [
     "precondition",
     "product_dtype",
     "rescale_to_norm",
+    "scratch_of",
 ]
+
+AT_ONCE = 12 << 24
+"""Elements that are preconditioned together on a device at most, but for a larger matrix: as many in the type of the
+products, and those of its largest matrix once more, are all the scratch memory."""
 
 Rescale = Literal["joint", "sum_of_norms"]
 
@@ -81,6 +87,12 @@ class Preconditioned(NamedTuple):
 
     runs: list[Tensor]
     factors: Tensor | None
+
+
+def scratch_of(sizes: Sequence[int]) -> int:
+    """Bytes that matrices of these sizes take on a device, with products in bfloat16."""
+    largest = max(sizes, default=0)
+    return 2 * (min(sum(sizes), max(AT_ONCE, largest)) + largest)
 
 
 def precondition(

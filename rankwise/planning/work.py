@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.sharding import Batch, MatrixTask, Reply, own_pieces
 
-__all__ = ["StepWork", "no_matrix_state"]
+__all__ = ["TABLE_BYTES", "StepWork", "ScratchMemory", "no_matrix_state"]
 
 
 def no_messages(batch: Batch) -> tuple[int, ...]:
@@ -26,6 +26,37 @@ def whole_states(task: MatrixTask) -> Mapping[str, int]:
 def no_matrix_state(task: MatrixTask, device: torch.device) -> Mapping[str, Tensor]:
     """For rules whose states all have one value per element."""
     return {}
+
+
+def nothing(tasks: Sequence[MatrixTask]) -> int:
+    """For rules without matrices."""
+    return 0
+
+
+TABLE_BYTES = 16 / 2048
+"""Of an element: where the tiles of passes lie."""
+
+
+def tables(elements: int, largest: int) -> float:
+    """Of element-wise passes: where their tiles lie, and a sum for each."""
+    return elements * (TABLE_BYTES + 8 / 2048)
+
+
+@dataclass(frozen=True)
+class ScratchMemory:
+    """Memory that a rule needs on a device, in bytes, beside weights, gradients, states, messages and results.
+
+    Attributes:
+        elements: For element-wise passes over so many elements, of which so many are the largest parameter's.
+        alone: For matrices that lie whole on their owner.
+        stacked: For those of a batch that an owner has gathered.
+        spends_stack: Whether the result takes the place of what was gathered.
+    """
+
+    elements: Callable[[int, int], float] = tables
+    alone: Callable[[Sequence[MatrixTask]], int] = nothing
+    stacked: Callable[[Sequence[MatrixTask]], int] = nothing
+    spends_stack: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +75,7 @@ class StepWork:
         periodic: Bytes of the all-reduces that only some steps need, and every how many steps.
         period: See ``periodic``.
         element_flops: Rough number of operations per parameter element outside the matrix rule.
+        scratch: What else a step needs.
     """
 
     sums: tuple[int, ...] = ()
@@ -56,3 +88,4 @@ class StepWork:
     periodic: tuple[int, ...] = ()
     period: int = 1
     element_flops: float = 12.0
+    scratch: ScratchMemory = ScratchMemory()

@@ -1,6 +1,7 @@
 """Partitioning of optimizer work and state over data-parallel ranks; knows no optimizer and no framework."""
 
 from .agreement import gather_together, together
+from .buffers import BatchBuffers, RankBuffers, batch_buffers
 from .even import EvenCuts, EvenLayout
 from .exchange import Gather, MatrixExchange, Return
 from .halo import Halo, HaloExchange
@@ -17,8 +18,11 @@ from .volume import halo_volume, matrix_volume, sums_volume
 
 __all__ = [
     "local_group",
+    "RankBuffers",
+    "batch_buffers",
     "BATCH_ELEMENTS",
     "Batch",
+    "BatchBuffers",
     "BatchPlan",
     "Block",
     "DeviceIndices",

@@ -22,7 +22,7 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.segments import Runs, addresses, run_sums, wide  # noqa: F401  the kernels' source calls wide
 from rankwise.kernels.triton.steps import number_of, step_scale  # noqa: F401  as above
-from rankwise.sonew.cuda_source import kernel_source, padding
+from rankwise.sonew.cuda_source import kernel_source, padding, shape_of
 from rankwise.updates.adamw import Step, bias_corrections
 
 __all__ = ["ChainRun", "GRAFTS", "MAX_BAND", "sonew_directions"]
@@ -53,11 +53,6 @@ class ChainRun(Protocol):
     @property
     def chain(self) -> int | None:
         """See the class."""
-
-
-def shape_of(band: int) -> tuple[int, int]:
-    """Lanes and warps of a program: the more neighbours a lane keeps in registers, the fewer lanes a thread takes."""
-    return (1024, 4) if band <= 1 else (512, 8) if band <= 4 else (256, 8)
 
 
 def sonew_directions(

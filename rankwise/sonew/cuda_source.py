@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["kernel_source", "padding"]
+__all__ = ["kernel_source", "padding", "scratch_of", "shape_of"]
 
 _INDENT = "    "
 
@@ -62,6 +62,17 @@ tl.store(partials + 1, tl.sum(total * total, axis=0))
 def padding(band: int) -> int:
     """Lanes at either end of a tile that repeat its neighbours; a multiple of 4 keeps wide loads possible."""
     return -(-band // 4) * 4
+
+
+def shape_of(band: int) -> tuple[int, int]:
+    """Lanes and warps of a program: the more neighbours a lane keeps in registers, the fewer lanes a thread takes."""
+    return (1024, 4) if band <= 1 else (512, 8) if band <= 4 else (256, 8)
+
+
+def scratch_of(elements: int, band: int) -> float:
+    """Bytes that a pass needs beside its tensors: of every tile its place, two sums and its neighbours."""
+    pad = padding(band)
+    return elements * (16 + 16 + 4 * (3 + band) * 2 * pad) / (shape_of(band)[0] - 2 * pad)
 
 
 def kernel_source(band: int) -> str:

@@ -12,10 +12,11 @@ from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
 from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit, spans
-from rankwise.planning.work import StepWork
+from rankwise.planning.work import TABLE_BYTES, ScratchMemory, StepWork
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
 from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.declared import SONewDeclared
 from rankwise.sonew.forms import directions_for
 from rankwise.sonew.options import SONewOptions
@@ -123,7 +124,20 @@ class SONew(ShardedOptimizer):
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of step and graft; "rmsprop" needs those of the gradients before."""
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
-        return StepWork(sums=sums, halo_fields=3 + self.options.band, element_flops=30.0 + 12.0 * self.options.band**2)
+        band = self.options.band
+
+        def elements(everything: int, largest: int) -> float:
+            if unit.spends_gradients:
+                return scratch_of(everything, band) + everything * TABLE_BYTES
+            at_once = min(everything, max(_AT_ONCE, largest))
+            return 4 * at_once + scratch_of(at_once, band) + 2 * everything * TABLE_BYTES
+
+        return StepWork(
+            sums=sums,
+            halo_fields=3 + band,
+            element_flops=30.0 + 12.0 * band**2,
+            scratch=ScratchMemory(elements=elements),
+        )
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = fallback_step(unit, buckets)

@@ -159,6 +159,7 @@ class _MatrixStep:
             if returning is not None:
                 # Before more leaves: the memory of one batch's results is there at a time.
                 self._deliver(returning)
+                returning = None
             returning = self._return(plan, result)
             del result
         self._step_in_place()

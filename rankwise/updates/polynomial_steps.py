@@ -85,6 +85,10 @@ def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAI
     return form(start.pop(), table, products, turned)
 
 
+SCRATCH = 640 << 20
+"""Bytes that a stack of matrices takes on a device, unless one alone takes more: a few products of them fill it."""
+
+
 def scratch(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic]) -> int:
     """Elements that :func:`orthogonalise` has at once for one matrix, the start among them, at most.
 

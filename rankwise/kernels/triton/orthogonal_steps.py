@@ -21,13 +21,11 @@ from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
 from rankwise.kernels.triton.segments import Runs, read, wide, write
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
-from rankwise.updates.polynomial_steps import orthogonalise, scratch
+from rankwise.updates.polynomial_steps import SCRATCH, orthogonalise, scratch
 from rankwise.updates.polynomials import quintics
 
 __all__ = ["normalised", "orthogonal_steps_", "takes"]
 
-SCRATCH = 640 << 20
-"""Bytes that a stack takes, unless a matrix alone takes more: a few products of them fill a device."""
 _MOST = (1 << 16) - 1
 """Matrices of a stack: CUDA's third dimension of a grid goes no further."""
 TILE = 2048

@@ -21,12 +21,10 @@ from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, kee
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 from rankwise.ldadam.formulas import basis_weights
 from rankwise.ldadam.in_place import InPlace, LowRankStep
+from rankwise.ldadam.signature import ELEMENTS_AT_ONCE
 from rankwise.updates.orthonormal import MIN_SECOND_DIAGONAL, triangular_factor
 
 __all__ = ["ldadam_matrices_", "takes_matrices"]
-
-ELEMENTS_AT_ONCE = 1 << 27
-"""Of (r, n) coordinates in one call: what bounds the scratch memory, of twice as many."""
 
 
 def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> bool:

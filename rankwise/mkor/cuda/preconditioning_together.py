@@ -16,15 +16,14 @@ from torch import Tensor
 
 from rankwise.kernels.triton.language import ELEMENTS, ceil_div
 from rankwise.mkor.cuda.gradient_passes import Destination, GradientPasses
-from rankwise.mkor.preconditioning import Gradient, Preconditioned
+from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
 
 __all__ = ["AT_ONCE", "precondition_into", "preconditioned", "takes"]
 
-AT_ONCE = 12 << 24
-"""Elements that are preconditioned together at most, but for a larger matrix: as many in the type of the products, and
-those of its largest matrix once more, are all the scratch memory."""
 _ALIGNED = 8
 """Rows of operands begin at multiples of it: as many elements of two bytes as tensor cores read at once."""
+_COPIES = 1 << 25
+"""Elements of copies of factors at a time."""
 _SMALL = 1 << 20
 """Elements of a matrix up to which a copy of its factors costs less than a launch for it alone."""
 
@@ -218,10 +217,8 @@ class _Work:
     def _groups(self) -> Iterator[tuple[_Form, list[int]]]:
         for form, alike in groupby(self._order, self._forms.__getitem__):
             places = list(alike)
-            if form.is_stacked:
-                yield form, places
-            else:
-                yield from ((form, [place]) for place in places)
+            at_once = max(1, _COPIES // (form.rows**2 + form.columns**2)) if form.is_stacked else 1
+            yield from ((form, places[first : first + at_once]) for first in range(0, len(places), at_once))
 
     # --- products -----------------------------------------------------------------------------------------------
 
