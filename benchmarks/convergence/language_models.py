@@ -147,5 +147,12 @@ E5 = _on_text(
             "LDAdam, rank d/4",
             "no worse",
         ),
+        # Asked once the others were answered: both have 5.2 bytes a parameter.
+        Claim(
+            _LDADAM,
+            "better than GaLore at equal bytes, with a buffer in bfloat16 (asked afterwards)",
+            "LDAdam, rank d/4, buffer bfloat16",
+            "GaLore, bytes of LDAdam d/16",
+        ),
     ),
 )
