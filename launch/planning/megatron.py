@@ -226,7 +226,7 @@ def wrapped(parts: Sequence[Part], cluster: Cluster) -> Iterator[Wrapped]:
 
 
 class StageSource(LayoutSource):
-    """What an imagined rank knows of its stage: the tensor-parallel groups.
+    """What an imagined rank knows of its stage: the tensor-parallel groups, and who needs gradients.
 
     Args:
         cluster: Its sizes.
@@ -234,6 +234,7 @@ class StageSource(LayoutSource):
 
     def __init__(self, cluster: Cluster) -> None:
         self.group = None
+        self.spends_gradients = cluster.distributed or cluster.precision != "fp32"
         if cluster.tp > 1:
             sets = (tuple(range(first * cluster.tp, (first + 1) * cluster.tp)) for first in range(cluster.dp))
             self.tensor_parallel = TensorParallel(tuple(sets), None)  # type: ignore[arg-type]

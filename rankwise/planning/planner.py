@@ -239,6 +239,7 @@ class Planner:
         try:
             for ranks in units:
                 found.append(self._builder.imagine(groups, ranks, replicated))
+                found[-1].spends_gradients = self.source.spends_gradients
                 plan(found[-1])
         finally:
             self.loads, self.owner_of = present

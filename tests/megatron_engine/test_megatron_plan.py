@@ -74,6 +74,7 @@ def _planned(
         overlap=cell.overlap_grad_reduce,
         vpp=cell.vpp,
         ep=cell.ep,
+        precision=cell.precision,
     )
     dense, *experts = wrapped(stage_parts(sizes, cluster, stage, VOCABULARY), cluster)
     for parts, cut, places in (dense, *experts[share : share + 1]):
