@@ -11,8 +11,9 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from benchmarks.counts import TYPES  # noqa: E402
+from benchmarks.counts import META, TYPES  # noqa: E402
 from benchmarks.memory import counted_memory, memory_page  # noqa: E402
+from benchmarks.models import layer_set  # noqa: E402
 from rankwise import MARS, LDAdam  # noqa: E402
 from rankwise.estimate import RankEstimate, estimate  # noqa: E402
 
@@ -78,6 +79,15 @@ def test_states_are_those_of_the_estimate(name: str) -> None:
 @pytest.mark.exhaustive
 def test_the_page_is_what_is_counted() -> None:
     assert (Path(__file__).parents[1] / "docs" / "step-memory.md").read_text() == memory_page()
+
+
+@pytest.mark.parametrize(("error_dtype", "most"), [("bfloat16", 2.2), ("float32", 4.2)])
+def test_ldadam_s_states_of_llama_7b(error_dtype: str, most: float) -> None:
+    """Bytes a parameter at rank 16, AdamW's 8 of the embedding with them."""
+    network = layer_set("llama-7b", META)
+    optimizer = LDAdam(list(network.named_parameters()), rank=16, error_dtype=error_dtype)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    assert most - 0.1 < estimate(optimizer, world=1)[0].state_bytes / parameters < most
 
 
 class Net(nn.Module):
