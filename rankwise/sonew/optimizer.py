@@ -50,7 +50,7 @@ def _buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
     """
     if not _is_on_cpu(unit):
         return [
-            grad if _is_spent(unit, entry) else torch.empty_like(grad)
+            grad if _is_spent(unit, entry, grad) else torch.empty_like(grad)
             for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
         ]
     buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
@@ -64,8 +64,12 @@ def _is_on_cpu(unit: StepUnit) -> bool:
     return unit.device.type == "cpu"
 
 
-def _is_spent(unit: StepUnit, entry: Entry) -> bool:
-    return unit.spends_gradients or unit.tensors[entry.fragment.tensor].dtype != unit.dtype
+def _is_spent(unit: StepUnit, entry: Entry, grad: Tensor) -> bool:
+    given = unit.tensors[entry.fragment.tensor].grad
+    if unit.spends_gradients or given is None:
+        return True
+    # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
+    return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
 
 
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
@@ -78,7 +82,7 @@ def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]
     for bucket in buckets:
         places: list[int] = []
         for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            size = 0 if _is_spent(unit, entry) else grad.numel()
+            size = 0 if _is_spent(unit, entry, grad) else grad.numel()
             if size and elements and elements + size > _AT_ONCE:
                 yield [*some, bucket.only(places)] if places else some
                 some, places, elements = [], [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,7 @@ class Opening:
         (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
 
         Raises:
-            RuntimeError: A gradient is sparse.
+            RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before.
             OptionError: One has its values elsewhere.
         """
         # Ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
@@ -104,6 +105,7 @@ class Opening:
         for tensor, grad in zip(unit.tensors, found, strict=True):
             if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
                 self._refuse_gradient(tensor, grad)
+        self._refuse_other_lengths(unit, found)
         opened = Opened([], [])
         stepped: list[Tensor] = []
         for tensor, grad in zip(unit.tensors, found, strict=True):
@@ -115,7 +117,7 @@ class Opening:
             opened.weights.append(weight)
             opened.grads.append(torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype))
             stepped.append(tensor)
-        self._count(unit, states, stepped)
+        self._count(states, stepped)
         return opened
 
     def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
@@ -124,16 +126,29 @@ class Opening:
             raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
         refuse_unreadable(name, f"{self._planner.name_of(tensor) or 'parameter'}.grad", grad)
 
-    def _count(self, unit: StepUnit, states: States, tensors: Sequence[Tensor]) -> None:
+    def _refuse_other_lengths(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> None:
+        """Before the step is counted, and a kernel reads or writes behind what has become shorter."""
+        lengths = [tensor.numel() for tensor in unit.tensors]
+        planned = unit.scratch.setdefault("lengths", lengths)
+        for tensor, grad, length, before in zip(unit.tensors, grads, lengths, planned, strict=True):
+            if length != before:
+                self._refuse_length("tensor", tensor, length, before)
+            if grad is not None and grad.numel() != length:
+                self._refuse_length("gradient", tensor, grad.numel(), length)
+
+    def _refuse_length(self, what: str, tensor: Tensor, found: int, wanted: int) -> None:
+        raise RuntimeError(
+            f"{self._declared.name}: the {what} of {self._planner.name_of(tensor) or 'some parameters'} has {found} "
+            f"elements, but must have {wanted}: it was replaced since the step was planned"
+        )
+
+    def _count(self, states: States, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if "step" not in states[tensor]:
                 graphs.refuse_capture(tensor.device, "the first step of a parameter")
                 device = self._declared.count_device(tensor)
                 states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
         counts = [states[tensor]["step"] for tensor in tensors]
-        if counts and self.counts_on_device(unit):
-            torch._foreach_add_(counts, 1.0)
-            return
         if counts:
             torch._foreach_add_(counts, 1.0)
 
@@ -195,5 +210,8 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[Entry]) -> Tensor:
-    counts = torch.stack([states[unit.tensors[entry.fragment.tensor]]["step"] for entry in entries])
+    """The number of every entry's step: read once for each tensor, however many fragments it has."""
+    runs = [(tensor, len(list(found))) for tensor, found in groupby(entry.fragment.tensor for entry in entries)]
+    parts = [states[unit.tensors[tensor]]["step"].expand(length) for tensor, length in runs]
+    counts = parts[0] if len(parts) == 1 else torch.cat(parts)
     return counts - before if before else counts

@@ -15,6 +15,7 @@ from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
 from rankwise.sharding import MatrixExchange
+from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 
 # They only say how memory is to be read, and start nothing on a device.
 VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
@@ -90,3 +91,33 @@ def test_with_kernels(kind: Any, options: dict[str, Any], launches: list[str], m
         counts.append((len(launches), Counter(name for name in found if name not in TABLES)))
     assert counts[0] == counts[1]
     assert counts[0][0] > 0
+
+
+class Longest(TorchDispatchMode):
+    """The most tensors that an operation takes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lists = [value for value in args if isinstance(value, list | tuple)]
+        self.found = max([self.found, *(sum(isinstance(part, torch.Tensor) for part in value) for value in lists)])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_count_on_the_device_is_read_once_for_all_fragments(interpreter: None) -> None:
+    class Flat(LayoutSource):
+        group = None
+
+        def contents(self, tensor: torch.Tensor) -> TensorContents:
+            return TensorContents(0, tuple(Slice(f"{index}", 0, 64, 64 * index) for index in range(20)))
+
+    optimizer = MARS([(f"{index}", nn.Parameter(torch.randn(8, 8))) for index in range(20)], capturable=True)
+    flat = nn.Parameter(torch.randn(20 * 64))
+    optimizer.param_groups[0]["params"] = [flat]
+    optimizer.attach(Flat())
+    flat.grad = torch.randn_like(flat)
+    with using(triton):
+        optimizer.step()
+        with Longest() as longest:
+            optimizer.step()
+    assert longest.found == 1

@@ -73,3 +73,15 @@ def test_copies_of_narrow_gradients_are_nobody_s(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "_AT_ONCE", 1)
     monkeypatch.setattr(torch, "empty_like", lambda *given, **more: pytest.fail("no memory is needed"))
     assert all(torch.equal(a, b) for a, b in zip(trained({}, dtype=torch.bfloat16), whole, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch keeps a gradient in its tensor's type")
+def test_a_gradient_in_another_type_than_its_parameter_is_no_copy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(9, 40, generator=generator).bfloat16())
+    weight.grad_dtype = torch.float32
+    given = torch.randn(9, 40, generator=generator)
+    weight.grad = given.clone()
+    with using(triton):
+        SONew([("weight", weight)], lr=1e-2).step()
+    assert torch.equal(weight.grad, given)
