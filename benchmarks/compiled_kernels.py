@@ -334,6 +334,15 @@ def low_rank_step(right: bool) -> None:
     low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
 
 
+def quantization() -> None:
+    from rankwise.kernels.quantization import quantized_length
+    from rankwise.kernels.triton.launched_quantization import add_dequantized, quantize_
+
+    values, kept = [torch.zeros(256)], [torch.zeros(quantized_length(256), dtype=torch.uint8)]
+    quantize_(values, kept)
+    add_dequantized(values, kept, values)
+
+
 def low_rank_matrices(rank: int) -> None:
     from rankwise.ldadam.cuda.grouped_moments import advance_moments_
     from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, places_of
@@ -369,6 +378,7 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (moments, ()),
     (low_rank_step, (False,)),
     (low_rank_matrices, (256,)),
+    (quantization, ()),
     (orthogonal_steps, (torch.bfloat16, 128, 64)),
 ]
 MORE = [

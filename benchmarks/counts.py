@@ -70,9 +70,9 @@ def _mkor(model: nn.Module) -> Any:
     return optimizer
 
 
-def _spending(model: nn.Module, **options: Any) -> Any:
-    """SONew as under DeepSpeed and Megatron, which need the gradients no more after the step."""
-    optimizer = rankwise.SONew(list(model.named_parameters()), **options)
+def _spending(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
+    """As under DeepSpeed and Megatron, which need the gradients no more after the step."""
+    optimizer = kind(list(model.named_parameters()), **options)
     optimizer.planner.source.spends_gradients = True
     return optimizer
 
@@ -84,11 +84,13 @@ TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "MARS-AdamW, reference bfloat16": (_of(rankwise.MARS, variant="adamw", reference_dtype="bfloat16"), 2),
     "MARS-Lion, reference bfloat16": (_of(rankwise.MARS, variant="lion", reference_dtype="bfloat16"), 2),
     "MARS-M": (_of(rankwise.MARS, variant="muon"), 2),
-    "SONew, tridiagonal": (partial(_spending, band=1), 2),
-    "SONew, band 4": (partial(_spending, band=4), 2),
+    "SONew, tridiagonal": (partial(_spending, rankwise.SONew, band=1), 2),
+    "SONew, band 4": (partial(_spending, rankwise.SONew, band=4), 2),
     "SONew, tridiagonal, gradients kept": (_of(rankwise.SONew, band=1), 2),
     "LDAdam, rank 16": (_of(rankwise.LDAdam, rank=16), 2),
     "LDAdam, rank 256": (_of(rankwise.LDAdam, rank=256), 2),
+    "LDAdam, rank 256, buffer int8": (partial(_spending, rankwise.LDAdam, rank=256, error_dtype="int8"), 2),
+    "LDAdam, rank 256, buffer int8, gradients kept": (_of(rankwise.LDAdam, rank=256, error_dtype="int8"), 2),
     "MKOR": (_mkor, 2),
     "MKOR, factor step": (_mkor, _FACTOR_STEP),
 }

@@ -134,6 +134,8 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         short_first = not given["RIGHT"]
         thin = sum(row * (1 if short_first else other) + cols * (other if short_first else 1) for row in rows)
         return moved + 4 * rank * thin
+    if name in ("_quantize_kernel", "_add_dequantized_kernel"):
+        return int(sum(table[3::4]) * ((5 if name == "_quantize_kernel" else 9) + 1 / given["BLOCK"]))
     if name == "_grouped_product_kernel":
         rows, columns, depth = given["rows"], given["columns"], given["depth"]
         operands = rows * depth if given["SCALED"] else (rows + columns) * depth

@@ -15,6 +15,7 @@ from math import prod
 
 import torch
 
+from rankwise.kernels.quantization import QUANTIZED, quantized_length
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import (
@@ -127,11 +128,11 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
     layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
     for rank, size in zip(ranks, _scratch_memory(unit, work), strict=True):
         rank.scratch_bytes = max(rank.scratch_bytes, size)
-    for shares, count, width in _element_states(optimizer, unit):
+    for shares, count, width, quantized in _element_states(optimizer, unit):
         for holder, held in shares.items():
             rank = ranks[holder]
             rank.elements += held * count
-            rank.element_state_bytes += held * width
+            rank.element_state_bytes += held * width + quantized_length(held) * quantized
             rank.flops += held * count * work.element_flops
     if unit.exchange is not None:
         plan = unit.exchange.plan
@@ -211,17 +212,22 @@ def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wir
     return max(most, returning + alone)
 
 
-def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tuple[Mapping[int, int], int, int]]:
-    """Elements by rank of keys that are held alike, how many keys those are, and bytes of state for each element."""
-    found: dict[int, tuple[Mapping[int, int], int, int]] = {}
+def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tuple[Mapping[int, int], int, int, int]]:
+    """What keys keep that are held alike.
+
+    Yields:
+        Their elements by rank, how many keys those are, bytes of state for each element, and states in 8 bits.
+    """
+    found: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
     for key in unit.layout.shapes:
         group = unit.planned_groups[unit.group_position[key]]
         states = optimizer.declared.element_states(unit.infos[key], unit.routes[key].rule, group)
-        width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
+        quantized = sum(dtype == QUANTIZED for dtype in states.values())
+        width = sum((dtype or unit.dtype).itemsize for dtype in states.values() if dtype != QUANTIZED)
         elements = unit.layout.elements(key)
         # They are kept here, so that no other has the same number.
-        _, count, total = found.get(id(elements), (elements, 0, 0))
-        found[id(elements)] = (elements, count + 1, total + width)
+        _, count, total, others = found.get(id(elements), (elements, 0, 0, 0))
+        found[id(elements)] = (elements, count + 1, total + width, others + quantized)
     return found.values()
 
 

@@ -29,8 +29,10 @@ class Case:
         return self.cls is MKOR
 
     @property
-    def has_bfloat16_states(self) -> bool:
-        return "bfloat16" in (self.options.get("error_dtype"), self.options.get("reference_dtype"))
+    def narrow_states(self) -> set[torch.dtype]:
+        """Types of states that are narrower than float32; 8 bits lie in bytes."""
+        found = {self.options.get("error_dtype"), self.options.get("reference_dtype")}
+        return {dtype for name, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.uint8)) if name in found}
 
     def build(self, params: Iterable[Any], model: nn.Module | None = None, **overrides: Any) -> Any:
         """The optimizer, its statistics hooked to ``model`` where it takes any."""
@@ -57,6 +59,7 @@ CASES = [
     Case("ldadam", LDAdam, {"lr": 1e-2, "rank": 2, "weight_decay": 0.1}),
     Case("ldadam-no-feedback", LDAdam, {"lr": 1e-2, "rank": 2, "error_feedback": False}),
     Case("ldadam-bf16-error", LDAdam, {"lr": 1e-2, "rank": 2, "error_dtype": "bfloat16"}),
+    Case("ldadam-int8-error", LDAdam, {"lr": 1e-2, "rank": 2, "error_dtype": "int8"}),
     Case("mkor-adamw", MKOR, {"lr": 1e-2, "update_interval": 3, "factor_dtype": "float64", "weight_decay": 0.1}),
     Case("mkor-lamb", MKOR, {"lr": 1e-2, "update_interval": 3, "backend": "lamb", "factor_dtype": "float64"}),
     Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -134,3 +135,22 @@ def one_sided_l1_damping(
         size = edges[0].abs()
         sums = diagonal_hat + torch.cat((size[..., :1], size[..., :-1]), dim=-1)
     return (eps * sums.amax(dim=-1, keepdim=True)).clamp_min(floor)
+
+
+def quantized_to_8_bits(values: np.ndarray, block: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Block-wise quantization by search: the smallest power of two of which nothing in a block is more than 127 times.
+
+    Args:
+        values: 1-D, fp64, finite.
+        block: Values that share a scale.
+
+    Returns:
+        The integers, and the scale of each.
+    """
+    codes, scales = np.zeros(len(values)), np.zeros(len(values))
+    for first in range(0, len(values), block):
+        own = values[first : first + block]
+        scale = 2.0 ** next(e for e in range(-126, 128) if np.abs(own).max() <= 127 * 2.0**e)
+        codes[first : first + block] = np.rint(own / scale)
+        scales[first : first + block] = scale
+    return codes, scales

@@ -25,6 +25,8 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "SONew, tridiagonal, gradients kept": ((44.4, 111, 0), (44.4, 716, 0)),
     "LDAdam, rank 16": ((38.2, 121, 0), (40.3, 103, 0)),
     "LDAdam, rank 256": ((47.8, 103, 0), (47.8, 244, 0)),
+    "LDAdam, rank 256, buffer int8": ((49.4, 104, 0), (49.8, 245, 0)),
+    "LDAdam, rank 256, buffer int8, gradients kept": ((49.4, 104, 0), (49.8, 245, 0)),
     "MKOR": ((33.4, 206, 0), (34.0, 624, 0)),
     "MKOR, factor step": ((52.0, 422, 0), (50.0, 1681, 0)),
 }

@@ -81,7 +81,7 @@ def test_the_page_is_what_is_counted() -> None:
     assert (Path(__file__).parents[1] / "docs" / "step-memory.md").read_text() == memory_page()
 
 
-@pytest.mark.parametrize(("error_dtype", "most"), [("bfloat16", 2.2), ("float32", 4.2)])
+@pytest.mark.parametrize(("error_dtype", "most"), [("int8", 1.2), ("bfloat16", 2.2), ("float32", 4.2)])
 def test_ldadam_s_states_of_llama_7b(error_dtype: str, most: float) -> None:
     """Bytes a parameter at rank 16, AdamW's 8 of the embedding with them."""
     network = layer_set("llama-7b", META)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.items import Place
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
+from rankwise.kernels.quantization import QUANTIZED, quantized_length
 
 __all__ = ["Case", "cases"]
 
@@ -52,6 +53,11 @@ class _Maker:
         flat = torch.rand(self.elements + 4, device=self.device).mul_(scale).to(dtype)
         return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
 
+    def quantized(self) -> list[Tensor]:
+        """As many bytes as its runs take in 8 bits."""
+        length = quantized_length(self.elements // _RUNS)
+        return [torch.zeros(length, dtype=QUANTIZED, device=self.device) for _ in range(_RUNS)]
+
     def ones(self) -> Tensor:
         """A factor for each run."""
         return torch.ones(_RUNS, device=self.device)
@@ -87,6 +93,8 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
     for rank in (8, 16) if place.tiny else (16, 64, 256, 512):
         yield f"low-rank step, rank {rank}", Case(lambda rank=rank: _low_rank_step(maker, shape, rank), 0.6)
         yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
+    yield "quantize to 8 bits", Case(lambda: _quantize(maker))
+    yield "add what is in 8 bits", Case(lambda: _dequantize(maker))
 
 
 def _copy(maker: _Maker) -> Call:
@@ -164,6 +172,20 @@ def _low_rank_step(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
     weight, error = maker.randn(short * long), maker.randn(short * long)
     settings: dict[str, Any] = {"cols": long, "right": False, "lr": 1e-3, "weight_decay": 0.0, "precision": "tf32x3"}
     return lambda: low_rank_step_([weight], part, [error], [error], **settings)
+
+
+def _quantize(maker: _Maker) -> Call:
+    from rankwise.kernels.triton.launched_quantization import quantize_
+
+    values, kept = maker.runs(0), maker.quantized()
+    return lambda: quantize_(values, kept)
+
+
+def _dequantize(maker: _Maker) -> Call:
+    from rankwise.kernels.triton.launched_quantization import add_dequantized
+
+    values, kept, sums = maker.runs(0), maker.quantized(), maker.runs(0)
+    return lambda: add_dequantized(values, kept, sums)
 
 
 def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:

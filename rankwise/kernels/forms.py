@@ -16,7 +16,8 @@ from types import ModuleType
 
 import torch
 
-from rankwise.kernels import blocked, lists, native, triton
+from rankwise.kernels import blocked, lists, native, quantization, triton
+from rankwise.kernels.native import compiled_quantization
 from rankwise.kernels.native import tiled_newton_schulz as native_newton_schulz
 from rankwise.kernels.native.products import products
 from rankwise.kernels.orthogonal_step import OrthogonalStep
@@ -32,6 +33,7 @@ __all__ = [
     "newton_schulz_for",
     "orthogonal_steps_for",
     "product_dtype_for",
+    "quantization_for",
     "using",
 ]
 
@@ -104,6 +106,23 @@ def orthogonal_steps_for(
     if not takes(dtype, product):
         return None
     return partial(orthogonal_steps_, product=product, timed=timed and _are_timed())
+
+
+def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The module whose ``quantize_`` and ``add_dequantized`` are the fastest, see :mod:`.quantization`.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: That of the values.
+    """
+    chosen = kernels_for(device, dtype)
+    if chosen is native:
+        return compiled_quantization
+    if chosen is not triton:
+        return quantization
+    from rankwise.kernels.triton import launched_quantization
+
+    return launched_quantization
 
 
 def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:

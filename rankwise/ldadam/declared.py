@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rankwise.kernels.quantization import QUANTIZED
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.planning.declared import Declared
@@ -54,7 +55,9 @@ class LDAdamDeclared(Declared):
         if not group["error_feedback"]:
             return {}
         dtype = self.options.error_dtype
-        return {"error": None if dtype is None else getattr(torch, dtype)}
+        if dtype is None:
+            return {"error": None}
+        return {"error": QUANTIZED if dtype == "int8" else getattr(torch, dtype)}
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         """Of the part within the subspace: an orthonormal basis leaves norms as they are."""

@@ -12,6 +12,7 @@ from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import fragments_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
+from rankwise.ldadam.quantized_errors import QuantizedErrors
 from rankwise.ldadam.signature import LowRankSignature, split_factors
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
@@ -39,6 +40,7 @@ class Fragments:
         self._weights: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
         self._missing: dict[int, Tensor] = {}  # gradients that their sources do not have yet
+        self._quantized = QuantizedErrors(unit) if unit.states.are_in_bytes("error") else None
 
     def add(self, bucket: Bucket, later: Collection[int] = ()) -> None:
         """Enter the fragments of a bucket.
@@ -48,16 +50,22 @@ class Fragments:
             later: Fragments that :meth:`in_place` or :meth:`complete` will be asked for: whose gradients need not be
                 in their buffers before.
         """
-        errors = bucket.state("error") if bucket.group["error_feedback"] else None
+        feedback = bucket.group["error_feedback"]
+        errors = bucket.state("error") if feedback and self._quantized is None else None
         sources = grads = bucket.grads
-        if errors is not None and errors and errors[0].dtype == grads[0].dtype:
+        if feedback and self._quantized is not None:
+            sources = errors = self._quantized.opened(bucket)
+        elif errors is not None and errors and errors[0].dtype == grads[0].dtype:
             indices = [entry.index for entry in bucket.entries]
             self._missing |= {index: grad for index, grad in zip(indices, grads, strict=True) if index in later}
             now = [place for place, index in enumerate(indices) if index not in self._missing]
             add_([errors[place] for place in now], [grads[place] for place in now])
             sources = errors
         elif errors is not None:
-            sources = [grad + error for grad, error in zip(grads, errors, strict=True)]
+            sources = [
+                torch.add(grad, error, out=grad if self._unit.spends(entry, grad) else None)
+                for entry, grad, error in zip(bucket.entries, grads, errors, strict=True)
+            ]
         for place, entry in enumerate(bucket.entries):
             self.sources[entry.index] = sources[place]
             self._weights[entry.index] = bucket.weights[place]
@@ -206,6 +214,11 @@ class Fragments:
         source = self.sources[index]
         assert source is not None
         return source
+
+    def close(self) -> None:
+        """Keep the error buffers, at the end of the step."""
+        if self._quantized is not None:
+            self._quantized.close()
 
     def _keep_error(self, index: int) -> None:
         if self._errors[index] is not self.source(index):

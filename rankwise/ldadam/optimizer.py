@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.planning.work import ScratchMemory, StepWork, tables
 from rankwise.sharding import Batch, MatrixTask, find_slices
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import step_matrices
@@ -117,8 +118,17 @@ class LDAdam(ShardedOptimizer):
             matrix_state=matrix_state,
             together=together,
             cut_states=_cut_states,
-            scratch=ScratchMemory(alone=scratch_alone, stacked=scratch_of_a_stack),
+            scratch=ScratchMemory(elements=partial(self._sums, unit), alone=scratch_alone, stacked=scratch_of_a_stack),
         )
+
+    def _sums(self, unit: StepUnit, everything: int, largest: int) -> float:
+        """Bytes for gradients with buffers of another type, where they may not lie in the gradients' memory."""
+        own = self.options.error_dtype not in (None, str(unit.dtype).removeprefix("torch."))
+        if not own or unit.spends_gradients or not self.options.error_feedback:
+            return tables(everything, largest)
+        sizes = {key: prod(shape) for key, shape in unit.layout.shapes.items()}
+        share = sum(map(sizes.__getitem__, unit.keys("matrix"))) / max(sum(sizes.values()), 1)
+        return tables(everything, largest) + share * everything * unit.dtype.itemsize
 
     def _before_step(self, unit: StepUnit) -> None:
         """Other solvers and kernels than at the first step are met at the second, and a capture cannot load them."""

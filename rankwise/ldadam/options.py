@@ -40,9 +40,10 @@ class LDAdamOptions(Options):
     )
     error_dtype: str | None = option(
         None,
-        OrNone(FloatType()),
+        OrNone(FloatType(quantized=True)),
         "Type of the error buffer; None: that of the computation. It holds the momentum too: bfloat16 halves its "
-        "memory and rounds the momentum.",
+        'memory and rounds the momentum; "int8", block-wise quantization with a scale for every 64 elements, takes a '
+        "quarter and rounds it more.",
     )
     comm_dtype: str | None = shared.comm_dtype()
     exclude: Sequence[str] = shared.exclude()

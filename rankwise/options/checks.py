@@ -242,21 +242,21 @@ class FloatType(Check):
     Args:
         auto: Whether "auto" is one too.
         narrow: Whether float16 is one, in which gradients vanish.
+        quantized: Whether "int8" is one too: integers of 8 bits with common scales.
     """
 
     auto: bool = False
     narrow: bool = True
+    quantized: bool = False
     kind = str
 
     def __call__(self, value: Any, default: Any) -> Any:
         """See the base class."""
-        if self.auto and isinstance(value, str) and value == "auto":
-            return value
         name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        if isinstance(name, str) and name in self._known:
+        if isinstance(name, str) and (name in self._known or (name == value and name in self._words)):
             return name
-        meant = nearest(name, [*self._known, *(["auto"] if self.auto else [])], VALUE_WORDS) or "float32"
-        unless = ", or be 'auto'" if self.auto else ""
+        meant = nearest(name, [*self._known, *self._words], VALUE_WORDS) or "float32"
+        unless = "".join(f", or be {word!r}" for word in self._words)
         known = f"{', '.join(self._known[:-1])} or {self._known[-1]}"
         raise InvalidError(f"it must name a floating-point type: {known}{unless}", f"write {meant!r}")
 
@@ -265,9 +265,14 @@ class FloatType(Check):
         return [name for name in _TYPES if self.narrow or name != "float16"]
 
     @property
+    def _words(self) -> Sequence[str]:
+        """What else it may be."""
+        return [*(["auto"] if self.auto else []), *(["int8"] if self.quantized else [])]
+
+    @property
     def range(self) -> str:
         """See the base class."""
-        return Choice(*self._known, *(["auto"] if self.auto else [])).range
+        return Choice(*self._known, *self._words).range
 
 
 @dataclass(frozen=True)

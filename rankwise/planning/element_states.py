@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
+from rankwise.kernels.quantization import QUANTIZED
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
+from rankwise.planning.quantized_states import OPENED, ByteLayout, StateRun
 from rankwise.sharding.sources import real_view
 
 __all__ = ["ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
 
 StateTypes = Mapping[str, torch.dtype | None]
-"""Type of every element state by name; None is that of the computation."""
+"""Type of every element state by name; None is that of the computation, ``QUANTIZED`` 8 bits with common scales."""
 
 States = Mapping[Tensor, dict[str, Any]]
 """``Optimizer.state``: handed in at every call, because loading a checkpoint replaces it."""
@@ -27,11 +29,19 @@ States = Mapping[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Slot:
-    """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it."""
+    """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it.
+
+    Attributes:
+        dtype: Its type; of one that is kept in 8 bits, when it is opened.
+        compact_numel: Elements of a compact state, else None.
+        offsets: Where the entries' parts begin, by their index.
+        in_bytes: Of a state that is kept in 8 bits, else None.
+    """
 
     dtype: torch.dtype
     compact_numel: int | None
     offsets: Mapping[int, int]
+    in_bytes: ByteLayout | None = None
 
 
 class EntryRuns(NamedTuple):
@@ -95,13 +105,16 @@ class ElementStates:
     def _slot(self, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
         users = [entry for entry in stored if name in self._declared[entry.index]]
         state_dtype = self._declared[users[0].index][name] or dtype
-        if len(users) == len(stored):
-            return _Slot(state_dtype, None, {entry.index: entry.fragment.offset for entry in users})
         offsets, position = {}, 0
+        compact = len(users) < len(stored)
         for entry in users:
-            offsets[entry.index] = position
+            offsets[entry.index] = position if compact else entry.fragment.offset
             position += entry.fragment.numel
-        return _Slot(state_dtype, position, offsets)
+        numel = position if compact else None
+        if state_dtype != QUANTIZED:
+            return _Slot(state_dtype, numel, offsets)
+        runs = [StateRun(offsets[entry.index], entry.fragment.numel) for entry in users]
+        return _Slot(OPENED, numel, offsets, ByteLayout(runs))
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
         """Views of a state on some entries, see :class:`RunPlan`, allocated on first use."""
@@ -114,11 +127,35 @@ class ElementStates:
     def _plan(self, name: str, entries: Iterable[Entry]) -> EntryRuns:
         return _runs_of_entries(entries, lambda entry: self._first(entry, self._slots[(entry.fragment.tensor, name)]))
 
+    def are_in_bytes(self, name: str) -> bool:
+        """Whether a state is kept in 8 bits."""
+        return any(at == name and slot.in_bytes is not None for (_, at), slot in self._slots.items())
+
+    def in_bytes(self, states: States, name: str, entries: Iterable[Entry]) -> list[Tensor]:
+        """The bytes of entries that keep a state in 8 bits, themselves; allocated on first use."""
+        kept: dict[int, Tensor] = {}
+        found = []
+        for entry in entries:
+            index = entry.fragment.tensor
+            slot = self._slots[(index, name)]
+            assert slot.in_bytes is not None
+            if index not in kept:
+                kept[index] = self._in_bytes(states, index, name, slot)
+            found.append(slot.in_bytes.of(kept[index], StateRun(slot.offsets[entry.index], entry.fragment.numel)))
+        return found
+
     def allocate(self, states: States, index: int) -> None:
-        """Make the states of one tensor that it does not have yet."""
-        for at, name in self._slots:
+        """Make the states of one tensor that it does not have yet, each in the form that steps change."""
+        for (at, name), slot in self._slots.items():
             if at == index:
-                self._stored(states, index, name, self._slots[(at, name)])
+                (self._stored if slot.in_bytes is None else self._in_bytes)(states, index, name, slot)
+
+    def opened(self, index: int, name: str, state: Any) -> Any:
+        """A state of one tensor as :meth:`views` would find it, which itself stays as it is."""
+        slot = self._slots.get((index, name))
+        if slot is None or slot.in_bytes is None or not slot.in_bytes.fits(state):
+            return state
+        return slot.in_bytes.opened(state, self._shape(self._tensors[index], slot))
 
     def _flat(self, states: States, index: int, name: str) -> Tensor:
         stored = self._stored(states, index, name, self._slots[(index, name)])
@@ -134,24 +171,44 @@ class ElementStates:
         owner = self._tensors[index]
         state = states[owner]
         stored: Tensor | None = state.get(name)
-        numel = slot.compact_numel
-        if numel is None:
-            numel = owner.numel() * (2 if owner.is_complex() else 1)
         if stored is None:
             refuse_capture(owner.device, "the first step of a parameter")
-            shape = self._shape(owner, slot)
-            stored = state[name] = torch.zeros(shape, dtype=slot.dtype, device=owner.device)
-        if stored.numel() != numel:
-            shape = self._shape(owner, slot)
-            raise RuntimeError(
-                f"the state {name!r} of a parameter has the shape {tuple(stored.shape)}, but must have {shape}: it was "
-                "replaced since the optimizer was built; build a new optimizer, or put the state of that shape back"
-            )
+            stored = state[name] = torch.zeros(self._shape(owner, slot), dtype=slot.dtype, device=owner.device)
+        elif slot.in_bytes is not None and slot.in_bytes.fits(stored):
+            stored = state[name] = slot.in_bytes.opened(stored, self._shape(owner, slot))
+        self._refuse_other_shape(stored, owner, name, slot)
         if stored.dtype != slot.dtype or stored.device != owner.device:
             # Of a checkpoint, or of before the model was brought to another type.
             refuse_capture(owner.device, "the first step with states of another type")
             stored = state[name] = stored.to(owner.device, slot.dtype)
         return stored
+
+    def _in_bytes(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
+        owner, layout = self._tensors[index], slot.in_bytes
+        assert layout is not None
+        state = states[owner]
+        kept: Tensor | None = state.get(name)
+        if kept is None or not layout.fits(kept) or kept.device != owner.device:
+            refuse_capture(owner.device, "the first step of a parameter, or one with states of another type")
+            if kept is None:
+                kept = layout.fresh(owner.device)
+            elif not layout.fits(kept):
+                self._refuse_other_shape(kept, owner, name, slot)
+                kept = layout.quantized(kept.reshape(-1))
+            kept = state[name] = kept.to(owner.device)
+        return kept
+
+    def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
+        numel = slot.compact_numel
+        if numel is None:
+            numel = owner.numel() * (2 if owner.is_complex() else 1)
+        # Bytes that are not of this layout mean nothing.
+        if state.numel() != numel or state.dtype == QUANTIZED:
+            raise RuntimeError(
+                f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
+                f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "
+                "put the state of that shape back"
+            )
 
     @staticmethod
     def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:

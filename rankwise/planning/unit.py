@@ -55,6 +55,7 @@ class Bucket:
 
     Attributes:
         count: The step count that they share, too; None where only the device knows the counts.
+        in_bytes: See :meth:`rankwise.planning.element_states.ElementStates.in_bytes`.
     """
 
     group: dict[str, Any]
@@ -64,6 +65,7 @@ class Bucket:
     weights: list[Tensor]
     grads: list[Tensor]
     _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
+    in_bytes: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
     _counts: Callable[[Sequence[Entry]], Tensor] = field(repr=False)
     _found: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
@@ -156,6 +158,14 @@ class StepUnit:
         self.indices = DeviceIndices(self.device)
         keys = self.layout.shapes if self.sum_all else self.keys("matrix")
         self.sums = FragmentSums(self.layout, self.device, set(keys))
+
+    def spends(self, entry: Entry, grad: Tensor) -> bool:
+        """Whether a fragment's gradient may be written to: nobody reads it after the step, or it is a copy."""
+        given = self.tensors[entry.fragment.tensor].grad
+        if self.spends_gradients or given is None:
+            return True
+        # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
+        return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
 
     @property
     def total_traffic(self) -> Traffic:

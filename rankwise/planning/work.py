@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.sharding import Batch, MatrixTask, Reply, own_pieces
 
-__all__ = ["TABLE_BYTES", "StepWork", "ScratchMemory", "no_matrix_state"]
+__all__ = ["TABLE_BYTES", "StepWork", "ScratchMemory", "no_matrix_state", "tables"]
 
 
 def no_messages(batch: Batch) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit, spans
 from rankwise.planning.work import TABLE_BYTES, ScratchMemory, StepWork
 from rankwise.sharding import Halo, HaloExchange
@@ -50,7 +49,7 @@ def _buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
     """
     if not _is_on_cpu(unit):
         return [
-            grad if _is_spent(unit, entry, grad) else torch.empty_like(grad)
+            grad if unit.spends(entry, grad) else torch.empty_like(grad)
             for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
         ]
     buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
@@ -64,14 +63,6 @@ def _is_on_cpu(unit: StepUnit) -> bool:
     return unit.device.type == "cpu"
 
 
-def _is_spent(unit: StepUnit, entry: Entry, grad: Tensor) -> bool:
-    given = unit.tensors[entry.fragment.tensor].grad
-    if unit.spends_gradients or given is None:
-        return True
-    # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
-    return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
-
-
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
     """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
     if _is_on_cpu(unit) or not unit.sums.trivial:
@@ -82,7 +73,7 @@ def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]
     for bucket in buckets:
         places: list[int] = []
         for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            size = 0 if _is_spent(unit, entry, grad) else grad.numel()
+            size = 0 if unit.spends(entry, grad) else grad.numel()
             if size and elements and elements + size > _AT_ONCE:
                 yield [*some, bucket.only(places)] if places else some
                 some, places, elements = [], [], 0

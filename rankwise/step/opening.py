@@ -169,6 +169,7 @@ class Opening:
             for tensor, weight in zip(unit.tensors, weights, strict=True)
         )
         transition, views = self._transition, partial(unit.states.views, states)
+        in_bytes = partial(unit.states.in_bytes, states)
         found = []
         for plan in plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
             tensors, runs = plan.runs
@@ -184,6 +185,7 @@ class Opening:
                     own_weights,
                     own_grads,
                     views,
+                    in_bytes,
                     partial(_counts_of, unit, states, plan.before),
                 )
             )

@@ -350,6 +350,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         self.undo.settle()
         result = super().state_dict()
+        result["state"] = self.saved.opened(result, self.param_groups, self.state)
         return {**result, **self.saved.beside_torch(self.param_groups, self.state), **self.extra_state()}
 
     def consolidate_state_dict(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels.quantization import QUANTIZED, quantized_length
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.logical_matrices import block_info
@@ -219,12 +220,14 @@ class Reports:
         for unit in self._planner.units.values():
             for entry in unit.stored_entries:
                 kept = _element_states(states.get(unit.tensors[entry.fragment.tensor], {}))
-                each = sum(
-                    value.element_size() for name, value in kept.items() if unit.states.offset(name, entry) is not None
-                )
+                own = [value for name, value in kept.items() if unit.states.offset(name, entry) is not None]
+                each, numel = sum(map(Tensor.element_size, own)), entry.fragment.numel
+                # The scales that elements have in common are the first line's.
+                shared = sum(quantized_length(numel) - numel for value in own if value.dtype == QUANTIZED)
                 for line, block in self._blocks_of(self._table.base_name(entry.key)):
                     parts = cut_into_blocks(entry.fragment, () if block is None else (block,))
-                    found[line] = found.get(line, 0) + each * sum(part.numel for part in parts)
+                    found[line] = found.get(line, 0) + each * sum(part.numel for part in parts) + shared
+                    shared = 0
         return found
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels.quantization import QUANTIZED
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States, StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
@@ -65,6 +66,21 @@ class SavedStates:
             "rankwise": self._declared.identity,
             "layout": self._layout_records(groups, states),
         }
+
+    def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
+        """What a dictionary of torch's has of states, those that are kept in 8 bits in their open form."""
+        found = dict(result["state"])
+        units = self._planner.units.values()
+        planned = {id(tensor): (unit.states, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        for group in groups:
+            for tensor in group["params"]:
+                key, state = next(keys), states.get(tensor, {})
+                if any(isinstance(value, Tensor) and value.dtype == QUANTIZED for value in state.values()):
+                    place = planned.get(id(tensor))
+                    kept, index = place or (self._planner.kept_in(groups, tensor, group)[1], 0)
+                    found[key] = {name: kept.opened(index, name, value) for name, value in state.items()}
+        return found
 
     @property
     def is_shared(self) -> bool:

@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sonew-2": (SONew, {"band": 2, "graft": "momentum"}),
     "ldadam": (LDAdam, {"rank": 3}),
     "ldadam-bf16-error": (LDAdam, {"rank": 3, "error_dtype": "bfloat16"}),
+    "ldadam-int8-error": (LDAdam, {"rank": 3, "error_dtype": "int8"}),
     "ldadam-no-error": (LDAdam, {"rank": 3, "error_feedback": False}),
 }
 

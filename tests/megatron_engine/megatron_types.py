@@ -26,6 +26,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "mkor": {"update_interval": 3, "factor_dtype": "float32"},
     "mkor-h": {"update_interval": 3, "factor_dtype": "float32"},
 }
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ldadam-int8": ("ldadam", {"error_dtype": "int8"}),
+    "ldadam-no-feedback": ("ldadam", {"error_feedback": False}),
+}
 ELEMENT_WISE = ("mars-adamw", "mars-lion", "sonew")
 # Their statistics come from the cell's own backward pass: prescribed gradients alone do not determine the step.
 CAPTURING = ("mkor", "mkor-h")
@@ -44,7 +48,8 @@ def maker(name: str, **options: Any) -> Callable[[dict[str, Any], list[nn.Module
     """What a cell builds its optimizer with.
 
     Args:
-        name: One of ours, or ``adam`` for the stock optimizer.
+        name: One of ours or of their variants, or ``adam`` for the stock optimizer.
         options: Further options of it.
     """
-    return partial(_make, name, options)
+    name, further = VARIANTS.get(name, (name, {}))
+    return partial(_make, name, {**further, **options})

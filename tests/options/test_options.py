@@ -74,7 +74,8 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (LDAdam, "rho", [-0.1, 1.1], r"it must lie in \[0, 1\]", "the default is 0.908"),
     (LDAdam, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.908, 0.99\]"),
     (LDAdam, "error_feedback", FLAGS, "it must be true or false", "the default is True"),
-    (LDAdam, "error_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
+    (LDAdam, "error_dtype", ["float", 32], "it must name a floating-point type.*, or be 'int8'", "write 'float32'"),
+    (LDAdam, "error_dtype", ["uint8", "int4", torch.int64], "it must name a floating-point type", "write 'int8'"),
     (MARS, "reference_dtype", [*DTYPES, "float16"], "it must name a floating-point type", "write '.*float"),
     (LDAdam, "comm_dtype", DTYPES, "it must name a floating-point type", "write 'float32'"),
     (MKOR, "backend", ["adam", "SGD"], "it must be one of 'adamw', 'lamb', 'sgd'", "did you mean"),
@@ -321,6 +322,7 @@ def test_constructor_refuses_unknown_keywords() -> None:
         (SONew, "band", 4),
         (SONew, "chain", "tensor"),
         (LDAdam, "error_dtype", "bfloat16"),
+        (LDAdam, "error_dtype", "int8"),
         (MKOR, "update_interval", 3),
     ],
 )

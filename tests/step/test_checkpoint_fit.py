@@ -198,7 +198,7 @@ def test_a_checkpoint_of_another_precision_is_converted(case: Case, saved: torch
     advance(model, optimizer, range(3, 6))
     advance(twin, other, range(3, 6))
     # LDAdam's error, and MARS's reference if so chosen, are bfloat16 whatever the weights.
-    kept = {"step", "error"} | ({"reference"} if case.has_bfloat16_states else set())
+    kept = {"step", "error"} | ({"reference"} if case.narrow_states else set())
     for state in other.state.values():
         assert all(value.dtype == built for name, value in state.items() if name not in kept)
         assert all(state[name].dtype == torch.bfloat16 for name in kept & state.keys() & {"reference"})

@@ -400,7 +400,7 @@ def test_accumulated_micro_batches_equal_one_batch(case: Case) -> None:
     other, accumulating = setup(case)
     advance(other, accumulating, STEPS, micro_batches=4)
     # The order of the sums differs: rounding, which a bf16 buffer may amplify to its own.
-    bound = 1e-2 if case.has_bfloat16_states or case.is_mkor else 1e-9
+    bound = 1e-2 if case.narrow_states or case.is_mkor else 1e-9
     if case.options.get("factor_dtype") == "float64":
         bound = 1e-9
     assert deviation(weights_of(other), weights_of(model), start) < bound
@@ -522,7 +522,7 @@ def test_bf16_parameters_keep_fp32_states(case: Case) -> None:
     model, optimizer = setup(case, torch.bfloat16, **overrides)
     advance(model, optimizer, range(4))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    allowed = {torch.float32} | ({torch.bfloat16} if case.has_bfloat16_states else set())
+    allowed = {torch.float32} | case.narrow_states
 
     def types(target: Any) -> list[torch.dtype]:
         found = [value.dtype for state in target.state.values() for value in state.values()]
@@ -561,7 +561,7 @@ def test_bf16_step_is_the_fp32_step_rounded_once(case: Case) -> None:
 def test_fp64_parameters_have_fp64_states(case: Case) -> None:
     model, optimizer = setup(case)
     advance(model, optimizer, range(2))
-    allowed = {torch.float64} | ({torch.bfloat16} if case.has_bfloat16_states else set())
+    allowed = {torch.float64} | case.narrow_states
     found = {v.dtype for state in optimizer.state.values() for name, v in state.items() if name != "step"}
     assert found == allowed
 

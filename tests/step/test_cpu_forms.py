@@ -37,6 +37,7 @@ CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "ldadam-rank-5": (LDAdam, {"rank": 5}),
     "ldadam-no-feedback": (LDAdam, {"rank": 16, "error_feedback": False}),
     "ldadam-bf16-error": (LDAdam, {"rank": 16, "error_dtype": "bfloat16"}),
+    "ldadam-int8-error": (LDAdam, {"rank": 16, "error_dtype": "int8"}),
     "ldadam-skip": (LDAdam, {"rank": 16, "skip_nonfinite": True}),
 }
 LDADAMS = [name for name in CONFIGURATIONS if name.startswith("ldadam")]

@@ -66,6 +66,7 @@ def test_goes_on_from_adamw(case: Case) -> None:
         "ldadam",
         "ldadam-no-feedback",
         "ldadam-bf16-error",
+        "ldadam-int8-error",
     ) or any(heir.moments for heir in heirs.values() if heir.rule == "matrix")
 
     at_once_model = copy.deepcopy(net(seed=1))

@@ -1,0 +1,121 @@
+"""LDAdam's error buffers in 8 bits, under every layout, against one process whose buffers are quantized in fp64.
+
+The oracle keeps fp64 buffers; after each step it rounds them, run by run of what the ranks hold, by a quantizer that
+searches its scales. A block of values that a cut runs through has a scale on either side of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import pytest
+import torch
+from oracles import quantized_to_8_bits
+from ranks import run_ranks
+from simulated import LAYOUTS, Case, Framework, Model, gradients, run_of, world_group
+from torch import Tensor
+
+from rankwise import LDAdam
+from rankwise.sharding.sources import Slice
+
+STEPS = 6
+# Blocks with gaps between their rows.
+OPTIONS = {"rank": 2, "blocks": {"c.weight": {"q": 3, "k": 3, "groups": 2}}}
+IN_8_BITS = Case("ldadam-int8", LDAdam, {**OPTIONS, "error_dtype": "int8"})
+IN_FULL = Case("ldadam", LDAdam, OPTIONS)
+
+Held = list[tuple[Slice, Tensor]]
+
+
+def _follow(rank: int, world: int, layouts: Sequence[str]) -> dict[str, Held]:
+    found = {}
+    for place, layout in enumerate(layouts):
+        framework = Framework(layout, IN_8_BITS, torch.float64, rank, world, world_group())
+        # Opened into the gradients' memory, or not.
+        framework.spends_gradients = place % 2 == world % 2
+        for _ in range(STEPS):
+            framework.step()
+        lines = {line.name: line.rule for line in framework.optimizer.explain()}
+        assert lines["c.weight[q]"] == lines["c.weight[k]"] == "matrix", "buffers of a fused weight are one"
+        found[layout] = framework.pieces()
+    return found
+
+
+def _matrices(piece: Slice, shape: torch.Size) -> list[tuple[int, int]]:
+    """The runs of a piece in each matrix of a stack."""
+    size = prod(shape[1:]) if len(shape) == 3 else prod(shape)
+    bounds = [piece.start, *(at for at in range(size, prod(shape), size) if piece.start < at < piece.end), piece.end]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _round(error: Tensor, pieces: Sequence[Slice]) -> None:
+    """As the ranks do with the runs that they hold."""
+    for piece in pieces:
+        for start, end in _matrices(piece, error.shape):
+            block = error if piece.columns is None else error[:, slice(*piece.columns)]
+            codes, scales = quantized_to_8_bits(block.reshape(-1)[start:end].numpy())
+            flat = block.reshape(-1).clone()
+            flat[start:end] = torch.from_numpy(codes * scales)
+            block.copy_(flat.view(block.shape))
+
+
+def _expected(pieces: Sequence[Slice], rounded: bool = True) -> dict[str, Tensor]:
+    model = Model(torch.float64)
+    optimizer = IN_FULL.optimizer(model)
+    named = dict(model.named_parameters())
+    for step in range(STEPS):
+        for name, parameter in named.items():
+            parameter.grad = gradients(step)[name].double()
+        optimizer.step()
+        for name, parameter in named.items():
+            error = optimizer.state[parameter].get("error")
+            if error is not None and rounded:
+                _round(error, [piece for piece in pieces if piece.name == name])
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_follows_the_oracle(world: int) -> None:
+    layouts = LAYOUTS if world in (1, 2) else ("flat", "cut", "views", "tensor")
+    outcomes = [_follow(0, 1, layouts)] if world == 1 else run_ranks(world, _follow, layouts)
+    for layout in layouts:
+        held = [each for outcome in outcomes for each in outcome[layout]]
+        pieces = [piece for piece, _ in held]
+        expected, exact = _expected(pieces), _expected(pieces, rounded=False)
+        start = {name: parameter.detach() for name, parameter in Model(torch.float64).named_parameters()}
+        rounding = max(float((expected[name] - exact[name]).abs().max()) for name in exact)
+        error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
+        moved = max(float((expected[name] - start[name]).abs().max()) for name in exact)
+        assert error <= 1e-10 * moved < 1e-4 * rounding, layout
+
+
+def _resumed(rank: int, world: int, layouts: Sequence[str]) -> list[tuple[Held, Held]]:
+    found = []
+    for layout in layouts:
+        whole, again = (Framework(layout, IN_8_BITS, torch.float32, rank, world, world_group()) for _ in range(2))
+        for _ in range(3):
+            whole.step()
+        saved = whole.optimizer.state_dict()
+        for state in saved["state"].values():
+            assert state.get("error", torch.zeros(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        for _ in range(3):
+            again.step()
+        with torch.no_grad():
+            for (_, target), (_, source) in zip(again.pieces(), whole.pieces(), strict=True):
+                target.copy_(source)
+        again.optimizer.load_state_dict(saved)
+        for framework in (whole, again):
+            for _ in range(3):
+                framework.step()
+        found.append((whole.pieces(), again.pieces()))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_dictionary_resumes_bitwise(world: int) -> None:
+    layouts = ("replicated", "flat", "cut", "views")
+    outcomes = [_resumed(0, 1, layouts)] if world == 1 else run_ranks(world, _resumed, layouts)
+    for outcome in outcomes:
+        for whole, again in outcome:
+            assert all(torch.equal(one, other) for (_, one), (_, other) in zip(whole, again, strict=True))
