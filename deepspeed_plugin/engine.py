@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import log_dist
 from torch import Tensor
 
 from deepspeed_plugin.experts import name_experts
@@ -19,6 +18,7 @@ from deepspeed_plugin.support import refuse_settings, refuse_wrapper
 from rankwise.routing.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.routing.roles import annotate
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.reports import print_on_first_rank
 
 __all__ = ["attach", "backward", "detach", "prepare"]
 
@@ -60,7 +60,8 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     layout = layout_of(engine, optimizer)
     optimizer.attach(layout)
     report_health(engine, optimizer)
-    optimizer.reports.announce = lambda text: log_dist(text, ranks=[0])
+    # Not log_dist: DeepSpeed's logger begins at warnings.
+    optimizer.reports.announce = print_on_first_rank
     hooks: list[Any] = [StateAccess(engine, optimizer, layout)]
     if optimizer.needs_capture:
         # A pipeline's stages run several micro-batches at once: none is the last.

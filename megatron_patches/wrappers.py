@@ -40,6 +40,7 @@ from rankwise.options.validation import OptionError
 from rankwise.planning.table import idle_allowed
 from rankwise.routing.patterns import refuse_unmatched_everywhere
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.reports import print_on_first_rank
 
 __all__ = ["Adoption", "LayerWise", "wrapper_classes"]
 
@@ -113,7 +114,7 @@ class Adoption:
         # Dense and expert parameters have an optimizer each, with much the same to say.
         if text not in self._announced:
             self._announced.add(text)
-            _announce(text)
+            print_on_first_rank(text)
 
     def _capture(self, built: MegatronOptimizer) -> None:
         model = nn.ModuleList([bare_model(chunk) for chunk in self.chunks])
@@ -125,12 +126,7 @@ class Adoption:
             for inner in optimizers:
                 inner.capture(model, window=partial(getattr, self._adopted[inner], "window"), describe=describe)
         if any(inner.needs_loss for inner in optimizers):
-            StepLosses(built, optimizers, self.chunks, self.scale, _announce)
-
-
-def _announce(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, flush=True)
+            StepLosses(built, optimizers, self.chunks, self.scale, print_on_first_rank)
 
 
 def wrapper_classes(adoption: Adoption) -> dict[str, type[Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import log_dist
 
 from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
 from deepspeed_plugin.checkpoints.errors import own_error, read_together
@@ -27,6 +26,7 @@ from deepspeed_plugin.checkpoints.restoring import (
 )
 from deepspeed_plugin.checkpoints.stock_form import zero_form
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, fill_weights
+from rankwise.step.reports import print_on_first_rank
 
 __all__ = ["load_checkpoint"]
 
@@ -52,7 +52,7 @@ def load_checkpoint(
     found, known = find(engine, load_dir, tag, wanted.states, present)
     plan = decide(known, present, wanted)
     if plan.note is not None:
-        log_dist(plan.note, ranks=[0])
+        print_on_first_rank(plan.note)
     if plan.way is Way.DEEPSPEED or found is None:
         return _by_deepspeed(original, engine, load_dir, tag, found, plan)
     return _by_name(engine, found, plan)

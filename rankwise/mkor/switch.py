@@ -232,7 +232,9 @@ class Switch:
         if self.detector.switched:
             self.is_over = True
             self.drop_factors()
-            logger.info("MKOR-H: the loss has passed its knee; continuing with %s alone.", self._options.backend)
+            if unit.layout.rank == 0:
+                # As loud as loggers are that nobody has turned up: from here on it is another optimizer.
+                logger.warning("MKOR-H: the loss has passed its knee; continuing with %s alone.", self._options.backend)
 
     def _learn(self) -> None:
         """Show the detector the last losses; they have been sent to the host a step ago, unless they were there."""

@@ -23,7 +23,7 @@ from rankwise.routing.unknown_parts import unknown_parts
 from rankwise.sharding import Block, Traffic, cut_into_blocks
 from rankwise.step.health import Health
 
-__all__ = ["Explanation", "Reports", "health_of"]
+__all__ = ["Explanation", "Reports", "health_of", "print_on_first_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,12 @@ class Explanation:
         owner = "-" if self.owner is None else str(self.owner)
         shape = "x".join(map(str, self.shape)) or "scalar"
         return f"{self.name}  {shape}  {self.rule} ({self.reason})  owner {owner}  {self.state_bytes} B"
+
+
+def print_on_first_rank(text: str) -> None:
+    """Print a line that every run is to show, whatever the levels of its loggers."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
 
 
 def health_of(declared: Declared) -> Health:

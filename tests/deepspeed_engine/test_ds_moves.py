@@ -345,12 +345,16 @@ def _masters(rank: int, world: int, job: ds.Job, folder: str, save: bool) -> dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("reader", "dtype"), [("LDAdam", torch.bfloat16), ("SONew", torch.float32)], ids=str)
-def test_full_precision_weights_travel(tmp_path: Path, reader: str, dtype: torch.dtype) -> None:
+def test_full_precision_weights_travel(
+    tmp_path: Path, reader: str, dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
     """From bf16 to another layout, or to another optimizer of ours in another type: not a bit is lost."""
     writer = replace(_job("LDAdam", 1), dtype=torch.bfloat16)
     saved = run_ranks(2, _masters, writer, str(tmp_path), True)[0]
     assert any((value != torch.from_numpy(value).bfloat16().float().numpy()).any() for value in saved.values())
+    capfd.readouterr()
     loaded = run_ranks(1, _masters, replace(_job(reader, 3), dtype=dtype), str(tmp_path), False)[0]
+    assert capfd.readouterr().out.count("the state of SONew starts fresh") == (reader == "SONew")
     for name, value in saved.items():
         np.testing.assert_array_equal(loaded[name], value, err_msg=name)
 

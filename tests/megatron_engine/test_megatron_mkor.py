@@ -341,7 +341,7 @@ def test_every_rank_switches_on_the_mean_loss(label: str) -> None:
 def _without_losses(rank: int, world: int) -> list[str]:
     said: list[str] = []
     with cpu_megatron(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_patches.wrappers._announce", said.append)
+        patch.setattr("megatron_patches.wrappers.print_on_first_rank", said.append)
         with opened(Cell(), mkor(hybrid=True)) as trainer:
             trainer.config.grad_scale_func = lambda loss: loss
             trainer.train_step()

@@ -655,8 +655,8 @@ def test_half_precision_factors_stay_close() -> None:
 
 
 @pytest.mark.parametrize("backend", ["adamw", "lamb", "sgd"])
-def test_after_the_switch_it_is_the_backend(backend: str) -> None:
-    """Bit for bit from the states of that moment; hooks and factors are gone."""
+def test_after_the_switch_it_is_the_backend(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Bit for bit from the states of that moment; hooks and factors are gone, which the log says once."""
     settings = BACKENDS[backend][1]
     model = make()
     optimizer = build(
@@ -683,6 +683,7 @@ def test_after_the_switch_it_is_the_backend(backend: str) -> None:
         optimizer.step()
         switched.append(optimizer.switched)
     assert switched == [False] * 4 + [True] * 4
+    assert caplog.text.count(f"continuing with {backend} alone") == 1
     assert optimizer.matrix_states == {} and snapshot["state"]["matrix_states"] == {}
     assert not any(module._forward_hooks for module in model.modules())
     assert optimizer.state_bytes()["matrix"] == 0
