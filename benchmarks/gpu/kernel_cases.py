@@ -148,7 +148,7 @@ def _gradient_passes(maker: _Maker, offset: int) -> Call:
     places = [Destination(operand.data_ptr(), 0, columns, columns) for operand in operands]
 
     def call() -> list[Tensor]:
-        passes = GradientPasses(sources, places, results, out, [1] * _RUNS)
+        passes = GradientPasses(sources, places, results, out, [1] * _RUNS, has_gaps=False)
         passes.gather(measured=True)
         passes.finish(passes.choose())
         return operands

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor
 
-__all__ = ["RunPlace", "RunPlan", "RunViews", "are_runs"]
+__all__ = ["RunPlace", "RunPlan", "RunViews", "are_runs", "chosen_of"]
+
+# Sets of runs whose gradients come and go are many.
+_MOST_PARTS = 64
 
 
 class RunPlace(NamedTuple):
@@ -49,7 +52,7 @@ class RunPlan:
     The views are 1-D, or (parts, elements) where a run is stored with gaps.
 
     Args:
-        places: For each flat tensor, of its runs, at least one.
+        places: For each flat tensor, of its runs.
 
     Attributes:
         lengths: Of all runs.
@@ -64,6 +67,7 @@ class RunPlan:
         self.has_gaps = any(place.spread is not None for found in self.places for place in found)
         self._cuts = [_Cutting(found) for found in self.places]
         self._wholes = [found[0].numel if _may_be_whole(found) else -1 for found in self.places]
+        self._parts: dict[tuple[int, ...], RunPlan] = {}
 
     def cut(self, flats: Sequence[Tensor]) -> RunViews:
         """The runs of as many 1-D tensors as were planned.
@@ -80,6 +84,26 @@ class RunPlan:
             else:
                 found += cutting.of(flat)
         return RunViews(found, flats, self)
+
+    def only(self, chosen: Sequence[int]) -> RunPlan | None:
+        """Some of the runs of the same tensors, given by their places in order; the same object every time.
+
+        None where their order is another one than that of the tensors.
+        """
+        key = tuple(chosen)
+        if key not in self._parts:
+            tensor_of = [tensor for tensor, found in enumerate(self.places) for _ in found]
+            order = [tensor_of[place] for place in key]
+            if order != sorted(order):
+                return None
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts.clear()
+            runs = [place for found in self.places for place in found]
+            parts: list[list[RunPlace]] = [[] for _ in self.places]
+            for tensor, place in zip(order, key, strict=True):
+                parts[tensor].append(runs[place])
+            self._parts[key] = RunPlan(parts)
+        return self._parts[key]
 
     def addresses(self, bases: Sequence[int], itemsize: int) -> list[int]:
         """Where the runs begin.
@@ -107,6 +131,12 @@ class RunViews(list[Tensor]):
         self._flats, self._plan = flats, plan
         self._changed = False
 
+    def only(self, chosen: Sequence[int]) -> list[Tensor]:
+        """Some of them, by their places; as planned as these where it can be."""
+        views = list(map(self.__getitem__, chosen))
+        plan = None if self.as_planned is None else self._plan.only(chosen)
+        return views if plan is None else RunViews(views, self._flats, plan)
+
     def __setitem__(self, place: Any, value: Any) -> None:
         # The others are where they were, but nobody may take it for granted any more.
         self._changed = True
@@ -132,39 +162,44 @@ def are_runs(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.dim() < 2 for tensor in tensors)
 
 
+def chosen_of(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
+    """Some of them, by their places; planned runs stay so."""
+    return tensors.only(chosen) if isinstance(tensors, RunViews) else list(map(tensors.__getitem__, chosen))
+
+
 def _may_be_whole(places: Sequence[RunPlace]) -> bool:
     return len(places) == 1 and places[0].first == 0 and places[0].spread is None
 
 
 class _Cutting:
-    """How one flat tensor is cut: at once where its runs lie one behind the other."""
+    """How one flat tensor is cut: at once where its runs lie one behind the other, in any order."""
 
     def __init__(self, places: Sequence[RunPlace]) -> None:
         self._places = places
         self._sizes: list[int] = []
-        self._chosen: list[int] = []
-        self._end = max(place.end for place in places)
-        self._in_order = True
+        self._chosen = [0] * len(places)
+        self._end = max((place.end for place in places), default=0)
+        self._are_apart = all(place.spread is None for place in places)
         end = 0
-        for place in places:
-            if place.first < end or place.spread is not None:
-                self._in_order = False
+        for at in sorted(range(len(places)), key=lambda at: (places[at].first, places[at].numel)):
+            place = places[at]
+            if place.first < end:
+                self._are_apart = False
                 break
             if place.first > end:
                 # What lies between two of them is cut out, too.
                 self._sizes.append(place.first - end)
-            self._chosen.append(len(self._sizes))
+            self._chosen[at] = len(self._sizes)
             self._sizes.append(place.numel)
             end = place.end
+        self._are_all = self._chosen == list(range(len(self._sizes)))
 
     def of(self, flat: Tensor) -> Sequence[Tensor]:
         if flat.numel() < self._end:
             raise RuntimeError(
                 f"a tensor of {flat.numel()} elements must have {self._end}: it was replaced since the step was planned"
             )
-        if not self._in_order or len(self._places) == 1:
+        if not self._are_apart or len(self._places) < 2:
             return [place.of(flat) for place in self._places]
         found = flat.split_with_sizes([*self._sizes, flat.numel() - self._end])
-        if len(self._chosen) == len(self._sizes):
-            return found[:-1]
-        return list(map(found.__getitem__, self._chosen))
+        return found[:-1] if self._are_all else list(map(found.__getitem__, self._chosen))

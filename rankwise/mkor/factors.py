@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from rankwise.kernels.forms import product_dtype_for
 from rankwise.mkor import formulas as updates
+from rankwise.mkor.arrangement import Arrangement
 from rankwise.mkor.forms import factor_update_for, precondition_into_for, together_for
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.workspace import Workspace
 from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.unit import WHOLE
 from rankwise.sharding import Block, MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 
-__all__ = ["KroneckerFactors", "gradients_of"]
+__all__ = ["KroneckerFactors"]
 
 
 class KroneckerFactors:
@@ -182,9 +182,18 @@ class KroneckerFactors:
         """What preconditions many gradients of this type on this device at once, if there is such a form."""
         return together_for(device, dtype, product)
 
-    def precondition(self, gradients: Sequence[Gradient], form: ModuleType, product: torch.dtype) -> Preconditioned:
-        """Those of many matrices; see :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned`."""
-        return form.preconditioned(gradients, product, self._options.rescale is not None)  # type: ignore[no-any-return]
+    def precondition(
+        self,
+        arrangement: Arrangement,
+        runs: Sequence[Tensor],
+        lefts: Sequence[Tensor | None],
+        rights: Sequence[Tensor | None],
+        form: ModuleType,
+        product: torch.dtype,
+    ) -> Preconditioned:
+        """Those of many matrices; see :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as`."""
+        rescale = self._options.rescale is not None
+        return form.preconditioned_as(arrangement, runs, lefts, rights, product, rescale)  # type: ignore[no-any-return]
 
     def apply_to_one(
         self,
@@ -225,29 +234,6 @@ class KroneckerFactors:
         into = precondition_into_for(parts[0].device, parts[0].dtype)
         assert into is not None
         into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
-
-
-def gradients_of(
-    signature: LayerSignature, state: MatrixState, parts: Sequence[Tensor]
-) -> Iterator[tuple[Gradient, list[tuple[int, slice]]]]:
-    """The matrices that a layer's gradient consists of: its blocks, or itself.
-
-    Args:
-        signature: Of the layer.
-        state: Its state.
-        parts: Gradients of its weight and, if it rides along, of its bias, 1-D.
-
-    Yields:
-        A matrix, and the place of each of its runs: which of the parts, and which of its elements.
-    """
-    if not signature.blocks:
-        yield _gradient(signature, state, parts[:1], parts[1:]), [(part, WHOLE) for part in range(len(parts))]
-    for block in signature.blocks:
-        slices = signature.slices_of(block)
-        weights, *biases = ([part[own] for own in found] for part, found in zip(parts, slices, strict=True))
-        runs = [(part, own) for part, found in enumerate(slices) for own in found]
-        factors = _of_block(state, block)
-        yield _gradient(signature.of_block(block), factors, weights, *biases), runs
 
 
 def _by_block(

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.mkor.arrangement import GradientForm
 from rankwise.mkor.inverses import check_choice, compute_dtype
 
 __all__ = [
@@ -57,14 +58,11 @@ class Gradient:
     right: Tensor | None
 
     @property
-    def has_last_column(self) -> bool:
-        """Whether the bias is the matrix's last column."""
-        return len(self.biases) > 0 and not self.turned
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the whole matrix."""
-        return self.rows + (len(self.biases) > 0 and self.turned), self.columns + self.has_last_column
+    def form(self) -> GradientForm:
+        """What is known of it without its values."""
+        weights, biases = (tuple(run.numel() for run in runs) for runs in (self.weights, self.biases))
+        sides = (side is not None for side in (self.left, self.right))
+        return GradientForm(self.rows, self.columns, weights, biases, self.turned, *sides)
 
     @property
     def runs(self) -> list[Tensor]:
@@ -74,7 +72,7 @@ class Gradient:
     @property
     def numel(self) -> int:
         """Elements of all runs."""
-        return self.shape[0] * self.shape[1]
+        return sum(run.numel() for run in self.runs)
 
 
 class Preconditioned(NamedTuple):

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rankwise.mkor.factors import KroneckerFactors, gradients_of
+from rankwise.kernels.run_views import RunViews, chosen_of
+from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
-from rankwise.mkor.preconditioning import Gradient, Preconditioned
+from rankwise.mkor.preconditioning import Preconditioned
+from rankwise.mkor.taken import Taken, TakenPlan
 from rankwise.mkor.workspace import Workspace
 from rankwise.options.validation import OptionError
+from rankwise.planning.element_states import EntryRuns, offset_runs
+from rankwise.planning.entries import Entry
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import WHOLE, Bucket, StepUnit
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.sharding import Batch, BatchPlan, MatrixTask
 from rankwise.statistics.vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step
@@ -33,12 +37,18 @@ _MOST_RUNS = 64
 """Of a block that is stepped where it lies: each is a row of tables that the host makes."""
 
 
-class _Taken(NamedTuple):
-    """A matrix that is to be stepped where it lies; see :meth:`rankwise.step.matrices.MatrixRule.take`."""
+class _InPlace(NamedTuple):
+    """What the matrices of an exchange that lie in place are stepped by.
 
-    task: MatrixTask
-    indices: Sequence[int]
-    values: Sequence[Tensor]
+    Attributes:
+        matrices: All of them.
+        plans: Of those that are stepped together, with where their gradients lie; a plan for as many as are at a time.
+        rest: The others.
+    """
+
+    matrices: Sequence[BatchPlan]
+    plans: list[tuple[TakenPlan, EntryRuns]]
+    rest: list[BatchPlan]
 
 
 class MKORRule(MatrixRule):
@@ -71,7 +81,8 @@ class MKORRule(MatrixRule):
         self._product = factors.product_type(unit.device, unit.dtype)
         self._singly = factors.computes_singly(unit.device, unit.dtype)
         self._together = factors.together(unit.device, unit.dtype, self._product)
-        self._taken: list[_Taken] = []
+        self._taken: list[Taken] = []
+        self._values: list[Tensor] = []
         self._taken_elements = 0
         self._space: Workspace = unit.scratch.setdefault("space", Workspace())
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
@@ -102,7 +113,7 @@ class MKORRule(MatrixRule):
     def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
         """Where matrices are preconditioned in place, each for itself or many together."""
         if self._together is not None:
-            return self._take_along(_Taken(task, indices, values))
+            return self._take_along(Taken(task, indices), values)
         if not self._singly:
             return False
         (state,), sizes = self._moved([task]), task.signature.sizes
@@ -131,8 +142,7 @@ class MKORRule(MatrixRule):
 
     def _moved(self, tasks: Sequence[MatrixTask]) -> list[MatrixState]:
         """The factors of matrices of one shape, after this step's update where there is one."""
-        fresh = partial(self._factors.fresh, tasks[0].signature, self.unit.device)
-        states = [self._states.obtain(task.key, fresh) for task in tasks]
+        states = [self._state_of(task) for task in tasks]
         due = [place for place, task in enumerate(tasks) if task.key in self._vectors]
         if due:
             chosen = [tasks[place] for place in due]
@@ -141,43 +151,84 @@ class MKORRule(MatrixRule):
             self.health.add("factors_skipped", skipped)
         return states
 
+    def _state_of(self, task: MatrixTask) -> MatrixState:
+        return self._states.obtain(task.key, partial(self._factors.fresh, task.signature, self.unit.device))
+
     # --- many together ------------------------------------------------------------------------------------------
 
-    def _take_along(self, taken: _Taken) -> bool:
-        signature = taken.task.signature
-        if not self._first_order.is_adamw or any(
-            len(runs) > _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block)
-        ):
-            return False
+    def take_all(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """Where many are preconditioned together; what follows from which they are is known from the last time."""
+        flats = self._flat_gradients() if self._together is not None and self._first_order.is_adamw else None
+        if flats is None:
+            return matrices
+        planned: _InPlace | None = self.unit.scratch.get("taken")
+        if planned is None or planned.matrices is not matrices:
+            planned = self.unit.scratch["taken"] = self._planned(matrices)
+        for plan, (tensors, runs) in planned.plans:
+            found = self._preconditioned(plan, runs.cut([flats[tensor] for tensor in tensors]))
+            for bucket in self.buckets:
+                positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
+                if pieces:
+                    own = found._replace(runs=chosen_of(found.runs, positions))
+                    self._step_pieces(bucket.pieces(pieces, own.runs), own, positions)
+            self._stepped.update(index for index, _ in plan.runs)
+        return planned.rest
+
+    def _flat_gradients(self) -> dict[int, Tensor] | None:
+        """By tensor of the unit; None where some gradients are other tensors by now."""
+        found: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            planned = bucket.grads.as_planned if isinstance(bucket.grads, RunViews) else None
+            if planned is None:
+                return None
+            found.update(zip(bucket.entries.once("tensors", _tensors_of), planned[0], strict=True))
+        return found
+
+    def _planned(self, matrices: Sequence[BatchPlan]) -> _InPlace:
+        rest = [plan for plan in matrices if not _takes(plan.owned[0].signature)]
+        chunks: list[list[Taken]] = []
+        elements = 0
+        for plan in matrices:
+            task = plan.owned[0]
+            if _takes(task.signature):
+                if not chunks or elements + plan.length > self._at_once:
+                    chunks.append([])
+                    elements = 0
+                chunks[-1].append(Taken(task, [piece.fragment for piece in plan.local]))
+                elements += plan.length
+        plans = [TakenPlan(chunk, [self._state_of(each.task) for each in chunk]) for chunk in chunks]
+        return _InPlace(matrices, [(plan, plan.places(self.unit.entries)) for plan in plans], rest)
+
+    @property
+    def _at_once(self) -> int:
         assert self._together is not None
-        elements = sum(signature.sizes)
-        if self._taken and self._taken_elements + elements > self._together.AT_ONCE:
+        return int(self._together.AT_ONCE)
+
+    def _take_along(self, taken: Taken, values: Sequence[Tensor]) -> bool:
+        if not self._first_order.is_adamw or not _takes(taken.task.signature):
+            return False
+        elements = sum(taken.task.signature.sizes)
+        if self._taken and self._taken_elements + elements > self._at_once:
             self._step_taken()
         self._taken.append(taken)
+        self._values += values
         self._taken_elements += elements
         return True
 
     def _step_taken(self) -> None:
         """Precondition what has been taken, and step with what comes of it, in the type of the products."""
-        taken, self._taken, self._taken_elements = self._taken, [], 0
-        gradients: list[Gradient] = []
-        runs: list[tuple[int, slice]] = []
-        for each, state in zip(taken, self._moved_by_shape([each.task for each in taken]), strict=True):
-            for gradient, places in gradients_of(each.task.signature, state, each.values):
-                gradients.append(gradient)
-                runs += [(each.indices[part], own) for part, own in places]
-        assert self._together is not None
-        self._step_runs(runs, self._factors.precondition(gradients, self._together, self._product))
+        plan = TakenPlan(self._taken, [self._state_of(each.task) for each in self._taken])
+        values, self._taken, self._values, self._taken_elements = plan.values(self._values), [], [], 0
+        self._step_runs(plan.runs, self._preconditioned(plan, values))
 
-    def _moved_by_shape(self, tasks: Sequence[MatrixTask]) -> list[MatrixState]:
-        """As :meth:`_moved`, of matrices of several shapes."""
-        alike: dict[Any, list[MatrixTask]] = {}
-        for task in tasks:
-            alike.setdefault(task.signature, []).append(task)
-        found = {
-            task.key: state for group in alike.values() for task, state in zip(group, self._moved(group), strict=True)
-        }
-        return [found[task.key] for task in tasks]
+    def _preconditioned(self, plan: TakenPlan, values: Sequence[Tensor]) -> Preconditioned:
+        states: list[MatrixState] = [{}] * len(plan.tasks)
+        for places in plan.alike.values():
+            for place, state in zip(places, self._moved([plan.tasks[place] for place in places]), strict=True):
+                states[place] = state
+        assert self._together is not None
+        factors = plan.factors(states)
+        return self._factors.precondition(plan.arrangement, values, *factors, self._together, self._product)
 
     def _step_runs(self, runs: Sequence[tuple[int, slice]], found: Preconditioned) -> None:
         """Step some elements of fragments: AdamW, or anything element-wise where there are no factors."""
@@ -189,12 +240,14 @@ class MKORRule(MatrixRule):
         for positions in by_bucket.values():
             bucket = self._places[runs[positions[0]][0]][0]
             pieces = [(self._places[index][1], own) for index, own in (runs[position] for position in positions)]
-            single = bucket.pieces(pieces, [found.runs[position] for position in positions])
-            if found.factors is None:
-                self._first_order.apply(self.unit, [single])
-            else:
-                adamw_step(self.unit, single, self._chosen(found.factors, positions))
+            self._step_pieces(bucket.pieces(pieces, [found.runs[position] for position in positions]), found, positions)
         self._stepped.update(index for index, _ in runs)
+
+    def _step_pieces(self, pieces: Bucket, found: Preconditioned, positions: Sequence[int]) -> None:
+        if found.factors is None:
+            self._first_order.apply(self.unit, [pieces])
+        else:
+            adamw_step(self.unit, pieces, self._chosen(found.factors, positions))
 
     def _chosen(self, factors: Tensor, positions: Sequence[int]) -> Tensor:
         first, last = positions[0], positions[-1]
@@ -217,6 +270,15 @@ class MKORRule(MatrixRule):
     def _keep(self, index: int, gradient: Tensor) -> None:
         bucket, place = self._places[index]
         bucket.grads[place] = gradient.clone()
+
+
+def _tensors_of(entries: Sequence[Entry]) -> tuple[int, ...]:
+    return offset_runs(entries).tensors
+
+
+def _takes(signature: LayerSignature) -> bool:
+    """Whether the blocks of such a layer lie in few enough runs."""
+    return all(len(runs) <= _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block))
 
 
 def matrix_tasks(

@@ -17,7 +17,7 @@ from rankwise.kernels import lists
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.passes import Pass
-from rankwise.kernels.run_views import are_runs
+from rankwise.kernels.run_views import are_runs, chosen_of
 from rankwise.planning.element_states import ElementStates, States
 from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.routing.roles import ParameterInfo, Route, Rule
@@ -85,8 +85,8 @@ class Bucket:
         return replace(
             self,
             entries=self.entries.only(places),
-            weights=list(map(self.weights.__getitem__, places)),
-            grads=list(map(self.grads.__getitem__, places)),
+            weights=chosen_of(self.weights, places),
+            grads=chosen_of(self.grads, places),
         )
 
     def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor]) -> Bucket:
@@ -98,6 +98,8 @@ class Bucket:
         """
         whole = self.only([place for place, _ in found])
         parts = [part for _, part in found]
+        if all(part == WHOLE for part in parts):
+            return replace(whole, grads=grads)
 
         def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor if part == WHOLE else tensor[part] for tensor, part in zip(tensors, parts, strict=True)]

@@ -121,6 +121,17 @@ class MatrixRule(ABC):
         """
         return False
 
+    def take_all(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """Step many matrices that this rank alone has, and that have all of their values, where they lie.
+
+        Args:
+            matrices: The same list at every step that finds them so.
+
+        Returns:
+            Those that :meth:`take` is yet to be asked about.
+        """
+        return matrices
+
     def finish(self) -> None:
         """Called when everything else has been done."""
         return
@@ -218,7 +229,12 @@ class _MatrixStep:
 
     def _step_in_place(self) -> None:
         """Matrices that lie whole here."""
-        for plan in self._exchange.in_place:
+        exchange, sources = self._exchange, self._sources
+        rest: Sequence[BatchPlan] = exchange.in_place
+        if not [fragment for fragment in exchange.in_place_fragments if sources[fragment] is None]:
+            rest = self._rule.take_all(exchange.in_place)
+            self._taken += len(exchange.in_place) - len(rest)
+        for plan in rest:
             if not self._take(plan):
                 self._deliver(self._return(plan, self._computed(plan, self._gather(plan))))
         if self._taken:

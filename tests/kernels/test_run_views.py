@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews, are_runs
+from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews, are_runs, chosen_of
 
 FLAT = torch.arange(14.0)[:12]
 PARTS = RunPlace(7, 4, (2, 3))
@@ -70,3 +70,32 @@ def test_a_changed_list_is_no_longer_taken_for_granted() -> None:
     assert changed.as_planned is None and longer.as_planned is None
     for other in (copy.copy(views()), copy.deepcopy(views()), pickle.loads(pickle.dumps(views())), views()[:]):
         assert type(other) is list and [run.tolist() for run in other] == [run.tolist() for run in views()]
+
+
+@pytest.mark.parametrize("chosen", [(), (0,), (1, 2), (0, 3, 4), tuple(range(5))])
+def test_some_of_planned_runs_are_planned(chosen: tuple[int, ...]) -> None:
+    plan = RunPlan([[RunPlace(6, 2), RunPlace(1, 3)], [RunPlace(0, 12)], [RunPlace(2, 2), RunPlace(4, 1)]])
+    flats = [FLAT, FLAT + 20, FLAT + 40]
+    every = plan.cut(flats)
+    found = chosen_of(every, chosen)
+    assert [run.tolist() for run in found] == [every[place].tolist() for place in chosen]
+    assert isinstance(found, RunViews) and found.as_planned is not None
+    tensors, part = found.as_planned
+    assert part is chosen_of(every, chosen).as_planned[1], "it is found again by its plan"  # type: ignore[attr-defined]
+    assert part.lengths == tuple(run.numel() for run in found)
+    bases = [tensor.data_ptr() for tensor in tensors]
+    assert part.addresses(bases, FLAT.itemsize) == [run.data_ptr() for run in found]
+
+
+def test_runs_in_another_order_are_a_list() -> None:
+    """Tables go through the tensors in order."""
+    every = RunPlan([[RunPlace(0, 2)], [RunPlace(0, 3)]]).cut([FLAT, FLAT + 20])
+    found = chosen_of(every, (1, 0))
+    assert not isinstance(found, RunViews) and [run.numel() for run in found] == [3, 2]
+
+
+def test_some_of_a_changed_list_are_a_list() -> None:
+    every = RunPlan([[RunPlace(0, 2), RunPlace(2, 3)]]).cut([FLAT])
+    every[0] = FLAT[:1]
+    found = chosen_of(every, (0,))
+    assert not isinstance(found, RunViews) and found[0].numel() == 1

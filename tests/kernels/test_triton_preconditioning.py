@@ -17,8 +17,10 @@ from rankwise import MKOR  # noqa: E402
 from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.forms import using  # noqa: E402
+from rankwise.mkor import arrangement  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
 from rankwise.mkor.preconditioning import Gradient  # noqa: E402
+from rankwise.mkor.rule import MKORRule  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -162,10 +164,8 @@ def test_in_the_gradients_own_memory(product: torch.dtype, rescale: bool, monkey
 
 
 def test_every_size_at_once_or_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rankwise.mkor.cuda import preconditioning_together as together
-
     stacked = run(mixed(), torch.float32, True, in_fp32=False)
-    monkeypatch.setattr(together, "_SMALL", 0)
+    monkeypatch.setattr(arrangement, "_SMALL", 0)
     for pair in zip(stacked, run(mixed(), torch.float32, True, in_fp32=False), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
 
@@ -260,3 +260,28 @@ def test_the_weights_are_the_same(options: dict[str, Any], launches: list[str]) 
     for name, weight in trained(triton, **options).items():
         torch.testing.assert_close(weight, plain[name], rtol=0.0, atol=2e-5, msg=lambda text, name=name: name + text)
     assert launches.count("_gather_kernel") == 4 if "backend" not in options else launches.count("_gather_kernel") > 4
+
+
+@pytest.mark.parametrize("at_once", [1, 300, 10**6])
+@pytest.mark.parametrize("options", [{}, {"rescale": None}, {"max_factor_dim": 8}], ids=str)
+def test_planned_or_not_the_bits_are_the_same(
+    options: dict[str, Any], at_once: int, monkeypatch: pytest.MonkeyPatch, launches: list[str]
+) -> None:
+    from rankwise.mkor.cuda import preconditioning_together as together
+
+    monkeypatch.setattr(together, "AT_ONCE", at_once)
+    asked: list[bool] = []
+    take = MKORRule.take
+
+    def asking(self: MKORRule, *given: Any) -> bool:
+        asked.append(take(self, *given))
+        return asked[-1]
+
+    monkeypatch.setattr(MKORRule, "take", asking)
+    planned = trained(triton, **options)
+    assert not asked
+    count = len(launches)
+    monkeypatch.setattr(MKORRule, "take_all", lambda self, matrices: matrices)
+    one_by_one = trained(triton, **options)
+    assert asked and all(asked) and len(launches) == 2 * count
+    assert all(torch.equal(planned[name], weight) for name, weight in one_by_one.items())

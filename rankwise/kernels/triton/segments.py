@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
+from typing import NamedTuple, Protocol
 
 import torch
 import triton.language as tl
@@ -26,7 +27,19 @@ from rankwise.kernels.run_views import RunPlan, RunViews
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Row, Table, table_here
 
-__all__ = ["Runs", "Tiles", "addresses", "planned_table", "read", "run_sums", "tiles_of", "wide", "write"]
+__all__ = [
+    "Extras",
+    "PlannedColumns",
+    "Runs",
+    "Tiles",
+    "addresses",
+    "planned_table",
+    "read",
+    "run_sums",
+    "tiles_of",
+    "wide",
+    "write",
+]
 
 _KEPT_TILINGS = 256
 _SUM_BLOCK = 1024
@@ -98,6 +111,32 @@ def lengths_of(tensors: Sequence[Tensor]) -> Row:
 _Columns = tuple[tuple[RunPlan, Row, int], ...]
 
 
+class PlannedColumns(Protocol):
+    """Further integers of planned runs; the same object for the same ones."""
+
+    def columns(self, base: int, itemsize: int) -> Sequence[Sequence[int]]:
+        """They, one list for each of them; from where some memory begins, and bytes of an element in it."""
+
+
+class Extras(NamedTuple):
+    """Further integers of runs, which follow from where some memory begins.
+
+    Attributes:
+        plan: Knows them.
+        base: Where the memory begins.
+        itemsize: Bytes of an element in it.
+    """
+
+    plan: PlannedColumns
+    base: int = 0
+    itemsize: int = 0
+
+    @property
+    def columns(self) -> Sequence[Sequence[int]]:
+        """One list for each of them."""
+        return self.plan.columns(self.base, self.itemsize)
+
+
 def _bases_of(fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype]) -> _Columns | None:
     """Of each field, its plan, where its flat tensors begin, and bytes of an element; None if one has no plan."""
     found = []
@@ -111,10 +150,11 @@ def _bases_of(fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype]) 
 
 
 @lru_cache(maxsize=KEPT_TABLES)
-def planned_table(columns: _Columns, device: torch.device) -> Table:
+def planned_table(columns: _Columns, extras: Extras | None, device: torch.device) -> Table:
     """The table of planned runs, found again by where the flat tensors begin, however many runs there are."""
-    rows = zip(*(plan.addresses(bases, size) for plan, bases, size in columns), columns[0][0].lengths, strict=True)
-    return Table(tuple(chain.from_iterable(rows)), device)
+    places = (plan.addresses(bases, size) for plan, bases, size in columns)
+    further = () if extras is None else extras.columns
+    return Table(tuple(chain.from_iterable(zip(*places, columns[0][0].lengths, *further, strict=True))), device)
 
 
 class Runs:
@@ -123,7 +163,7 @@ class Runs:
     Args:
         fields: Lists of contiguous 1-D tensors, one list per field and one tensor per run.
         tile: Elements per program.
-        extras: Lists of further integers, one per run.
+        extras: Lists of further integers, one per run; or what is known of them.
         types: Of the fields; None: all are fp32.
 
     Attributes:
@@ -142,7 +182,7 @@ class Runs:
         self,
         fields: Sequence[Sequence[Tensor]],
         tile: int,
-        extras: Sequence[Sequence[int]] = (),
+        extras: Sequence[Sequence[int]] | Extras = (),
         types: Sequence[torch.dtype] | None = None,
     ) -> None:
         lengths = lengths_of(fields[0])
@@ -152,12 +192,14 @@ class Runs:
         self.runs = len(lengths)
         self.device = fields[0][0].device if lengths else torch.device("cpu")
         known = types or [torch.float32] * len(fields)
-        planned = None if extras else _bases_of(fields, known)
+        further = extras if isinstance(extras, Extras) else None
+        planned = _bases_of(fields, known) if further or not extras else None
         if planned is None or graphs.is_capturing(self.device):
-            rows = zip(*map(addresses, fields, known), lengths, *extras, strict=True)
+            columns = extras.columns if isinstance(extras, Extras) else extras
+            rows = zip(*map(addresses, fields, known), lengths, *columns, strict=True)
             self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
         else:
-            self.table = planned_table(planned, self.device).here()
+            self.table = planned_table(planned, further, self.device).here()
         tiles = tiles_of(lengths, tile, self.device)
         self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
 

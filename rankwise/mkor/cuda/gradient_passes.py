@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
-from rankwise.kernels.triton.segments import Runs, read, wide, write
+from rankwise.kernels.triton.segments import Extras, Runs, read, wide, write
 from rankwise.kernels.triton.tables import table_here
 
 __all__ = ["GradientPasses", "Destination"]
@@ -47,10 +47,11 @@ class GradientPasses:
 
     Args:
         sources: Contiguous fp32 runs, at least one.
-        operands: Where they are put.
+        operands: Where they are put: the numbers of a :class:`Destination` for each.
         results: Where their products will be, 1-D, in the type of the products.
         out: Where these are wanted in fp32; None: they stay where they are.
         runs_of: How many runs each matrix has, in order.
+        has_gaps: Whether the rows of an operand have some between them.
 
     Raises:
         ValueError: A run is of another kind.
@@ -59,21 +60,23 @@ class GradientPasses:
     def __init__(
         self,
         sources: Sequence[Tensor],
-        operands: Sequence[Destination],
+        operands: Sequence[Destination] | Extras,
         results: Sequence[Tensor],
         out: Sequence[Tensor] | None,
         runs_of: Sequence[int],
+        has_gaps: bool,
     ) -> None:
         product = results[0].dtype
         fields, types = [sources, results], [torch.float32, product]
         if out is not None:
             fields, types = [*fields, out], [*types, torch.float32]
-        self._runs = Runs(fields, TILE, list(zip(*operands, strict=True)), types)
+        extras = operands if isinstance(operands, Extras) else list(zip(*operands, strict=True))
+        self._runs = Runs(fields, TILE, extras, types)
         # Tables have addresses alone: what lies there must not be given away before the last pass.
         self._alive = fields
         self._first_runs = (0, *accumulate(runs_of))
         self._partials = self._runs.partial_sums(2)
-        self._has_gaps = any(operand.columns != operand.stride for operand in operands)
+        self._has_gaps = has_gaps
         self._out = out is not None
         self._constants: dict[str, Any] = {"ELEMENT": ELEMENTS[product], "FIELDS": len(fields)}
 
