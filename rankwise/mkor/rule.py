@@ -169,8 +169,7 @@ class MKORRule(MatrixRule):
             for bucket in self.buckets:
                 positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
                 if pieces:
-                    own = found._replace(runs=chosen_of(found.runs, positions))
-                    self._step_pieces(bucket.pieces(pieces, own.runs), own, positions)
+                    self._step_pieces(bucket.pieces(pieces, chosen_of(found.runs, positions)), found, positions)
             self._stepped.update(index for index, _ in plan.runs)
         return planned.rest
 
