@@ -165,13 +165,17 @@ class MKORRule(MatrixRule):
         if planned is None or planned.matrices is not matrices:
             planned = self.unit.scratch["taken"] = self._planned(matrices)
         for plan, (tensors, runs) in planned.plans:
-            found = self._preconditioned(plan, runs.cut([flats[tensor] for tensor in tensors]))
-            for bucket in self.buckets:
-                positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
-                if pieces:
-                    self._step_pieces(bucket.pieces(pieces, chosen_of(found.runs, positions)), found, positions)
-            self._stepped.update(index for index, _ in plan.runs)
+            self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))
         return planned.rest
+
+    def _step_plan(self, plan: TakenPlan, values: Sequence[Tensor]) -> None:
+        # What is found is let go of here: the next plan's takes as much memory.
+        found = self._preconditioned(plan, values)
+        for bucket in self.buckets:
+            positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
+            if pieces:
+                self._step_pieces(bucket.pieces(pieces, chosen_of(found.runs, positions)), found, positions)
+        self._stepped.update(index for index, _ in plan.runs)
 
     def _flat_gradients(self) -> dict[int, Tensor] | None:
         """By tensor of the unit; None where some gradients are other tensors by now."""
