@@ -7,14 +7,15 @@ right wherever these lie: a framework may move them between two steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor
 
-__all__ = ["RunPlace", "RunPlan", "RunViews", "are_runs", "chosen_of"]
+__all__ = ["RunPart", "RunPlace", "RunPlan", "RunViews", "are_runs", "chosen_of"]
 
 # Sets of runs whose gradients come and go are many.
-_MOST_PARTS = 64
+_MOST_PARTS = 1024
 
 
 class RunPlace(NamedTuple):
@@ -67,7 +68,15 @@ class RunPlan:
         self.has_gaps = any(place.spread is not None for found in self.places for place in found)
         self._cuts = [_Cutting(found) for found in self.places]
         self._wholes = [found[0].numel if _may_be_whole(found) else -1 for found in self.places]
-        self._parts: dict[tuple[int, ...], RunPlan] = {}
+        self._parts: dict[tuple[int, ...], RunPart] = {}
+
+    @cached_property
+    def _runs(self) -> list[RunPlace]:
+        return [place for found in self.places for place in found]
+
+    @cached_property
+    def _tensor_of(self) -> list[int]:
+        return [tensor for tensor, found in enumerate(self.places) for _ in found]
 
     def cut(self, flats: Sequence[Tensor]) -> RunViews:
         """The runs of as many 1-D tensors as were planned.
@@ -85,24 +94,22 @@ class RunPlan:
                 found += cutting.of(flat)
         return RunViews(found, flats, self)
 
-    def only(self, chosen: Sequence[int]) -> RunPlan | None:
-        """Some of the runs of the same tensors, given by their places in order; the same object every time.
+    def only(self, chosen: Sequence[int]) -> RunPart | None:
+        """Some of the runs, given by their places in order; the same object every time.
 
         None where their order is another one than that of the tensors.
         """
         key = tuple(chosen)
         if key not in self._parts:
-            tensor_of = [tensor for tensor, found in enumerate(self.places) for _ in found]
-            order = [tensor_of[place] for place in key]
+            order = [self._tensor_of[place] for place in key]
             if order != sorted(order):
                 return None
             if len(self._parts) >= _MOST_PARTS:
                 self._parts.clear()
-            runs = [place for found in self.places for place in found]
-            parts: list[list[RunPlace]] = [[] for _ in self.places]
+            runs: dict[int, list[RunPlace]] = {}
             for tensor, place in zip(order, key, strict=True):
-                parts[tensor].append(runs[place])
-            self._parts[key] = RunPlan(parts)
+                runs.setdefault(tensor, []).append(self._runs[place])
+            self._parts[key] = RunPart(tuple(runs), RunPlan(list(runs.values())))
         return self._parts[key]
 
     def addresses(self, bases: Sequence[int], itemsize: int) -> list[int]:
@@ -115,6 +122,18 @@ class RunPlan:
         return [
             base + itemsize * place.first for base, found in zip(bases, self.places, strict=True) for place in found
         ]
+
+
+class RunPart(NamedTuple):
+    """Some of a plan's runs.
+
+    Attributes:
+        tensors: Those of the plan's that have any.
+        plan: Of the runs in them.
+    """
+
+    tensors: tuple[int, ...]
+    plan: RunPlan
 
 
 class RunViews(list[Tensor]):
@@ -132,10 +151,10 @@ class RunViews(list[Tensor]):
         self._changed = False
 
     def only(self, chosen: Sequence[int]) -> list[Tensor]:
-        """Some of them, by their places; as planned as these where it can be."""
+        """Some of them, by their places; several are as planned as these where they can be."""
         views = list(map(self.__getitem__, chosen))
-        plan = None if self.as_planned is None else self._plan.only(chosen)
-        return views if plan is None else RunViews(views, self._flats, plan)
+        part = None if len(views) < 2 or self.as_planned is None else self._plan.only(chosen)
+        return views if part is None else RunViews(views, [self._flats[tensor] for tensor in part.tensors], part.plan)
 
     def __setitem__(self, place: Any, value: Any) -> None:
         # The others are where they were, but nobody may take it for granted any more.

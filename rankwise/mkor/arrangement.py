@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rankwise.kernels.run_views import RunPlace, RunPlan
 
-__all__ = ["Arrangement", "Form", "GradientForm", "Group", "aligned"]
+__all__ = ["Arrangement", "ProductForm", "GradientForm", "ProductGroup", "aligned"]
 
 _ALIGNED = 8
 """Rows of operands begin at multiples of it: as many elements of two bytes as tensor cores read at once."""
@@ -66,7 +66,7 @@ class GradientForm(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Form:
+class ProductForm:
     """What gradients have in common whose products may be one.
 
     Attributes:
@@ -82,7 +82,7 @@ class Form:
     has_last_column: bool
 
     @classmethod
-    def of(cls, gradient: GradientForm) -> Form:
+    def of(cls, gradient: GradientForm) -> ProductForm:
         """Of a gradient.
 
         Raises:
@@ -119,7 +119,7 @@ class Form:
         return self.rows * self.columns <= _SMALL and not self.has_last_column
 
 
-class Group(NamedTuple):
+class ProductGroup(NamedTuple):
     """Gradients that are multiplied at once; their memory follows one another.
 
     Attributes:
@@ -128,7 +128,7 @@ class Group(NamedTuple):
         start: Where their memory begins.
     """
 
-    form: Form
+    form: ProductForm
     places: tuple[int, ...]
     start: int
 
@@ -161,7 +161,7 @@ class Arrangement:
     """
 
     def __init__(self, gradients: Sequence[GradientForm]) -> None:
-        forms = [Form.of(gradient) for gradient in gradients]
+        forms = [ProductForm.of(gradient) for gradient in gradients]
         # Those of one form side by side.
         order = sorted(range(len(gradients)), key=forms.__getitem__)
         *starts, self.numel = accumulate((forms[place].step for place in order), initial=0)
@@ -173,7 +173,7 @@ class Arrangement:
         self._firsts, *self._others = zip(*operands, strict=True)
         self.has_gaps = any(operand.columns != operand.stride for operand in operands)
         self.groups = [
-            Group(form, places, start_of[places[0]])
+            ProductGroup(form, places, start_of[places[0]])
             for form, alike in groupby(order, forms.__getitem__)
             for places in _at_once(form, tuple(alike))
         ]
@@ -181,7 +181,7 @@ class Arrangement:
         self.runs_of = [len(gradient.weights) + len(gradient.biases) for gradient in gradients]
 
     @property
-    def _of_two(self) -> Iterator[Group]:
+    def _of_two(self) -> Iterator[ProductGroup]:
         return (group for group in self.groups if not group.form.lone_side)
 
     def columns(self, base: int, itemsize: int) -> list[Sequence[int]]:
@@ -194,14 +194,14 @@ class Arrangement:
         return [[base + itemsize * first for first in self._firsts], *self._others]
 
 
-def _results(gradient: GradientForm, form: Form, start: int) -> Iterator[RunPlace]:
+def _results(gradient: GradientForm, form: ProductForm, start: int) -> Iterator[RunPlace]:
     first = start + form.result
     for length in (*gradient.weights, *gradient.biases):
         yield RunPlace(first, length)
         first += length
 
 
-def _operands(gradient: GradientForm, form: Form, start: int) -> Iterator[_Operand]:
+def _operands(gradient: GradientForm, form: ProductForm, start: int) -> Iterator[_Operand]:
     before = 0
     columns, stride = gradient.columns, form.stride
     for length in gradient.weights if form.has_last_column else (*gradient.weights, *gradient.biases):
@@ -218,6 +218,6 @@ def _operands(gradient: GradientForm, form: Form, start: int) -> Iterator[_Opera
         before += length
 
 
-def _at_once(form: Form, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _at_once(form: ProductForm, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     most = max(1, _COPIES // (form.rows**2 + form.columns**2)) if form.is_stacked else 1
     return (places[first : first + most] for first in range(0, len(places), most))

@@ -26,7 +26,7 @@ class Taken(NamedTuple):
     indices: Sequence[int]
 
 
-class _Run(NamedTuple):
+class _PartRun(NamedTuple):
     """Some elements of a fragment, by its index, which is that of so many parts."""
 
     fragment: int
@@ -63,12 +63,12 @@ class TakenPlan:
         for place, task in enumerate(self.tasks):
             self.alike.setdefault(task.signature, []).append(place)
         self._gradients: list[_Factored] = []
-        self._runs: list[_Run] = []
+        self._runs: list[_PartRun] = []
         first = 0
         for place, (each, state) in enumerate(zip(taken, states, strict=True)):
             for gradient, parts in _gradients_of(each.task.signature, place, state):
                 self._gradients.append(gradient)
-                self._runs += [_Run(each.indices[part], first + part, own) for part, own in parts]
+                self._runs += [_PartRun(each.indices[part], first + part, own) for part, own in parts]
             first += len(each.indices)
         self.runs = [(run.fragment, run.own) for run in self._runs]
         self.arrangement = Arrangement([gradient.form for gradient in self._gradients])

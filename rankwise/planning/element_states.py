@@ -34,12 +34,14 @@ class _Slot:
     Attributes:
         dtype: Its type; of one that is kept in 8 bits, when it is opened.
         compact_numel: Elements of a compact state, else None.
+        numel: Elements of the state, compact or not.
         offsets: Where the entries' parts begin, by their index.
         in_bytes: Of a state that is kept in 8 bits, else None.
     """
 
     dtype: torch.dtype
     compact_numel: int | None
+    numel: int
     offsets: Mapping[int, int]
     in_bytes: ByteLayout | None = None
 
@@ -100,9 +102,9 @@ class ElementStates:
         self._slots: dict[tuple[int, str], _Slot] = {}
         for index, stored in enumerate(self._by_tensor):
             for name in dict.fromkeys(name for entry in stored for name in declared[entry.index]):
-                self._slots[(index, name)] = self._slot(stored, name, dtype)
+                self._slots[(index, name)] = self._slot(real_view(tensors[index]).numel(), stored, name, dtype)
 
-    def _slot(self, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
+    def _slot(self, full: int, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
         users = [entry for entry in stored if name in self._declared[entry.index]]
         state_dtype = self._declared[users[0].index][name] or dtype
         offsets, position = {}, 0
@@ -110,11 +112,11 @@ class ElementStates:
         for entry in users:
             offsets[entry.index] = position if compact else entry.fragment.offset
             position += entry.fragment.numel
-        numel = position if compact else None
+        numel, of_compact = (position, position) if compact else (full, None)
         if state_dtype != QUANTIZED:
-            return _Slot(state_dtype, numel, offsets)
+            return _Slot(state_dtype, of_compact, numel, offsets)
         runs = [StateRun(offsets[entry.index], entry.fragment.numel) for entry in users]
-        return _Slot(OPENED, numel, offsets, ByteLayout(runs))
+        return _Slot(OPENED, of_compact, numel, offsets, ByteLayout(runs))
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
         """Views of a state on some entries, see :class:`RunPlan`, allocated on first use."""
@@ -174,14 +176,17 @@ class ElementStates:
         if stored is None:
             refuse_capture(owner.device, "the first step of a parameter")
             stored = state[name] = torch.zeros(self._shape(owner, slot), dtype=slot.dtype, device=owner.device)
-        elif slot.in_bytes is not None and slot.in_bytes.fits(stored):
-            stored = state[name] = slot.in_bytes.opened(stored, self._shape(owner, slot))
-        self._refuse_other_shape(stored, owner, name, slot)
-        if stored.dtype != slot.dtype or stored.device != owner.device:
-            # Of a checkpoint, or of before the model was brought to another type.
-            refuse_capture(owner.device, "the first step with states of another type")
-            stored = state[name] = stored.to(owner.device, slot.dtype)
+        elif stored.dtype != slot.dtype or stored.device != owner.device or stored.numel() != slot.numel:
+            stored = state[name] = self._as_planned(stored, owner, name, slot)
         return stored
+
+    def _as_planned(self, stored: Tensor, owner: Tensor, name: str, slot: _Slot) -> Tensor:
+        """A state in 8 bits, of a checkpoint, or of before the model was brought to another type."""
+        refuse_capture(owner.device, "the first step with states of another type")
+        if slot.in_bytes is not None and slot.in_bytes.fits(stored):
+            stored = slot.in_bytes.opened(stored, self._shape(owner, slot))
+        self._refuse_other_shape(stored, owner, name, slot)
+        return stored.to(owner.device, slot.dtype)
 
     def _in_bytes(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
         owner, layout = self._tensors[index], slot.in_bytes
@@ -199,11 +204,8 @@ class ElementStates:
         return kept
 
     def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
-        numel = slot.compact_numel
-        if numel is None:
-            numel = owner.numel() * (2 if owner.is_complex() else 1)
         # Bytes that are not of this layout mean nothing.
-        if state.numel() != numel or state.dtype == QUANTIZED:
+        if state.numel() != slot.numel or state.dtype == QUANTIZED:
             raise RuntimeError(
                 f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
                 f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "

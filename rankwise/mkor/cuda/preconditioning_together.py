@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rankwise.kernels.triton.language import ELEMENTS
 from rankwise.kernels.triton.segments import Extras
-from rankwise.mkor.arrangement import Arrangement, Form, Group, aligned
+from rankwise.mkor.arrangement import Arrangement, ProductForm, ProductGroup, aligned
 from rankwise.mkor.cuda.gradient_passes import GradientPasses
 from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
 
@@ -163,7 +163,7 @@ class _Work:
 
     # --- products -----------------------------------------------------------------------------------------------
 
-    def _multiply(self, group: Group, between: Tensor) -> None:
+    def _multiply(self, group: ProductGroup, between: Tensor) -> None:
         """One matrix, or several whose memory follows one another."""
         form, places, start = group
         space, count = self._space, len(places)
@@ -180,7 +180,7 @@ class _Work:
         else:
             _product(first, second, _matrices(space, start + form.result, count, form, form.columns, form.step))
 
-    def _multiply_parts(self, form: Form, result: int, first: Tensor, second: Any) -> None:
+    def _multiply_parts(self, form: ProductForm, result: int, first: Tensor, second: Any) -> None:
         """The product's last column behind the others."""
         rows, columns = form.rows, form.columns - 1
         weights = self._space[result : result + rows * columns].view(rows, columns)
@@ -198,7 +198,7 @@ class _Work:
         return found if len(inverses) > 1 else found[0]
 
 
-def _matrices(space: Tensor, start: int, count: int, form: Form, stride: int, step: int) -> Tensor:
+def _matrices(space: Tensor, start: int, count: int, form: ProductForm, stride: int, step: int) -> Tensor:
     """One matrix, or a stack of several; ``space`` begins where its memory does."""
     if count == 1:
         return space.as_strided((form.rows, form.columns), (stride, 1), start)
