@@ -6,13 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from rankwise.configs import deepspeed_config
 from rankwise.estimate import estimate
 from rankwise.launch.planning.described import build
 from rankwise.launch.planning.optimizers import built, chosen
 from rankwise.names import BY_SPELLING
 
-__all__ = ["CHOICES", "Characteristics", "Row", "as_markdown", "rows"]
+__all__ = ["CHOICES", "Characteristics", "Row", "as_markdown", "rows", "shown"]
 
 REFERENCE, RANKS, STAGE = "llama-1b", 64, 3
 """The model and the ranks that bytes are computed for."""
@@ -108,6 +113,8 @@ HEADINGS = (
     "maturity",
 )
 MATURITY = "CPU ranks only; never run on a GPU"
+NARROW = 120
+"""Columns of a terminal below which a table of eight columns breaks words, or has one to a line."""
 
 
 def rows() -> Iterator[Row]:
@@ -139,6 +146,27 @@ def cells(row: Row) -> list[str]:
         *(row.name, row.purpose, row.against, row.rate, row.betas),
         *(f"{row.state:.2f}", f"{row.sent:.2f}", f"{row.flops:,.0f}", row.maturity),
     ]
+
+
+def shown(width: int) -> RenderableType:
+    """A table, or on a narrow terminal one paragraph for each type; maturity is left out, as all have the same.
+
+    Args:
+        width: Columns of the terminal.
+    """
+    lines = [cells(row)[:-1] for row in rows()]
+    if width < NARROW:
+        return Group(*map(_paragraph, lines))
+    table = Table(*HEADINGS[:-1], show_lines=True)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def _paragraph(line: list[str]) -> RenderableType:
+    name, *values = line
+    said = [f"{heading}: {value}" for heading, value in zip(HEADINGS[1:-1], values, strict=True)]
+    return Group(Text(name, style="bold"), *(Padding(Text(text), (0, 0, 0, 2)) for text in said), "")
 
 
 def as_markdown() -> str:

@@ -261,19 +261,12 @@ def list_types(
 
     Bytes and operations are computed from what the types declare: a Llama of 1.2 B parameters, 64 ranks, stage 3.
     """
-    from rich.table import Table
-
     from rankwise.launch import choices
 
     if markdown:
         typer.echo(choices.as_markdown(), nl=False)
         return
-    table = Table(show_lines=True)
-    for heading in choices.HEADINGS[:-1]:
-        table.add_column(heading, overflow="fold")
-    for row in choices.rows():
-        table.add_row(*choices.cells(row)[:-1])
-    console.print(table)
+    console.print(choices.shown(console.width))
     console.print(f"Maturity of all: {choices.MATURITY}. docs/choose.md has recipes, docs/evidence.md what was tried.")
 
 

@@ -313,6 +313,19 @@ def test_list_has_every_type_and_the_page_is_of_today() -> None:
     assert as_markdown() in page, "write the table of docs/choose.md anew: rankwise list --markdown"
 
 
+@pytest.mark.parametrize("columns", [40, 80, 119])
+def test_list_on_a_narrow_terminal_breaks_no_word(columns: int) -> None:
+    pytest.importorskip("transformers")
+    environment = {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
+    output = CliRunner().invoke(app, ["list"], env=environment).output
+    assert max(map(len, output.splitlines())) <= columns
+    words = re.sub(r"\s+", " ", output)
+    for spelling, choice in CHOICES.items():
+        said = f"{spelling} for: {choice.purpose} not for: {choice.against} lr over AdamW's: {choice.rate} "
+        assert said in words, spelling
+    assert len(re.findall(r"state, bytes per parameter \(AdamW: 8\): \d+\.\d\d sent", words)) == len(CHOICES)
+
+
 def test_universal_command_says_what_is_missing(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     code, output = run("universal", str(tmp_path), str(tmp_path / "out"))
