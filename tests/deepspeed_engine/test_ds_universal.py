@@ -78,7 +78,7 @@ def _resume(rank: int, world: int, jobs: list[ds.Job], folder: str, last: int) -
     for job in jobs:
         engine = ds.engine_of(job, world)
         said: list[str] = []
-        loading.log_dist = lambda text, ranks, said=said: said.append(text)
+        loading.print_on_first_rank = lambda text, said=said: said.append(text)
         path, client = engine.load_checkpoint(f"{folder}/{job.name}")
         assert path is not None and client["note"] == job.name and "rankwise" not in client
         assert engine.global_steps == HALF
@@ -196,7 +196,7 @@ def _resume_from_another(rank: int, world: int, job: ds.Job, folder: str) -> dic
     deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     said: list[str] = []
-    loading.log_dist = lambda text, ranks: said.append(text)
+    loading.print_on_first_rank = said.append
     path, _ = engine.load_checkpoint(f"{folder}/{job.name}")
     assert path is not None and engine.global_steps == HALF
     loaded = ds.model_weights(engine)

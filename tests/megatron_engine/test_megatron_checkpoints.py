@@ -121,7 +121,7 @@ def test_experts_of_the_last_stage_resume_bitwise(folder: Path) -> None:
 @functools.cache
 def _moved(folder: Path, label: str, names: tuple[str, ...]) -> list[tuple[Result, Result]]:
     (world, cell), (other_world, other) = MOVES[label]
-    target = folder / f"{label.replace(' ', '-')}-{len(names)}"
+    target = folder / "-".join((label.replace(" ", "-"), *names))
     target.mkdir()
     whole = run_ranks(world, _save, [(name, cell) for name in names], target)[0]
     jobs = [(name, other, target / str(index)) for index, name in enumerate(names)]
