@@ -26,7 +26,7 @@ from rankwise.statistics.vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step
 from rankwise.step.health import Health
-from rankwise.step.matrices import MatrixRule
+from rankwise.step.matrices import MatrixRule, profiled
 
 __all__ = ["MKORRule", "matrix_tasks"]
 
@@ -165,7 +165,8 @@ class MKORRule(MatrixRule):
         if planned is None or planned.matrices is not matrices:
             planned = self.unit.scratch["taken"] = self._planned(matrices)
         for plan, (tensors, runs) in planned.plans:
-            self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))
+            with profiled("rankwise: compute in place"):
+                self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))
         return planned.rest
 
     def _step_plan(self, plan: TakenPlan, values: Sequence[Tensor]) -> None:

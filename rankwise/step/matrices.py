@@ -23,7 +23,7 @@ from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, BatchPlan, Gather, MatrixExchange, MatrixTask, Reply, Return
 from rankwise.step.health import Health
 
-__all__ = ["MatrixRule", "step_matrices"]
+__all__ = ["MatrixRule", "profiled", "step_matrices"]
 
 
 _NOTHING = nullcontext()
@@ -264,6 +264,10 @@ class _MatrixStep:
         ]
 
 
-def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
+def profiled(label: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
-    return record_function(plan.labels[phase]) if profiler._is_profiler_enabled else _NOTHING
+    return record_function(label) if profiler._is_profiler_enabled else _NOTHING
+
+
+def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
+    return profiled(plan.labels[phase])

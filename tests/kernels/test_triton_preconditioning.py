@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("triton")
 
@@ -285,3 +286,9 @@ def test_planned_or_not_the_bits_are_the_same(
     one_by_one = trained(triton, **options)
     assert asked and all(asked) and len(launches) == 2 * count
     assert all(torch.equal(planned[name], weight) for name, weight in one_by_one.items())
+
+
+def test_a_profiler_sees_what_is_planned() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        trained(triton)
+    assert [event.count for event in found.key_averages() if event.key == "rankwise: compute in place"] == [4]
