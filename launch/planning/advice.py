@@ -63,7 +63,7 @@ def changes(picked: Chosen, cluster: Cluster) -> Iterator[Change]:
         cluster = replace(cluster, stage=2)
         yield Change('"stage": 2', picked, cluster)
     table = BY_NAME[picked.name].optimizer.options_type.table()
-    tried: list[str] = []
+    tried: dict[str, Any] = {}
     params = dict(picked.params)
     for key, change in _CHANGES:
         if key not in table:
@@ -72,9 +72,10 @@ def changes(picked: Chosen, cluster: Cluster) -> Iterator[Change]:
         wanted = change(now)
         if wanted is None or wanted == now:
             continue
-        params[key] = wanted
-        tried.append(f"{key}={wanted!r}")
-        yield Change(", ".join(tried), replace(picked, params=dict(params)), cluster)
+        params[key] = tried[key] = wanted
+        yield Change(
+            ", ".join(f"{key}={value!r}" for key, value in tried.items()), replace(picked, params=dict(params)), cluster
+        )
 
 
 def _smaller(least: int) -> Callable[[Any], Any]:
@@ -84,7 +85,8 @@ def _smaller(least: int) -> Callable[[Any], Any]:
 _CHANGES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("comm_dtype", lambda now: "bfloat16"),
     ("update_interval", lambda now: now * 5 if now < 50 else None),
-    ("error_dtype", lambda now: "bfloat16"),
+    ("error_dtype", lambda now: None if now == "int8" else "bfloat16"),
+    ("error_dtype", lambda now: "int8"),
     ("reference_dtype", lambda now: "bfloat16"),
     ("rank", _smaller(8)),
     ("rank", _smaller(8)),
