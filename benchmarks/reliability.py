@@ -60,6 +60,25 @@ for batch in batches:
 ```
 """
 
+_RATES = """
+## Rates that differ between ranks
+
+Ranks that share states compare the rates of their first step. A schedule may change them at every later one, and
+comparing them then would cost a message a step: as with torch.optim, a rank whose scheduler went another way is not
+noticed. Under `DistributedDataParallel` the ranks' weights part; where weights are cut over ranks (ZeRO, Megatron's
+distributed optimizer) they stay alike, and the parts of one rank take its rate. Where the schedule is code of your own,
+call this on all ranks now and then; the row “the learning rate” runs it:
+
+```python
+def refuse_other_rates(optimizer):
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, rates)
+    if any(theirs != rates for theirs in everyone):
+        raise RuntimeError(f"the ranks' learning rates differ: {everyone}")
+```
+"""
+
 Row = Mapping[str, Any]
 
 
@@ -90,7 +109,9 @@ def reliability_page(rows: Sequence[Row], soak: Sequence[Row] = ()) -> str:
         if not all(cells):
             raise ValueError(f"a cell of the row {cells} is empty; run the tests again")
         lines.append(_line([*cells[:3], "as expected" if cells[3] == cells[2] else cells[3]]))
-    return _HEAD + "\n" + "\n".join(lines) + "\n" + _GRACE + _FUZZ + ("\n" + soak_section(soak) if soak else "")
+    return (
+        _HEAD + "\n" + "\n".join(lines) + "\n" + _GRACE + _RATES + _FUZZ + ("\n" + soak_section(soak) if soak else "")
+    )
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -85,6 +85,13 @@ def test_the_megatron_command_is_read(tmp_path: Path) -> None:
     assert {word for word in words if word.startswith(f"--{optimizer}")} <= known
 
 
+def test_pythons_are_those_of_the_package() -> None:
+    classifiers = (ROOT / "setup.cfg").read_text()
+    known = re.findall(r"^    Programming Language :: Python :: (3\.\d+)$", classifiers, re.MULTILINE)
+    said = f"Python {', '.join(known[:-1])} or {known[-1]} and torch"
+    assert [page for page in ("README.md", "docs/index.md") if said not in (ROOT / page).read_text()] == []
+
+
 def links_of(page: Path) -> list[str]:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("http", "#"))]

@@ -43,6 +43,7 @@ CUT, ZERO, CORE = (
     "DeepSpeed, ZeRO-2, 2 ranks",
     "megatron-core, distributed optimizer, 2 ranks",
 )
+DDP = "plain PyTorch, `DistributedDataParallel` over 2 ranks"
 SKIPPED = (
     "every weight and state keeps its bits on all ranks; later steps are those of a run that never met it; "
     "`skipped_steps` counts it"
@@ -55,6 +56,9 @@ ENDED = "the other rank ends with an error within 60 s; the last checkpoint cont
 NO_ROOM = (
     "all ranks raise; `latest` names the previous checkpoint; the run still holds its states; the previous checkpoint "
     "continues bit for bit"
+)
+PARTED = (
+    "nothing is said, as with torch.optim: weights part from there on; `refuse_other_rates` (below) raises on all ranks"
 )
 LATE = "the others wait; every bit is that of a run without it"
 
@@ -183,6 +187,7 @@ TABLE = [
         ENGINES,
         "versions of engines",
     ),
+    Row("ranks disagree on the learning rate, from the third step on", DDP, PARTED, PLAIN, "rates"),
     Row("a rank is seconds late", CUT, LATE, PLAIN, "late"),
     Row("a rank is seconds late, in its backward pass", ZERO, LATE, ENGINES, "late engine"),
     Row(

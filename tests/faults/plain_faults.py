@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import simulated
 import torch
+import torch.distributed as dist
 from seeing import Sentences, told
 from simulated import CASES, Framework, world_group
 from torch import Tensor, nn
+
+from rankwise import MARS, MKOR, LDAdam, SONew
 
 FAMILIES = ("mars-adamw", "mars-muon", "sonew-1-row-adam", "ldadam-ef", "mkor-official-adamw")
 BEFORE, AFTER = 2, 2
@@ -204,6 +209,57 @@ def _version(rank: int, world: int) -> str:
         return _refused(framework, f"the version of rankwise is 0.1.0 on ranks [0], {OTHER_VERSION} on ranks [1]")
 
 
+def _rates(rank: int, world: int) -> str:
+    """One rank's schedule goes its own way; the check is the page's."""
+    page = (Path(__file__).resolve().parents[2] / "docs/reliability.md").read_text()
+    (code,) = re.findall(r"```python\n(def refuse_other_rates.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    makers: list[Callable[[Iterator[tuple[str, nn.Parameter]]], torch.optim.Optimizer]] = [
+        lambda named: torch.optim.AdamW((parameter for _, parameter in named), lr=1e-2),
+        lambda named: MARS(named, lr=1e-2),
+        lambda named: SONew(named, lr=1e-2),
+        lambda named: LDAdam(named, lr=1e-2, rank=2),
+        lambda named: MKOR(named, lr=1e-2, update_interval=1),
+    ]
+    alike, apart, refused = [], [], []
+    for make in makers:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = make(model.named_parameters())
+        if isinstance(optimizer, MKOR):
+            optimizer.capture(model)
+        replica = nn.parallel.DistributedDataParallel(model)
+        for step in range(4):
+            if step == 2:
+                alike.append(_spread(model) == 0)
+                names["refuse_other_rates"](optimizer)
+                optimizer.param_groups[0]["lr"] *= 1 + rank
+            optimizer.zero_grad()
+            replica(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        apart.append(_spread(model) > 1e-3)
+        try:
+            names["refuse_other_rates"](optimizer)
+        except RuntimeError as error:
+            refused.append("[[0.01], [0.02]]" in str(error))
+    return told(
+        {
+            "nothing is said, as with torch.optim: weights part from there on": all([*alike, *apart]),
+            "`refuse_other_rates` (below) raises on all ranks": refused == [True] * len(makers),
+        }
+    )
+
+
+def _spread(model: nn.Module) -> float:
+    """The largest difference between two ranks' values of one weight."""
+    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float((most - least).max())
+
+
 SCENARIOS: dict[str, Callable[[int, int], str]] = {
     "NaN skipped": lambda rank, world: _gradient(torch.nan, lambda _: True, rank, world),
     "Inf skipped": lambda rank, world: _gradient(torch.inf, lambda _: True, rank, world),
@@ -215,6 +271,7 @@ SCENARIOS: dict[str, Callable[[int, int], str]] = {
     "options": _options,
     "model": _model,
     "version": _version,
+    "rates": _rates,
 }
 
 
