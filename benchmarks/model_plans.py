@@ -13,7 +13,7 @@ from rankwise.launch.planning.costs import cost
 from rankwise.launch.planning.described import KNOWN
 from rankwise.launch.planning.devices import Links, device_of
 
-__all__ = ["plans_page"]
+__all__ = ["plans_page", "section_of"]
 
 _HEAD = """# What the configurations for models will hold and cost
 
@@ -34,12 +34,18 @@ def plans_page(commit: str) -> str:
         commit: Of the code that plans.
     """
     with tempfile.TemporaryDirectory() as folder:
-        bert = Path(folder) / "config.json"
-        bert.write_text(json.dumps(_BERT))
-        return _HEAD.format(commit=commit) + "".join(_section(model, bert) for model in MODELS)
+        return _HEAD.format(commit=commit) + "".join(section_of(model, Path(folder)) for model in MODELS)
 
 
-def _section(model: str, bert: Path) -> str:
+def section_of(model: str, folder: Path) -> str:
+    """The table of one model.
+
+    Args:
+        model: One of :data:`MODELS`.
+        folder: An empty one, for what describes a model that the plan does not know.
+    """
+    bert = folder / "config.json"
+    bert.write_text(json.dumps(_BERT))
     columns = ["state", "AdamW's", "over the mean", "sent", "share"]
     both = [f"{framework}: {column}" for framework in ("DeepSpeed", "Megatron") for column in columns]
     head = " | ".join(["optimizer", *both])

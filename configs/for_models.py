@@ -174,9 +174,14 @@ def recipe(model: str, name: str) -> Recipe:
     return Recipe({**ready, **own}, batch, steps, warmup, source)
 
 
+def _source(known: Model, found: Recipe) -> str:
+    return f"{known.gpus} GPUs. Hyperparameters: {found.source}."
+
+
 def _deepspeed(model: str, name: str) -> str:
     known, found = MODELS[model], recipe(model, name)
     config = {
+        "_comment": _source(known, found),
         "train_micro_batch_size_per_gpu": known.micro_batch,
         "gradient_accumulation_steps": known.accumulation(found.batch),
         "gradient_clipping": 1.0,
@@ -210,7 +215,7 @@ def _megatron(model: str, name: str) -> str:
         **{"micro-batch-size": known.micro_batch, "global-batch-size": found.batch, "seq-length": known.seq_len},
         **{"max-position-embeddings": known.seq_len, **known.shape, **known.parallel},
     }
-    head = f"# {known.gpus} GPUs. Hyperparameters: {found.source}.\n"
+    head = f"# {_source(known, found)}\n"
     # As JSON, which YAML is, but for bare words.
     return head + "".join(
         f"{key}: {value if isinstance(value, str) else json.dumps(value)}\n" for key, value in flags.items()

@@ -25,10 +25,16 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
 """Options of each optimizer, for the small model of ``rankwise train``."""
 
 _CLIP = 1.0
+_SOURCE = (
+    "Any number of GPUs. Hyperparameters: not published; for the small model of rankwise train (4 x 192, some hundred "
+    "steps), to be searched anew for yours."
+)
+_TRAINERS = "Any number of GPUs. Hyperparameters: lr and weight_decay are the Trainer's, the others the type's own."
 
 
 def _deepspeed(name: str, stage: int) -> str:
     config = {
+        "_comment": _SOURCE,
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": _CLIP,
@@ -44,6 +50,7 @@ def _huggingface(name: str) -> str:
     """What the Trainer and accelerate both fill in is theirs; betas and eps are the type's own if nobody names them."""
     kept = {key: value for key, value in VALUES[name].items() if key not in ("betas", "eps")}
     config = {
+        "_comment": _TRAINERS,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -68,7 +75,8 @@ def _megatron(name: str) -> str:
     else:
         first, second = values["betas"]
         lines |= {"adam-beta1": first, "adam-beta2": second, "adam-eps": values["eps"]}
-    return "".join(f"{key}: {value}\n" for key, value in lines.items()) + "use-distributed-optimizer: true\n"
+    flags = "".join(f"{key}: {value}\n" for key, value in lines.items())
+    return f"# {_SOURCE}\n{flags}use-distributed-optimizer: true\n"
 
 
 def contents() -> Iterator[tuple[str, str]]:

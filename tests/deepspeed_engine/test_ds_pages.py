@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from deepspeed.monitor.config import get_monitor_config
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from deepspeed_plugin import validate_config
 from rankwise.names import BY_SPELLING
@@ -43,6 +45,20 @@ def test_blocks_with_an_optimizer_are_accepted() -> None:
     assert len(found) >= 3
     for block in found:
         validate_config(block)
+
+
+def test_deepspeed_reads_the_packaged_files() -> None:
+    """Each of them, comment and all; the Trainer's once "auto" is filled in."""
+    root = Path(str(files("rankwise.configs")))
+    filled = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    for path in sorted(root.rglob("*.json")):
+        config = json.loads(path.read_text())
+        if path.parent.name == "huggingface":
+            config |= {**filled, "bf16": {"enabled": True}}
+        read = DeepSpeedConfig(config)
+        assert read.zero_config.stage == config["zero_optimization"]["stage"], path
+        assert read.optimizer_name.lower() == config["optimizer"]["type"].lower(), path
+        assert read.optimizer_params == config["optimizer"]["params"] and read.gradient_clipping == 1.0, path
 
 
 WITHOUT = """

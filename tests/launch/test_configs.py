@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rankwise.configs import (
     trainer_config_path,
 )
 from rankwise.launch.flags import read_flags
+from rankwise.launch.planning.asked import Question, answered
 
 
 def without(config: dict, key: str) -> str:
@@ -94,6 +96,32 @@ def test_megatrons_flags_say_what_the_json_says(name: str) -> None:
         assert args.rankwise_optimizer == name
         given = given_options(args, name)
         assert {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()} == params
+
+
+def every_file() -> list[Path]:
+    root = Path(str(files("rankwise.configs")))
+    return sorted(path for kind in ("*.json", "*.yaml") for path in root.rglob(kind))
+
+
+def test_every_file_says_for_how_many_gpus_and_where_its_values_are_from() -> None:
+    for path in every_file():
+        text = path.read_text()
+        said = json.loads(text)["_comment"] if path.suffix == ".json" else text.partition("\n")[0].removeprefix("# ")
+        assert re.fullmatch(r"(\d+|Any number of) GPUs\. Hyperparameters: .{10,}\.", said), path
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_every_file_without_a_model_is_planned(name: str) -> None:
+    """As `rankwise plan --config` does: the optimizer is built with its options, and its states cut over the ranks."""
+    pytest.importorskip("megatron.core")
+    sizes = {"model": "gpt2", "layers": 1, "hidden": 192, "heads": 6, "vocab_size": 96, "seq_len": 16}
+    files = [*(deepspeed_config_path(name, stage) for stage in STAGES), trainer_config_path(name)]
+    for path in [*files, megatron_config_path(name)]:
+        asked = answered(Question(path, ranks=2, **sizes))
+        states = asked.figures().states()
+        assert asked.picked.name == name and len(states) == 2 and min(states) > 0, path
+        least, most = (max(answered(Question(path, ranks=ranks, **sizes)).figures().states()) for ranks in (4, 1))
+        assert least <= max(states) <= most and (least < most or path.parent.name == "zero0"), path
 
 
 def test_flags_of_every_kind(tmp_path: Path) -> None:
