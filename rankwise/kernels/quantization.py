@@ -71,6 +71,8 @@ def quantize_(values: Sequence[Tensor], quantized: Sequence[Tensor]) -> None:
         codes, exponents = _split(kept, value.numel())
         for first in range(0, value.numel(), _AT_ONCE):
             part = value[first : first + _AT_ONCE]
+            if part.dtype == torch.float16:
+                part = part.float()  # what it is multiplied by may be beyond float16
             blocks = pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
             found = _exponents(blocks)
             rounded = (blocks * _powers(-found, blocks.dtype)[:, None]).round_()

@@ -60,6 +60,13 @@ def test_nothing_is_rounded_twice(dtype: torch.dtype) -> None:
     torch.testing.assert_close(quantized(opened), kept, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_are_quantized_as_float32_is(dtype: torch.dtype) -> None:
+    sizes = torch.arange(-20, 15).repeat_interleave(BLOCK)
+    values = torch.ldexp(torch.rand(len(sizes)) - 0.5, sizes).to(dtype)
+    torch.testing.assert_close(quantized(values), quantized(values.float()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("form", [quantization, compiled], ids=["plain", "native"])
 def test_what_is_not_finite_stays_so(form: ModuleType, broken: float) -> None:
