@@ -63,7 +63,7 @@ class Fragments:
             sources = errors
         elif errors is not None:
             sources = [
-                torch.add(grad, error, out=grad if self._unit.spends(entry, grad) else None)
+                torch.add(grad, error, out=grad if self._unit.spends(entry, grad) else torch.empty_like(grad))
                 for entry, grad, error in zip(bucket.entries, grads, errors, strict=True)
             ]
         for place, entry in enumerate(bucket.entries):

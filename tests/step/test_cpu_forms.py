@@ -91,6 +91,15 @@ def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> No
     assert counted == pytest.approx(known, rel=1e-3)
 
 
+@pytest.mark.parametrize("form", [foreach, pytest.param(native, marks=pytest.mark.compiled)], ids=["general", "native"])
+def test_a_buffer_of_a_wider_type_than_the_step(form: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds what the step's own type does, to the bit."""
+    monkeypatch.setitem(CONFIGURATIONS, "wide", (LDAdam, {"rank": 16, "error_dtype": "float64"}))
+    monkeypatch.setitem(CONFIGURATIONS, "own", (LDAdam, {"rank": 16}))
+    (found, _), (expected, _) = _steps("wide", form), _steps("own", form)
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")
 @pytest.mark.parametrize(
     ("variant", "coefficients"), [("muon", "published"), ("shampoo", "published"), ("shampoo", "polar_express")]
