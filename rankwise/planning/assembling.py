@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from rankwise.planning.values import GroupValues
 from rankwise.sharding import EvenCuts, EvenLayout, Fragment, Layout, LayoutError, gather_together, in_blocks
 from rankwise.sharding.sources import LayoutSource, TensorContents
 
-__all__ = ["UnitBuilder", "device_and_dtype"]
+__all__ = ["UnitBuilder", "device_and_dtype", "dtype_of"]
 
 
 class UnitBuilder:
@@ -190,6 +190,10 @@ def device_and_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dty
         raise RuntimeError(
             f"the parameters of one step lie on {sorted(map(str, devices))}; use one optimizer per device."
         )
+    return (devices.pop() if devices else torch.device("cpu")), dtype_of(tensors)
+
+
+def dtype_of(tensors: Iterable[Tensor]) -> torch.dtype:
+    """In which type a step on tensors computes."""
     wide = (torch.float64, torch.complex128)
-    dtype = torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32
-    return (devices.pop() if devices else torch.device("cpu")), dtype
+    return torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32

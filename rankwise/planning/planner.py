@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
-from rankwise.planning.assembling import UnitBuilder, device_and_dtype
+from rankwise.planning.assembling import UnitBuilder, device_and_dtype, dtype_of
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import ElementStates
 from rankwise.planning.entries import cut_into_entries
@@ -148,7 +148,8 @@ class Planner:
         routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
         kept = [self._declared.element_states(entry.info, entry.route.rule, group) for entry in entries]
-        return content, ElementStates([tensor], entries, kept, tensor.dtype)
+        dtype = dtype_of(each for present in groups for each in present["params"])
+        return content, ElementStates([tensor], entries, kept, dtype)
 
     def plan_present(self, optimizer: Planned, groups: Groups) -> StepUnit:
         """Plan the unit of the present tensors of the groups."""

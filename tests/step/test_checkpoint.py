@@ -113,6 +113,21 @@ def test_loading_replaces_what_was_there(case: Case) -> None:
     assert_same(weights(other), weights(model))
 
 
+@cases(exact=False)
+def test_looking_at_what_was_loaded_changes_nothing(case: Case) -> None:
+    """Nothing is planned yet, and states of half-precision weights are in the type of the computation."""
+    model, optimizer = setup(case, torch.bfloat16)
+    advance(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    other, twin = setup(case, torch.bfloat16)
+    twin.load_state_dict(saved)
+    for name, parameter in other.named_parameters():
+        for state in twin.kept_states(name):
+            twin.stored_states(parameter, name, state)
+    for found, expected in zip(twin.state_dict()["state"].values(), saved["state"].values(), strict=True):
+        assert_same(found, expected)
+
+
 def test_a_mismatched_checkpoint_changes_nothing() -> None:
     model, optimizer = setup(BY_NAME["ldadam"])
     advance(model, optimizer, range(2))
