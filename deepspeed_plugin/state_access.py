@@ -94,13 +94,13 @@ class StateAccess:
             values.copy_(flat[start : start + values.numel()])
 
     def get_local(self, parameter: Any, state: str) -> Tensor | None:
-        """ZeRO-3: this rank's piece of a state, with the padding that equal pieces take; None if there is none."""
+        """ZeRO-3: this rank's piece of a state, fp32, padded as equal pieces are; None if there is none."""
         if self._tensor(parameter, state) is None:
             return None
         pieces, size = self._pieces(parameter, state), parameter.ds_tensor.numel()
         first = size * dist.get_rank(_group(parameter))
         if len(pieces) == 1 and pieces[0][1].numel() == size:
-            return pieces[0][1].to(parameter.device)
+            return pieces[0][1].to(parameter.device, torch.float32)
         found = torch.zeros(size, dtype=torch.float32, device=parameter.device)
         for start, values in pieces:
             found[start - first : start - first + values.numel()] = values

@@ -134,3 +134,18 @@ def _every_cell(rank: int, world: int) -> int:
 def test_states_are_read_and_written_by_parameter() -> None:
     """On three ranks, which cut no shape evenly."""
     assert run_ranks(3, _every_cell) == [3 * len(CELLS)] * 3
+
+
+def _types_of_pieces(rank: int, world: int) -> set[torch.dtype]:
+    deepspeed.init_distributed("gloo")
+    params = {**ds.TYPES["LDAdam"], "error_dtype": "int8"}
+    engine = ds.engine_of(ds.Job("LDAdam", params, config={"zero_optimization": {"stage": 3}}), world)
+    ds.train_step(engine, rank, world, 0)
+    pieces = [safe_get_local_optimizer_state(parameter, "error") for parameter in engine.module.parameters()]
+    engine.destroy()
+    return {piece.dtype for piece in pieces if piece is not None}
+
+
+def test_pieces_are_float32_on_every_rank() -> None:
+    """Whatever type the state has: ranks that hold a whole piece, and those that pad one, may gather them."""
+    assert run_ranks(2, _types_of_pieces) == [{torch.float32}] * 2
