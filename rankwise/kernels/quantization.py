@@ -15,7 +15,7 @@ knows the others, which have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -110,16 +110,14 @@ def dequantized(quantized: Tensor, numel: int, dtype: torch.dtype = torch.bfloat
     return result
 
 
-def _parts(quantized: Tensor, numel: int, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+def _parts(quantized: Tensor, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
     codes, exponents = _split(quantized, numel)
-    found = []
     for first in range(0, numel, _AT_ONCE):
         part = codes[first : first + _AT_ONCE].to(dtype)
         own = exponents[first // BLOCK : -(-(first + part.numel()) // BLOCK)]
         scales = _powers(own.to(torch.int32), dtype)
         scales.masked_fill_(own > MOST, torch.nan)
-        found.append((first, part.mul_(scales.repeat_interleave(BLOCK)[: part.numel()])))
-    return found
+        yield first, part.mul_(scales.repeat_interleave(BLOCK)[: part.numel()])
 
 
 def _split(quantized: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -131,6 +131,17 @@ def test_large_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(dequantized(kept, 1000), opened, rtol=0, atol=0)
 
 
+def test_a_part_is_done_with_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, kept = values_of(4 * BLOCK), quantized(values_of(4 * BLOCK))
+    done: list[str] = []
+    powers, add = quantization._powers, torch.add
+    monkeypatch.setattr(quantization, "_AT_ONCE", BLOCK)
+    monkeypatch.setattr(quantization, "_powers", lambda *given: done.append("made") or powers(*given))
+    monkeypatch.setattr(torch, "add", lambda *given, **more: done.append("added") or add(*given, **more))
+    quantization.add_dequantized([values], [kept], [values])
+    assert done == 4 * ["made", "added"]
+
+
 def test_the_form_goes_by_device() -> None:
     cpu = torch.device("cpu")
     with using(blocked):
