@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.forms import quantization_for
-from rankwise.kernels.quantization import dequantized
 from rankwise.kernels.run_views import RunPlace
 from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit
@@ -28,37 +27,29 @@ class QuantizedErrors:
         self._form = quantization_for(unit.device, unit.dtype)
         self._values: list[Tensor] = []
         self._bytes: list[Tensor] = []
-        self._divided: dict[int, Tensor] = {}  # the buffers of fused weights, by the index of who keeps them
 
     def opened(self, bucket: Bucket) -> list[Tensor]:
         """The sums of gradients and buffers of a bucket's fragments: what its buffers are until :meth:`close`."""
-        found: list[Tensor] = []
-        grads, entries, sums = [], [], []
-        for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
-            if not _is_whole(entry):
-                found.append(self._block_of(entry, bucket).add_(grad))
-                continue
-            found.append(grad if self._unit.spends(entry, grad) else torch.empty_like(grad))
+        # The blocks of a fused weight take one rule in one group: they are all here.
+        places: dict[int, list[int]] = {}
+        for place, entry in enumerate(bucket.entries):
+            places.setdefault(_keeper(entry).index, []).append(place)
+        found = list(bucket.grads)
+        keepers, grads, sums = [], [], []
+        for blocks in places.values():
+            first = bucket.entries[blocks[0]]
+            keeper, grad = _keeper(first), _gradient_around(first, found[blocks[0]])
+            total = grad if self._unit.spends(keeper, grad) else torch.empty_like(grad)
+            for place in blocks:
+                found[place] = _place_in_keeper(bucket.entries[place]).of(total)
+            keepers.append(keeper)
             grads.append(grad)
-            entries.append(_keeper(entry))
-            sums.append(found[-1])
-        kept = bucket.in_bytes("error", entries)
+            sums.append(total)
+        kept = bucket.in_bytes("error", keepers)
         self._form.add_dequantized(grads, kept, sums)
         self._values += sums
         self._bytes += kept
         return found
-
-    def _block_of(self, entry: Entry, bucket: Bucket) -> Tensor:
-        """Of the buffer of a fused weight, the part of one block."""
-        keeper, part = _keeper(entry), entry.fragment
-        if keeper.index not in self._divided:
-            (kept,) = bucket.in_bytes("error", [keeper])
-            whole = dequantized(kept, keeper.fragment.numel, self._unit.dtype)
-            self._divided[keeper.index] = whole
-            self._values.append(whole)
-            self._bytes.append(kept)
-        place = RunPlace(part.offset - keeper.fragment.offset, part.numel, part.spread)
-        return place.of(self._divided[keeper.index])
 
     def close(self) -> None:
         """Keep what the buffers are now."""
@@ -69,5 +60,12 @@ def _keeper(entry: Entry) -> Entry:
     return entry if entry.stored is None else entry.stored
 
 
-def _is_whole(entry: Entry) -> bool:
-    return entry.fragment.spread is None and entry.fragment.numel == _keeper(entry).fragment.numel
+def _place_in_keeper(entry: Entry) -> RunPlace:
+    part = entry.fragment
+    return RunPlace(part.offset - _keeper(entry).fragment.offset, part.numel, part.spread)
+
+
+def _gradient_around(entry: Entry, grad: Tensor) -> Tensor:
+    """The gradient of all that is kept with an entry, given the entry's own part of it."""
+    numel, first = _keeper(entry).fragment.numel, grad.storage_offset() - _place_in_keeper(entry).first
+    return grad.as_strided((numel,), (1,), first)

@@ -17,6 +17,7 @@ from simulated import LAYOUTS, Case, Framework, Model, gradients, run_of, world_
 from torch import Tensor
 
 from rankwise import LDAdam
+from rankwise.kernels.quantization import quantize_, quantized_length
 from rankwise.sharding.sources import Slice
 
 STEPS = 6
@@ -88,6 +89,24 @@ def test_follows_the_oracle(world: int) -> None:
         error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
         moved = max(float((expected[name] - start[name]).abs().max()) for name in exact)
         assert error <= 1e-10 * moved < 1e-4 * rounding, layout
+
+
+@pytest.mark.parametrize("layout", ["flat", "views"])
+def test_spent_gradients_are_what_is_quantized(layout: str) -> None:
+    """Of fused weights, too: no memory of its own for any buffer."""
+    framework = Framework(layout, IN_8_BITS, torch.float32)
+    framework.spends_gradients = True
+    framework.step()
+    (unit,) = framework.optimizer.planned_units
+    fused = 0
+    for entry in unit.stored_entries:
+        tensor, part = unit.tensors[entry.fragment.tensor], entry.fragment
+        if entry.route.rule == "matrix":
+            kept = torch.zeros(quantized_length(part.numel), dtype=torch.uint8)
+            quantize_([tensor.grad.view(-1)[part.offset : part.offset + part.numel]], [kept])
+            assert torch.equal(kept, unit.states.in_bytes(framework.optimizer.state, "error", [entry])[0]), entry.key
+            fused += entry.key == "c.weight"
+    assert fused
 
 
 def _resumed(rank: int, world: int, layouts: Sequence[str]) -> list[tuple[Held, Held]]:
