@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -45,7 +47,8 @@ def test_the_deepspeed_script_runs_as_it_stands(tmp_path: Path) -> None:
     assert "trained by LDAdam" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
 
 
-def _own_loop() -> str:
+def _own_loop(folder: Path) -> tuple[str, int]:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron_cells import Cell
     from megatron_harness import opened
 
@@ -53,23 +56,38 @@ def _own_loop() -> str:
     from megatron_patches.cpu import cpu_megatron
 
     (code,) = snippets("A Megatron loop of your own", "python")
+    page = (ROOT / "docs/frameworks/megatron.md").read_text()
+    (checkpoints,) = re.findall(r"```python\n([^`]*def state_of.*?)```", page, re.DOTALL)
     with cpu_megatron(), opened(Cell()) as trainer:
-        names = {"model_chunks": trainer.chunks}
+        names: dict[str, Any] = {"model_chunks": trainer.chunks}
+        (quoted,) = re.findall(r"Megatron ends with `(.+?)`", page)
+        with pytest.raises(Exception, match=re.escape(quoted)):
+            get_megatron_optimizer(OptimizerConfig(optimizer="ldadam", lr=1e-3), trainer.chunks)
         try:
             exec(code, names)
         finally:
             revert()
         trainer.optimizer = names["optimizer"]
         trainer.train_step()
-        return type(trainer.optimizer.optimizer).__name__
+        exec(checkpoints, names)
+        model = trainer.chunks[0].module
+        names["save"](str(folder), model, trainer.optimizer, 1)
+        trainer.train_step()
+        after = [parameter.detach().clone() for parameter in model.parameters()]
+        step = names["load"](str(folder), model, trainer.optimizer)
+        trainer.step = step
+        assert any(not torch.equal(*pair) for pair in zip(after, model.parameters(), strict=True))
+        trainer.train_step()
+        assert all(torch.equal(*pair) for pair in zip(after, model.parameters(), strict=True))
+        return type(trainer.optimizer.optimizer).__name__, step
 
 
-def test_the_megatron_loop_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_megatron_loop_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     monkeypatch.syspath_prepend(str(ROOT / "tests/megatron_engine"))
     from ranks import run_ranks
 
-    assert run_ranks(1, lambda rank, world: _own_loop()) == ["LDAdam"]
+    assert run_ranks(1, lambda rank, world: _own_loop(tmp_path)) == [("LDAdam", 1)]
 
 
 def test_the_megatron_command_is_read(tmp_path: Path) -> None:

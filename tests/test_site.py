@@ -79,6 +79,9 @@ def blocks(path: Path, *languages: str) -> list[str]:
 @pytest.mark.parametrize("page", ["deepspeed", "megatron", "pytorch"])
 def test_snippets_are_those_of_readme_that_run(page: str) -> None:
     known = blocks(ROOT / "README.md", "python", "json")
+    known += [
+        block for block in blocks(DOCS / "frameworks/megatron.md", "python") if "def state_of" in block
+    ]  # runs, too
     assert [block for block in blocks(DOCS / f"frameworks/{page}.md", "python", "json") if block not in known] == []
 
 
@@ -96,7 +99,9 @@ def texts_of(part: str) -> Iterator[str]:
 def test_messages_that_are_explained_exist() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
     quoted = re.findall(r"^\| `([^`]{30,})` \|", page, re.MULTILINE)
-    quoted = [message for message in quoted if "DeepSpeed Optimizer" not in message]  # its own
+    quoted = [
+        message for message in quoted if "is not a supported" not in message and "is not supported." not in message
+    ]  # theirs
     assert len(quoted) > 10
     said = "\n".join(text for part in ("rankwise", "deepspeed_plugin", "launch") for text in texts_of(part))
     said = re.sub(r"'?…'?", "…", said)
