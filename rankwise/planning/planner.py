@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
-from rankwise.planning.assembling import UnitBuilder, device_and_dtype, dtype_of
+from rankwise.planning.assembling import UnitBuilder, device_and_dtype
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import ElementStates
 from rankwise.planning.entries import cut_into_entries
@@ -141,14 +141,22 @@ class Planner:
                     return unit, index
         return None
 
-    def kept_in(self, groups: Groups, tensor: Tensor, group: Mapping[str, Any]) -> tuple[TensorContents, ElementStates]:
-        """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0."""
+    def kept_in(
+        self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype = torch.float32
+    ) -> tuple[TensorContents, ElementStates]:
+        """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0.
+
+        Args:
+            groups: The optimizer's.
+            tensor: In them.
+            group: Of the tensor.
+            dtype: In which a step computes: views of states depend on it, and nothing else.
+        """
         content, table = self.source.contents(tensor), self._table
         infos = {part.name: table.catalog[part.name][0] for part in content.slices}
         routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
         kept = [self._declared.element_states(entry.info, entry.route.rule, group) for entry in entries]
-        dtype = dtype_of(each for present in groups for each in present["params"])
         return content, ElementStates([tensor], entries, kept, dtype)
 
     def plan_present(self, optimizer: Planned, groups: Groups) -> StepUnit:

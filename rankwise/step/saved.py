@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels.quantization import QUANTIZED
+from rankwise.planning.assembling import dtype_of
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States, StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
@@ -252,5 +253,7 @@ class SavedStates:
             unit, index = place
             return unit.states.of_parameter(states, index, name, state)
         # States were loaded and no step has planned since.
-        _, kept = self._planner.kept_in(groups, tensor, groups[self._planner.source.contents(tensor).group])
+        group = groups[self._planner.source.contents(tensor).group]
+        computed = dtype_of(each for present in groups for each in present["params"])
+        _, kept = self._planner.kept_in(groups, tensor, group, computed)
         return kept.of_parameter(states, 0, name, state)
