@@ -85,6 +85,7 @@ E4 = _on_text(
             "Lion", "lion", 5e-4, tuple({"betas": betas, "weight_decay": 0.1} for betas in ((0.9, 0.99), (0.95, 0.98)))
         ),
         _mars("MARS-Lion", 5e-4, variant="lion", gamma=0.025),
+        Contender("MARS-AdamW, AdamW's betas", "mars", 8e-3, ({**_ADAMW, "gamma": 0.025},)),
     ),
     claims=(
         Claim(_MARS, "lower than AdamW (published: 0.036 nats at 125 M)", "MARS-AdamW", "AdamW"),
@@ -95,6 +96,13 @@ E4 = _on_text(
         ),
         Claim(_MARS, "the clip does no harm", "MARS-AdamW", "MARS-AdamW, no clip", "no worse"),
         Claim(_MARS, "MARS-Lion is lower than Lion", "MARS-Lion", "Lion"),
+        Claim(_MARS, "lower than AdamW, with AdamW's betas (asked afterwards)", "MARS-AdamW, AdamW's betas", "AdamW"),
+        Claim(
+            _MARS,
+            "the correction does it, with AdamW's betas (asked afterwards)",
+            "MARS-AdamW, AdamW's betas",
+            "MARS-AdamW, gamma 0",
+        ),
         Claim(_MARS_M, "MARS-M is lower than Muon", "MARS-M", "Muon"),
         Claim(_MARS_M, "its correction does it", "MARS-M", "MARS-M, gamma 0"),
     ),
