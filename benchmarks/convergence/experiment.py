@@ -57,6 +57,8 @@ class Contender:
         guess: Learning rate at which the search begins.
         settings: Keywords to be tried, each with its own search of the learning rate.
         steps: Share of the experiment's steps that it gets, to see what fewer steps reach.
+        afterwards: Whether it was asked for when results were known: it may share
+            trials of another, and its claims say so.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Contender:
     guess: float
     settings: tuple[Options, ...] = ({},)
     steps: float = 1.0
+    afterwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class Experiment:
         metric: Which of a row's figures is compared.
         counts: Smallest difference that counts, fixed before the first run; a share of the other's loss if relative.
         relative: How ``counts`` is meant.
-        contenders: Their number of settings is the same, so that everybody has the same number of trials.
+        contenders: Their number of settings is the same, so that everybody has the same number of trials; afterwards
+            it may be smaller.
         claims: Decided by fresh seeds at each contender's best trial.
         trials: Learning rates of a setting, a factor of two apart; more only if the best still lies at the edge.
         trial_seeds: Of a trial, whose figure is the mean over them.

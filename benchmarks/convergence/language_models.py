@@ -85,7 +85,7 @@ E4 = _on_text(
             "Lion", "lion", 5e-4, tuple({"betas": betas, "weight_decay": 0.1} for betas in ((0.9, 0.99), (0.95, 0.98)))
         ),
         _mars("MARS-Lion", 5e-4, variant="lion", gamma=0.025),
-        Contender("MARS-AdamW, AdamW's betas", "mars", 8e-3, ({**_ADAMW, "gamma": 0.025},)),
+        Contender("MARS-AdamW, AdamW's betas", "mars", 8e-3, ({**_ADAMW, "gamma": 0.025},), afterwards=True),
     ),
     claims=(
         Claim(_MARS, "lower than AdamW (published: 0.036 nats at 125 M)", "MARS-AdamW", "AdamW"),
