@@ -178,7 +178,7 @@ def test_two_sections_here_within_a_tiny_budget(tmp_path: Path) -> None:
     for rule, each in (("adamw", 36), ("lion", 28), ("step", 12), ("sonew band 4", 56), ("mkor's gradient passes", 14)):
         of_rule = figures[f"kernels/{rule}"]
         moved = of_rule["memory"] * 1e9 * of_rule["time"] * 1e-3 / (1 << 14)
-        assert each <= moved < each + 3, (rule, moved)
+        assert each * (1 - 1e-9) <= moved < each + 3, (rule, moved)  # a rate times a time is rounded
 
 
 def test_every_section_has_items_of_different_names() -> None:

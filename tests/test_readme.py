@@ -41,7 +41,9 @@ def test_python_runs_as_it_stands(section: str, tmp_path: Path) -> None:
 def test_the_deepspeed_script_runs_as_it_stands(tmp_path: Path) -> None:
     (config,), (script,) = snippets("DeepSpeed", "json"), snippets("DeepSpeed", "python")
     (tmp_path / "ds.json").write_text(config)
-    (tmp_path / "train.py").write_text(script + "print('trained by', type(engine.basic_optimizer).__name__)\n")
+    # In one piece: two ranks print at once.
+    said = "print(f'trained by {type(engine.basic_optimizer).__name__}\\n', end='')\n"
+    (tmp_path / "train.py").write_text(script + said)
     launcher = shutil.which("rankwise", path=str(Path(sys.executable).parent))
     assert launcher is not None
     assert "trained by LDAdam" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
