@@ -140,18 +140,22 @@ def _sonew(maker: _Maker, band: int, offset: int) -> Call:
 
 def _gradient_passes(maker: _Maker, offset: int) -> Call:
     """On the way to the products, for the norm of what these give, and on the way back."""
-    from rankwise.mkor.cuda.gradient_passes import Destination, GradientPasses
+    from rankwise.mkor.arrangement import Arrangement, GradientForm
+    from rankwise.mkor.cuda.gradient_passes import GradientPasses
 
     sources, out = maker.runs(offset), maker.runs(offset)
-    operands, results = (maker.runs(0, dtype=torch.bfloat16) for _ in range(2))
     columns = 64
-    places = [Destination(operand.data_ptr(), 0, columns, columns) for operand in operands]
+    # With a factor on one side alone results do not lie over the operands.
+    forms = [GradientForm(len(run) // columns, columns, (len(run),), (), False, True, False) for run in sources]
+    arrangement = Arrangement(forms)
+    space = torch.rand(arrangement.numel, device=maker.device).mul_(1e-3).to(torch.bfloat16)
+    results = arrangement.results.cut([space])
 
     def call() -> list[Tensor]:
-        passes = GradientPasses(sources, places, results, out, [1] * _RUNS, has_gaps=False)
+        passes = GradientPasses(sources, arrangement, space, results, out)
         passes.gather(measured=True)
         passes.finish(passes.choose())
-        return operands
+        return [space]
 
     return call
 

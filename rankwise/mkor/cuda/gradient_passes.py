@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -19,27 +19,12 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
 from rankwise.kernels.triton.segments import Extras, Runs, read, wide, write
 from rankwise.kernels.triton.tables import table_here
+from rankwise.mkor.arrangement import Arrangement
 
-__all__ = ["GradientPasses", "Destination"]
+__all__ = ["GradientPasses"]
 
 TILE = 2048
 _SUM_BLOCK = 1024
-
-
-class Destination(NamedTuple):
-    """Where a run is put for a product.
-
-    Attributes:
-        address: Of the matrix that it is part of.
-        before: Elements of it before the run, without gaps.
-        columns: Of a row without gaps.
-        stride: From row to row.
-    """
-
-    address: int
-    before: int
-    columns: int
-    stride: int
 
 
 class GradientPasses:
@@ -47,11 +32,10 @@ class GradientPasses:
 
     Args:
         sources: Contiguous fp32 runs, at least one.
-        operands: Where they are put: the numbers of a :class:`Destination` for each.
+        arrangement: Where they are put for the products.
+        space: The memory that is arranged so.
         results: Where their products will be, 1-D, in the type of the products.
         out: Where these are wanted in fp32; None: they stay where they are.
-        runs_of: How many runs each matrix has, in order.
-        has_gaps: Whether the rows of an operand have some between them.
 
     Raises:
         ValueError: A run is of another kind.
@@ -60,23 +44,22 @@ class GradientPasses:
     def __init__(
         self,
         sources: Sequence[Tensor],
-        operands: Sequence[Destination] | Extras,
+        arrangement: Arrangement,
+        space: Tensor,
         results: Sequence[Tensor],
         out: Sequence[Tensor] | None,
-        runs_of: Sequence[int],
-        has_gaps: bool,
     ) -> None:
         product = results[0].dtype
         fields, types = [sources, results], [torch.float32, product]
         if out is not None:
             fields, types = [*fields, out], [*types, torch.float32]
-        extras = operands if isinstance(operands, Extras) else list(zip(*operands, strict=True))
+        extras = Extras(arrangement, space.data_ptr(), space.itemsize)
         self._runs = Runs(fields, TILE, extras, types)
         # Tables have addresses alone: what lies there must not be given away before the last pass.
         self._alive = fields
-        self._first_runs = (0, *accumulate(runs_of))
+        self._first_runs = (0, *accumulate(arrangement.runs_of))
         self._partials = self._runs.partial_sums(2)
-        self._has_gaps = has_gaps
+        self._has_gaps = arrangement.has_gaps
         self._out = out is not None
         self._constants: dict[str, Any] = {"ELEMENT": ELEMENTS[product], "FIELDS": len(fields)}
 

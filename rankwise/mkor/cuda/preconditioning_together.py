@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ELEMENTS
-from rankwise.kernels.triton.segments import Extras
 from rankwise.mkor.arrangement import Arrangement, ProductForm, ProductGroup, aligned
 from rankwise.mkor.cuda.gradient_passes import GradientPasses
 from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
@@ -153,8 +152,7 @@ class _Work:
             What can be done with the results.
         """
         arrangement, space = self._arrangement, self._space
-        extras = Extras(arrangement, space.data_ptr(), space.itemsize)
-        passes = GradientPasses(self._runs, extras, self.results, out, arrangement.runs_of, arrangement.has_gaps)
+        passes = GradientPasses(self._runs, arrangement, space, self.results, out)
         passes.gather(measured)
         between = space.new_empty(arrangement.partway)
         for group in arrangement.groups:
