@@ -71,15 +71,14 @@ class SavedStates:
     def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
         """What a dictionary of torch's has of states, those that are kept in 8 bits in their open form."""
         found = dict(result["state"])
-        units = self._planner.units.values()
-        planned = {id(tensor): (unit.states, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+        planned = self._places()
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
             for tensor in group["params"]:
                 key, state = next(keys), states.get(tensor, {})
                 if any(isinstance(value, Tensor) and value.dtype == QUANTIZED for value in state.values()):
-                    place = planned.get(id(tensor))
-                    kept, index = place or (self._planner.kept_in(groups, tensor, group)[1], 0)
+                    unit, index = planned.get(id(tensor), (None, 0))
+                    kept = unit.states if unit is not None else self._planner.kept_in(groups, tensor, group)[1]
                     found[key] = {name: kept.opened(index, name, value) for name, value in state.items()}
         return found
 
@@ -108,10 +107,14 @@ class SavedStates:
         dist.all_gather_object(everyone, mine, group=planner.source.group)
         return {key: state for rank_states in reversed(everyone) for key, state in rank_states.items()}
 
+    def _places(self) -> dict[int, tuple[StepUnit, int]]:
+        """By the identity of a tensor, the unit that it is planned in and its index there."""
+        units = self._planner.units.values()
+        return {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+
     def _layout_records(self, groups: Groups, states: States) -> list[dict[str, Any]]:
         """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
-        units = self._planner.units.values()
-        planned = {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+        planned = self._places()
         return [
             self._layout_record(groups, tensor, group, states, planned.get(id(tensor)))
             for group in groups

@@ -33,13 +33,13 @@ inline void quantize(const float* __restrict__ values, int64_t count, int8_t* __
   }
   const int found = exponent_of(largest);
   *exponent = static_cast<int8_t>(found);
-  const float scale = found > kMost ? 0.0f : power(-found);
-  // Added and taken away, this leaves no digits behind the point: rounded to the nearest, halves to even.
-  const float whole = 12582912.0f;
   if (found > kMost) {
     std::memset(codes, 0, count);
     return;
   }
+  const float scale = power(-found);
+  // Added and taken away, this leaves no digits behind the point: rounded to the nearest, halves to even.
+  const float whole = 12582912.0f;
   for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<int8_t>(static_cast<int32_t>(values[i] * scale + whole - whole));
 }
 
