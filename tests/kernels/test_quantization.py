@@ -33,6 +33,21 @@ def packed(numel: int) -> Tensor:
     return torch.full((quantized_length(numel),), 171, dtype=torch.uint8)
 
 
+def assert_same_bits(form: ModuleType, runs: list[Tensor], has_nans: bool = False) -> None:
+    """Of a form and the plain one, there and back, and into the values themselves."""
+    ours, plain = ([packed(len(run)) for run in runs] for _ in range(2))
+    form.quantize_(runs, ours)
+    quantization.quantize_(runs, plain)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    others = [torch.randn_like(run) for run in runs]
+    found, expected = ([torch.empty_like(run) for run in runs] for _ in range(2))
+    form.add_dequantized(others, ours, found)
+    quantization.add_dequantized(others, ours, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=has_nans)
+    form.add_dequantized(others, ours, others)
+    torch.testing.assert_close(others, expected, rtol=0, atol=0, equal_nan=has_nans)
+
+
 def quantized(values: Tensor, form: ModuleType = quantization) -> Tensor:
     kept = packed(values.numel())
     form.quantize_([values], [kept])
@@ -93,17 +108,9 @@ def test_the_compiled_form_has_the_same_bits() -> None:
     if not native.is_available():
         pytest.skip("no compiler")
     runs = [values_of(numel, seed) for seed, numel in enumerate((*LENGTHS, 0))]
-    ours, plain = ([packed(len(run)) for run in runs] for _ in range(2))
-    compiled.quantize_(runs, ours)
-    quantization.quantize_(runs, plain)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    others = [torch.randn_like(run) for run in runs]
-    found, expected = ([torch.empty_like(run) for run in runs] for _ in range(2))
-    compiled.add_dequantized(others, ours, found)
-    quantization.add_dequantized(others, ours, expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    compiled.add_dequantized(others, ours, others)
-    torch.testing.assert_close(others, expected, rtol=0, atol=0)
+    assert_same_bits(compiled, runs)
+    runs[3][7], runs[4][100] = torch.nan, -torch.inf
+    assert_same_bits(compiled, runs, has_nans=True)
 
 
 def test_the_compiled_form_leaves_other_types_to_the_plain_one() -> None:

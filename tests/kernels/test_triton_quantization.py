@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_quantization import LENGTHS, packed, values_of  # noqa: E402
+from test_quantization import LENGTHS, assert_same_bits, values_of  # noqa: E402
 
-from rankwise.kernels import quantization, triton  # noqa: E402
+from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.forms import quantization_for, using  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -23,17 +23,7 @@ def test_the_same_bits(launches: list[str]) -> None:
     runs = [values_of(numel, seed) for seed, numel in enumerate((*LENGTHS, 0))]
     runs.append(values_of(5001, 99)[1:])  # begins where wide accesses do not
     runs[3][7], runs[4][100] = torch.nan, -torch.inf
-    ours, plain = ([packed(len(run)) for run in runs] for _ in range(2))
-    launched.quantize_(runs, ours)
-    quantization.quantize_(runs, plain)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    others = [torch.randn_like(run) for run in runs]
-    found, expected = ([torch.empty_like(run) for run in runs] for _ in range(2))
-    launched.add_dequantized(others, ours, found)
-    quantization.add_dequantized(others, ours, expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    launched.add_dequantized(others, ours, others)
-    torch.testing.assert_close(others, expected, rtol=0, atol=0, equal_nan=True)
+    assert_same_bits(launched, runs, has_nans=True)
     assert len(launches) == 3
 
 
