@@ -140,6 +140,8 @@ _PUBLISHED: Mapping[tuple[str, str], tuple[Mapping[str, Any], str]] = {
         for name in ("mkor", "mkor-h")
     },
 }
+_MARS_USUAL = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
+"""As published for MARS-AdamW; the ready files of small models differ."""
 _ADAMWS = ("sonew", "mkor", "mkor-h")
 """Those that begin with AdamW's rate: a graft of its length, or itself behind the preconditioner."""
 
@@ -154,6 +156,8 @@ def recipe(model: str, name: str) -> Recipe:
     known = MODELS[model]
     batch, steps, warmup = known.batch, known.steps, known.warmup
     ready = dict(VALUES[name])
+    if name.startswith("mars"):
+        ready |= _MARS_USUAL
     if name == "ldadam":
         ready["rank"] = int(known.shape["hidden-size"]) // 4
     own: dict[str, Any] = {"lr": known.lr, "betas": list(known.betas), "weight_decay": known.weight_decay}

@@ -47,8 +47,11 @@ def _deepspeed(name: str, stage: int) -> str:
 
 
 def _huggingface(name: str) -> str:
-    """What the Trainer and accelerate both fill in is theirs; betas and eps are the type's own if nobody names them."""
-    kept = {key: value for key, value in VALUES[name].items() if key not in ("betas", "eps")}
+    """What the Trainer and accelerate both fill in is theirs; betas and eps are the type's own if nobody names them.
+
+    So is gamma, which goes with the betas.
+    """
+    kept = {key: value for key, value in VALUES[name].items() if key not in ("betas", "eps", "gamma")}
     config = {
         "_comment": _TRAINERS,
         "train_micro_batch_size_per_gpu": "auto",

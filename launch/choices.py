@@ -31,7 +31,7 @@ class Characteristics:
     Attributes:
         purpose: What it is for.
         against: When not to take it.
-        rate: Best learning rate over AdamW's in the search of docs/rates.md; else :data:`NOT_MEASURED`.
+        rate: Best learning rate over AdamW's in the longest searches of docs/rates.md; else :data:`NOT_MEASURED`.
     """
 
     purpose: str
@@ -42,17 +42,19 @@ class Characteristics:
 CHOICES: Mapping[str, Characteristics] = {
     "MARS": Characteristics('the four below, by "variant"', "see there"),
     "MARS-AdamW": Characteristics(
-        "AdamW with variance reduction, element by element", "exact mode under an engine: it needs two gradients", "1"
+        "AdamW with variance reduction, element by element",
+        "exact mode under an engine: it needs two gradients",
+        "2 to 4",
     ),
     "MARS-Lion": Characteristics(
         "Lion with variance reduction: AdamW's memory",
         "a first choice: it ended behind AdamW at every rate tried",
-        "0.125",
+        "0.25",
     ),
     "MARS-Shampoo": Characteristics(
         "orthogonalised momentum with variance reduction", "slow links at stage 3; CPUs without fast products", "16"
     ),
-    "MARS-M": Characteristics("Muon with variance reduction", "slow links at stage 3; CPUs without fast products", "8"),
+    "MARS-M": Characteristics("Muon with variance reduction", "slow links at stage 3; CPUs without fast products", "5"),
     "SONew": Characteristics(
         "second-order steps whose states are as long as the weights; hardly any traffic",
         "wide bands (4 and more): states and time grow with the band",
@@ -61,12 +63,12 @@ CHOICES: Mapping[str, Characteristics] = {
     "LDAdam": Characteristics(
         "less memory than AdamW's: moments in a subspace, with error feedback",
         "models whose embedding holds most parameters, which keep AdamW's 8 bytes; ranks near the width",
-        "8",
+        "2",
     ),
     "MKOR": Characteristics(
         "second-order steps by Kronecker factors of activations and gradients",
         "short of memory (two factors for each matrix); stacked experts and `deepspeed.moe`'s, which take its backend",
-        "1",
+        "2 to 4",
     ),
     "MKOR-H": Characteristics(
         "MKOR that ends as its backend once the loss flattens", "runs too short to reach its knee"

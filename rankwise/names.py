@@ -64,10 +64,12 @@ BY_NAME: Mapping[str, Named] = {spelling.lower(): named for spelling, named in B
 """By the name on command lines and of files."""
 
 _MARS = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
+# Not the published ones: what ended lowest on small models and short runs (E4 of docs/evidence.md).
+_SHORT_MARS = {"betas": [0.9, 0.95], "gamma": 0.05, "weight_decay": 0.1}
 _MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
 READY: Mapping[str, Mapping[str, Any]] = {
-    "mars": {"lr": 0.006, "variant": "adamw", **_MARS},
-    "mars-adamw": {"lr": 0.006, **_MARS},
+    "mars": {"lr": 0.006, "variant": "adamw", **_SHORT_MARS},
+    "mars-adamw": {"lr": 0.006, **_SHORT_MARS},
     "mars-lion": {"lr": 0.001, **_MARS},
     "mars-shampoo": {"lr": 0.03, **_MARS},
     "mars-m": {"lr": 0.012, **_MARS},

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.convergence import session, tasks
 from benchmarks.convergence.commands import app
+from benchmarks.convergence.defaults import DEFAULTS, Default, defaults_section
 from benchmarks.convergence.experiment import Contender, Experiment, Run
 from benchmarks.convergence.experiments import CHECK, EXPERIMENTS, chosen
 from benchmarks.convergence.optimizers import OPTIMIZERS
@@ -26,6 +27,7 @@ from benchmarks.convergence.tasks import make_task
 from benchmarks.convergence.verdicts import _T, Difference, mean_interval, verdict
 from benchmarks.convergence.whole_page import page_text
 from rankwise.launch.data import Corpus
+from rankwise.names import BY_SPELLING
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -254,8 +256,24 @@ def test_a_recorded_row_comes_out_again(contender: Contender) -> None:
 def test_the_page_is_what_the_results_say() -> None:
     page = (DOCS / "evidence.md").read_text(encoding="utf-8")
     assert page_text(DOCS / "data" / "convergence") == page, "python -m benchmarks evidence writes it anew"
-    for name in EXPERIMENTS:
-        assert f"images/evidence-{name}.png" not in page or (DOCS / "images" / f"evidence-{name}.png").exists()
+    drawn = [name for name in (*EXPERIMENTS, "E6", "E7") if f"images/evidence-{name}.png" in page]
+    assert drawn and all((DOCS / "images" / f"evidence-{name}.png").exists() for name in drawn)
+
+
+def test_every_default_is_a_claims_and_every_choice_of_ours_a_defaults() -> None:
+    decided = {(default.experiment, *row) for default in DEFAULTS for row in default.rows}
+    claims = {(name, claim.ours, claim.than): claim for name, one in EXPERIMENTS.items() for claim in one.claims}
+    assert decided <= claims.keys()
+    assert {place for place, claim in claims.items() if not claim.paper} <= decided, "nobody would see its verdict"
+    assert all(default.option in BY_SPELLING[default.type].optimizer.options_type.names() for default in DEFAULTS)
+
+
+def test_a_default_has_its_value_and_verdict() -> None:
+    section = defaults_section(Results(DOCS / "data" / "convergence"))
+    assert "| SONew | `band` | `1` | [E1](#e1-sonew-on-an-autoencoder): band 1 is better than the diagonal |" in section
+    with pytest.raises(ValueError, match=r"E1 has no claim about \[\('Adam', 'SGD'\)\]"):
+        Default("SONew", "band", "E1", (("Adam", "SGD"),)).claims()
+    assert "not run yet" in defaults_section(Results(DOCS / "nowhere"))
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import torch
 from benchmarks.convergence import directions
 from benchmarks.convergence.costs import cost_claims, cost_section, measure_memory, memory_section
 from benchmarks.convergence.experiments import CHECK
-from benchmarks.convergence.rates_page import rates_page
+from benchmarks.convergence.rates_page import measured_ratios, rates_page
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.tasks import make_task
+from rankwise.launch.choices import CHOICES, NOT_MEASURED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -95,3 +96,11 @@ def test_costs_are_shares_of_a_whole_step() -> None:
 def test_the_page_of_rates_is_what_was_recorded() -> None:
     assert (DOCS / "rates.md").read_text(encoding="utf-8") == rates_page(Results(DOCS / "data" / "convergence"))
     assert "not measured yet" in rates_page(Results(DOCS / "nowhere"))
+
+
+def test_the_rates_of_the_choices_are_those_measured() -> None:
+    measured = measured_ratios(Results(DOCS / "data" / "convergence"))
+    assert {"MARS-AdamW", "MKOR", "SONew"} <= measured.keys()
+    for spelling, choice in CHOICES.items():
+        expected = measured.get(spelling, {NOT_MEASURED})
+        assert set(choice.rate.split(" to ")) == expected, f"{spelling}: docs/rates.md has {expected}"

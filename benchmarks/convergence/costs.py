@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,22 @@ import torch.multiprocessing as mp
 from benchmarks.communication import FlatPiece
 from benchmarks.contenders import OURS, Contender
 from benchmarks.convergence.optimizers import make_optimizer
+from benchmarks.convergence.plots import bars
 from benchmarks.convergence.tasks import LanguageModel
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.performance import markdown
 from benchmarks.step import environment
 from rankwise.estimate import estimate
 
-__all__ = ["cost_claims", "cost_section", "measure_costs", "measure_memory", "memory_section"]
+__all__ = [
+    "cost_claims",
+    "cost_section",
+    "draw_costs",
+    "draw_memory",
+    "measure_costs",
+    "measure_memory",
+    "memory_section",
+]
 
 Row = dict[str, Any]
 
@@ -109,7 +119,24 @@ def memory_section(rows: Sequence[Row]) -> str:
     keys = ("predicted_1_0", "held", "predicted_2_1", "predicted_8_1", "predicted_8_3")
     lines = [(row["name"], *(f"{row[key] / row['parameters']:.2f}" for key in keys)) for row in rows]
     known = [(name, *(f"{width / share:.2f}" for share in (1, 2, 2, 8, 8))) for name, width in _KNOWN]
-    return f"{title}{text}{markdown(headings, [*known, *lines])}\nThe rows of AdamW and Muon are computed.\n"
+    return (
+        f"{title}{text}{markdown(headings, [*known, *lines])}\nThe rows of AdamW and Muon are computed.\n{_image('E6')}"
+    )
+
+
+def draw_memory(rows: Sequence[Row], path: Path) -> None:
+    """Bytes per parameter of every type on one rank.
+
+    Args:
+        rows: From :func:`measure_memory`.
+        path: PNG file to write.
+    """
+    figures = dict(_KNOWN) | {row["name"]: row["predicted_1_0"] / row["parameters"] for row in rows}
+    bars(figures, "bytes of optimizer state per parameter, one rank", "E6: Memory", path)
+
+
+def _image(name: str) -> str:
+    return f"\n![costs of {name}](images/evidence-{name}.png)\n"
 
 
 # --- E7: cost --------------------------------------------------------------------------------------------------------
@@ -194,7 +221,18 @@ def cost_section(rows: Sequence[Row]) -> str:
         for row, own in zip(rows, whole, strict=True)
     ]
     headings = ("type", "optimizer's step, ms", "share of the whole step", "whole step over AdamW's")
-    return f"{title}{text}{markdown(headings, lines)}"
+    return f"{title}{text}{markdown(headings, lines)}{_image('E7')}"
+
+
+def draw_costs(rows: Sequence[Row], path: Path) -> None:
+    """The share of a whole step that every type's update takes.
+
+    Args:
+        rows: From :func:`measure_costs`.
+        path: PNG file to write.
+    """
+    figures = {row["name"]: 100.0 * row["step"] / (row["batch"] + row["step"]) for row in rows}
+    bars(figures, f"share of a whole step of {_TOKENS:,} tokens, %", "E7: Cost of a step", path)
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------

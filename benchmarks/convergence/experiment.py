@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Claim", "Contender", "Experiment", "Run"]
+__all__ = ["Claim", "Contender", "Experiment", "Run", "harmless"]
 
 Options = Mapping[str, Any]
 
@@ -74,7 +74,7 @@ class Claim:
     """What a paper says, as a comparison of two contenders.
 
     Attributes:
-        paper: Where it is claimed.
+        paper: Where it is claimed; empty for a default of ours, which the table of defaults has.
         text: What is claimed, with its number.
         ours: Contender that is to be better, or as good.
         than: Contender it is compared with.
@@ -86,6 +86,11 @@ class Claim:
     ours: str
     than: str
     kind: Literal["less", "no worse"] = "less"
+
+
+def harmless(text: str, ours: str, than: str) -> Claim:
+    """A default beside another value, asked about when other results were known."""
+    return Claim("", f"{text} does no harm (asked afterwards)", ours, than, "no worse")
 
 
 @dataclass(frozen=True)

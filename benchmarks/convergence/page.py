@@ -13,7 +13,7 @@ from benchmarks.convergence.session import missing_runs
 from benchmarks.convergence.verdicts import Difference, mean_interval, verdict
 from benchmarks.performance import markdown
 
-__all__ = ["evidence_page"]
+__all__ = ["anchor", "decided", "evidence_page", "shown_value"]
 
 _COMMAND = "python -m benchmarks convergence"
 
@@ -42,6 +42,7 @@ def evidence_page(
     results: Results,
     further: Mapping[str, str] | None = None,
     claims: Sequence[Sequence[str]] = (),
+    after_claims: str = "",
 ) -> str:
     """The page.
 
@@ -50,9 +51,10 @@ def evidence_page(
         results: What has been run.
         further: Text that follows an experiment's section, by its name.
         claims: Further lines for their table.
+        after_claims: Text that follows their table.
     """
     experiments = list(experiments)
-    parts = [_INTRODUCTION, "\n## Claims\n\n", _claims(experiments, results, claims)]
+    parts = [_INTRODUCTION, "\n## Claims\n\n", _claims(experiments, results, claims), after_claims]
     for experiment in experiments:
         parts += [_section(experiment, results), (further or {}).get(experiment.name, "")]
     return "".join(parts)
@@ -63,24 +65,37 @@ def evidence_page(
 
 def _claims(experiments: Sequence[Experiment], results: Results, further: Sequence[Sequence[str]]) -> str:
     headings = ("paper", "claim", "tried", "difference, 95 % interval", "counts", "verdict")
-    rows = [_claim(experiment, claim, results) for experiment in experiments for claim in experiment.claims]
+    rows = [
+        _claim(experiment, claim, results) for experiment in experiments for claim in experiment.claims if claim.paper
+    ]
     return markdown(headings, [*rows, *further])
 
 
 def _claim(experiment: Experiment, claim: Claim, results: Results) -> Sequence[str]:
+    tried_out = f"[{experiment.name}](#{anchor(experiment)}): {claim.ours} against {claim.than}"
+    return claim.paper, claim.text, tried_out, *decided(experiment, claim, results)
+
+
+def decided(experiment: Experiment, claim: Claim, results: Results) -> tuple[str, str, str]:
+    """The difference with its interval, what counts, and the verdict, in words.
+
+    Args:
+        experiment: Whose claim.
+        claim: To be decided.
+        results: What has been run.
+    """
     figures = [_final_figures(experiment, experiment.contender(name), results) for name in (claim.ours, claim.than)]
-    tried_out = f"[{experiment.name}](#{_anchor(experiment)}): {claim.ours} against {claim.than}"
     pairs = [(ours, other) for ours, other in zip(*figures, strict=False) if ours is not None and other is not None]
     if not pairs:
-        return claim.paper, claim.text, tried_out, "", "", "not run yet"
+        return "", "", "not run yet"
     found = mean_interval([ours - other for ours, other in pairs])
     base = mean_interval([other for _, other in pairs]).mean
     counts = experiment.counts * base if experiment.relative else experiment.counts
     share = f" ({100 * found.mean / base:+.1f} %)" if experiment.relative and math.isfinite(found.mean) else ""
-    decided = verdict(found, counts, claim.kind)
+    words = verdict(found, counts, claim.kind)
     if found.count < len(experiment.seeds):
-        decided = f"{found.count} of {len(experiment.seeds)} seeds yet"
-    return claim.paper, claim.text, tried_out, f"{_interval(found, '+')}{share}", f"{counts:.3g}", f"**{decided}**"
+        words = f"{found.count} of {len(experiment.seeds)} seeds yet"
+    return f"{_interval(found, '+')}{share}", f"{counts:.3g}", f"**{words}**"
 
 
 def _final_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float | None]:
@@ -151,12 +166,13 @@ def _contender(experiment: Experiment, contender: Contender, results: Results) -
 
 
 def _words(setting: Options) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in setting.items()) or "defaults"
+    return ", ".join(f"{name} {shown_value(value)}" for name, value in setting.items()) or "defaults"
 
 
-def _value(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """An option's value in a table."""
     if isinstance(value, tuple | list):
-        return "(" + ", ".join(map(_value, value)) + ")"
+        return "(" + ", ".join(map(shown_value, value)) + ")"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -179,7 +195,8 @@ def _where(experiment: Experiment, results: Results) -> str:
     )
 
 
-def _anchor(experiment: Experiment) -> str:
+def anchor(experiment: Experiment) -> str:
+    """Of its section's heading."""
     kept = "".join(
         letter for letter in f"{experiment.name} {experiment.title}".lower() if letter.isalnum() or letter in " -"
     )

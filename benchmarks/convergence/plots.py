@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -14,10 +15,10 @@ from benchmarks.convergence.search import final_runs, tried
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["COLORS", "draw"]
+__all__ = ["COLORS", "bars", "draw"]
 
-COLORS = [*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2]]
-"""Twenty, the strong ones first."""
+COLORS = [*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2], *plt.get_cmap("tab20b").colors[::2]]
+"""Thirty, the strong ones first."""
 
 
 def draw(experiment: Experiment, results: Results, path: Path) -> bool:
@@ -62,3 +63,23 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
         figure.savefig(path, dpi=100)
     plt.close(figure)
     return bool(names)
+
+
+def bars(figures: Mapping[str, float], label: str, title: str, path: Path) -> None:
+    """Draw one figure for each type.
+
+    Args:
+        figures: By name, from the top.
+        label: Of the axis, with the unit.
+        title: Of the plot.
+        path: PNG file to write.
+    """
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.32 * len(figures)))
+    axes.bar_label(axes.barh([*figures], [*figures.values()]), fmt="%.2f", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(label)
+    axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

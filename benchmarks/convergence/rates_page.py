@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from benchmarks.convergence.experiment import Contender
+from benchmarks.convergence.autoencoders import E1, E2
+from benchmarks.convergence.experiment import Contender, Experiment
+from benchmarks.convergence.language_models import E3, E4, E5
 from benchmarks.convergence.rates import ADAMW, RATES
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.search import best_trial, tried
+from rankwise.configs import deepspeed_config
 
-__all__ = ["rates_page"]
+__all__ = ["measured_ratios", "rates_page"]
 
 _HEAD = """# AdamW's learning rate and ours
 
 Made by `python -m benchmarks rates` from `docs/data/convergence/LR.jsonl`, which
 `python -m benchmarks convergence --only LR` goes on with. {about}
 Every type with weight decay 0.1 and its default options (AdamW and MKOR: betas 0.9 and 0.95; LDAdam: rank 16), one
-seed; rates in factors of two until the best is inside. **One small model: a place to begin a search, no result.**
+seed; rates in factors of two until the best is inside. **One small model: a place to begin a search, no result.** The
+searches of the [evidence](evidence.md) are longer, and are below.
 
 | type | best lr | over AdamW's | loss there | losses by lr |
 | --- | --- | --- | --- | --- |
 """
+
+_LONGER = """
+## In longer runs
+
+Best trials of experiments of the [evidence](evidence.md), beside Adam's or AdamW's in the same experiment. *Ready
+file*: the rate of `configs/deepspeed` over AdamW's there.
+
+| type | experiment | contender | best lr | AdamW's | over AdamW's | ready file |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+_SEARCHES = (
+    ("MARS-AdamW", E4, "MARS-AdamW"),
+    ("MARS-AdamW", E4, "MARS-AdamW, AdamW's betas"),
+    ("MARS-Lion", E4, "MARS-Lion"),
+    ("MARS-M", E4, "MARS-M"),
+    ("SONew", E1, "SONew, band 1"),
+    ("LDAdam", E5, "LDAdam, rank d/4"),
+    ("MKOR", E2, "MKOR on AdamW"),
+    ("MKOR", E3, "MKOR on AdamW"),
+    ("MKOR-H", E3, "MKOR-H on AdamW"),
+)
 
 
 def rates_page(results: Results) -> str:
@@ -30,7 +55,43 @@ def rates_page(results: Results) -> str:
         results: As recorded.
     """
     rows = [" | ".join(_row(contender, results)) for contender in RATES.contenders]
-    return _HEAD.format(about=RATES.about) + "".join(f"| {row} |\n" for row in rows)
+    return _HEAD.format(about=RATES.about) + _table(rows) + _LONGER + _table(_longer(results))
+
+
+def measured_ratios(results: Results) -> dict[str, set[str]]:
+    """Every type's best rates over AdamW's: those of the longer runs where there are any, else of the search above.
+
+    Args:
+        results: As recorded.
+    """
+    short = {contender.name: [*_row(contender, results)][2] for contender in RATES.contenders}
+    found: dict[str, set[str]] = {name: {ratio} for name, ratio in short.items() if ratio != "-"}
+    longer: dict[str, set[str]] = {}
+    for spelling, experiment, name in _SEARCHES:
+        if (rates := _best_rates(experiment, name, results)) is not None:
+            longer.setdefault(spelling, set()).add(f"{rates[0] / rates[1]:g}")
+    return found | longer
+
+
+def _table(rows: Iterable[str]) -> str:
+    return "".join(f"| {row} |\n" for row in rows)
+
+
+def _longer(results: Results) -> Iterator[str]:
+    baseline = deepspeed_config("adamw")["optimizer"]["params"]["lr"]
+    for spelling, experiment, name in _SEARCHES:
+        rates = _best_rates(experiment, name, results)
+        figures = (f"{rates[0]:g}", f"{rates[1]:g}", f"{rates[0] / rates[1]:g}") if rates else (*"---",)
+        ready = f"{deepspeed_config(spelling)['optimizer']['params']['lr'] / baseline:.2g}"
+        yield " | ".join((spelling, experiment.name, name, *figures, ready))
+
+
+def _best_rates(experiment: Experiment, name: str, results: Results) -> tuple[float, float] | None:
+    """A contender's and AdamW's, or Adam's where there is no AdamW; None before both searches are over."""
+    adam = next(one for one in experiment.contenders if one.optimizer in ("adam", "adamw"))
+    contender = experiment.contender(name)
+    best, base = (best_trial(experiment, one, results) for one in (contender, adam))
+    return None if best is None or base is None else (_rate(contender, best.exponent), _rate(adam, base.exponent))
 
 
 def _row(contender: Contender, results: Results) -> Iterator[str]:

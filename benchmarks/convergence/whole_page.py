@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.costs import cost_claims, cost_section, memory_section
+from benchmarks.convergence.costs import cost_claims, cost_section, draw_costs, draw_memory, memory_section
+from benchmarks.convergence.defaults import defaults_section
 from benchmarks.convergence.directions import directions_section, draw_directions
 from benchmarks.convergence.experiments import EXPERIMENTS
 from benchmarks.convergence.page import evidence_page
@@ -35,7 +36,8 @@ def page_text(folder: Path) -> str:
     """
     further = {"E2": directions_section(_rows(folder / "directions.json"))}
     memory, costs = (_rows(folder / name) for name in ("memory.json", "costs.json"))
-    page = evidence_page(EXPERIMENTS.values(), Results(folder), further, cost_claims(memory, costs))
+    results = Results(folder)
+    page = evidence_page(EXPERIMENTS.values(), results, further, cost_claims(memory, costs), defaults_section(results))
     return page + memory_section(memory) + cost_section(costs) + _LARGER
 
 
@@ -52,3 +54,6 @@ def write_page(folder: Path, page: Path) -> None:
         draw(experiment, results, images / f"evidence-{experiment.name}.png")
     if rows := _rows(folder / "directions.json"):
         draw_directions(rows, images / "evidence-directions.png")
+    for name, drawing, kind in (("E6", draw_memory, "memory"), ("E7", draw_costs, "costs")):
+        if rows := _rows(folder / f"{kind}.json"):
+            drawing(rows, images / f"evidence-{name}.png")
