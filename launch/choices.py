@@ -71,7 +71,7 @@ CHOICES: Mapping[str, Characteristics] = {
         "2 to 4",
     ),
     "MKOR-H": Characteristics(
-        "MKOR that ends as its backend once the loss flattens", "runs too short to reach its knee"
+        "MKOR that ends as its backend once the loss flattens", "runs too short to reach its knee", "4"
     ),
 }
 """By the spelling of a JSON's ``"type"``."""

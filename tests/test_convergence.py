@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from benchmarks.convergence import session, tasks
 from benchmarks.convergence.commands import app
 from benchmarks.convergence.defaults import DEFAULTS, Default, defaults_section
-from benchmarks.convergence.experiment import Contender, Experiment, Run
+from benchmarks.convergence.experiment import Claim, Contender, Experiment, Run
 from benchmarks.convergence.experiments import CHECK, EXPERIMENTS, chosen
 from benchmarks.convergence.optimizers import OPTIMIZERS
-from benchmarks.convergence.page import evidence_page
+from benchmarks.convergence.page import decided, evidence_page
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.runner import schedule, train
 from benchmarks.convergence.search import best_trial, final_runs, next_exponent, next_run
@@ -148,6 +148,17 @@ def test_a_trial_of_several_seeds_is_their_mean(tmp_path: Path, monkeypatch: pyt
     assert done(tmp_path, dataclasses.replace(experiment, trial_seeds=(0,))) == [], "what is there is taken"
 
 
+def test_a_lowered_rate_is_never_below_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "train", fake)
+    done(tmp_path, CHECK)
+    adam, found = CHECK.contenders[0], Results(tmp_path)
+    best = best_trial(CHECK, adam, found)
+    for halvings, exponent in ((0, 1), (1, 0), (2, -1), (5, -1)):
+        lowered = best_trial(CHECK, dataclasses.replace(adam, halvings=halvings), found)
+        assert best is not None and lowered is not None and lowered.exponent == exponent
+        assert (lowered.figure > best.figure) == (halvings > 0), "the figure is of the lowered rate"
+
+
 def results_with_bytes(results: Results) -> Results:
     where = {"device": "one", "threads": 1, "torch": "2", "python": "3", "rankwise": "0", "date": "2030-01-02"}
     for row in results.rows.values():
@@ -258,6 +269,21 @@ def test_the_page_is_what_the_results_say() -> None:
     assert page_text(DOCS / "data" / "convergence") == page, "python -m benchmarks evidence writes it anew"
     drawn = [name for name in (*EXPERIMENTS, "E6", "E7") if f"images/evidence-{name}.png" in page]
     assert drawn and all((DOCS / "images" / f"evidence-{name}.png").exists() for name in drawn)
+
+
+def test_readmes_figures_are_those_of_the_page() -> None:
+    readme, found = (DOCS.parent / "README.md").read_text(encoding="utf-8"), Results(DOCS / "data" / "convergence")
+    for name, ours, than, digits in (
+        ("E4", "MARS-AdamW, AdamW's betas", "AdamW", 3),
+        ("E4", "MARS-AdamW, gamma 0.05", "AdamW", 3),
+        ("E4", "MARS-M", "Muon", 3),
+        ("E3", "MKOR on AdamW", "AdamW", 3),
+        ("E5", "LDAdam, rank d/4, buffer int8", "AdamW", 3),
+        ("E1", "SONew, band 1", "Adam", 2),
+    ):
+        figures = decided(EXPERIMENTS[name], Claim("", "", ours, than), found)[0].split()
+        said = f"{float(figures[0]):.{digits}f} ± {float(figures[2]):.{digits}f}".replace("-", "\N{MINUS SIGN}")
+        assert said in readme, f"{ours} against {than}: {said}"
 
 
 def test_every_default_is_a_claims_and_every_choice_of_ours_a_defaults() -> None:

@@ -59,6 +59,8 @@ class Contender:
         steps: Share of the experiment's steps that it gets, to see what fewer steps reach.
         afterwards: Whether it was asked for when results were known: it may share
             trials of another, and its claims say so.
+        halvings: Of the best trial's rate before its seeds are run, to see whether the trials had picked too high a
+            one; not beyond the lowest that was tried.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Contender:
     settings: tuple[Options, ...] = ({},)
     steps: float = 1.0
     afterwards: bool = False
+    halvings: int = 0
 
 
 @dataclass(frozen=True)

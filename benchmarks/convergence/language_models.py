@@ -21,6 +21,7 @@ _TEXT = (
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 _MKOR = "MKOR, arXiv 2306.01685"
+_LONG_MEMORY = "MKOR on AdamW, every step, decay 0.995"
 
 
 def _mkor(name: str, guess: float, **options: Any) -> Contender:
@@ -41,12 +42,21 @@ E3 = _on_text(
         _mkor("MKOR-H on AdamW", 8e-3, hybrid=True),
         _mkor("MKOR on AdamW, every step", 4e-3, update_interval=1),
         _mkor("MKOR on AdamW, rule ema", 8e-3, rule="ema"),
+        Contender(
+            _LONG_MEMORY, "mkor", 1.6e-2, ({**_ADAMW, "update_interval": 1, "factor_decay": 0.995},), afterwards=True
+        ),
     ),
     claims=(
         Claim(_MKOR, "better than its own backend on a language model: AdamW", "MKOR on AdamW", "AdamW"),
         Claim(_MKOR, "better than its own backend on a language model: LAMB", "MKOR on LAMB", "LAMB"),
         Claim(_MKOR, "MKOR-H, which drops the factors, is as good", "MKOR-H on AdamW", "MKOR on AdamW", "no worse"),
         Claim(_MKOR, "frequent updates help", "MKOR on AdamW, every step", "MKOR on AdamW"),
+        Claim(
+            _MKOR,
+            "frequent updates help, with as long a memory in steps (asked afterwards)",
+            _LONG_MEMORY,
+            "MKOR on AdamW",
+        ),
         harmless("the published rule", "MKOR on AdamW", "MKOR on AdamW, rule ema"),
     ),
 )

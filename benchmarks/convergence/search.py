@@ -13,7 +13,7 @@ __all__ = ["Best", "best_trial", "final_runs", "next_exponent", "next_run", "tri
 
 
 class Best(NamedTuple):
-    """A contender's best trial."""
+    """A contender's best trial, its rate lowered by the contender's halvings."""
 
     setting: Options
     exponent: int
@@ -73,8 +73,9 @@ def best_trial(experiment: Experiment, contender: Contender, results: Results) -
         if next_exponent(figures, experiment.trials) is not None:
             return None
         exponent = min(figures, key=lambda exponent: (figures[exponent], exponent))
-        found.append((figures[exponent], index, exponent))
-    figure, index, exponent = min(found)
+        lowered = max(exponent - contender.halvings, min(figures))
+        found.append((figures[exponent], index, lowered, figures[lowered]))
+    _, index, exponent, figure = min(found)
     return Best(contender.settings[index], exponent, figure)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.convergence.backends import on_digits, on_text
 from benchmarks.convergence.costs import cost_claims, cost_section, draw_costs, draw_memory, memory_section
 from benchmarks.convergence.defaults import defaults_section
 from benchmarks.convergence.directions import directions_section, draw_directions
@@ -34,9 +35,9 @@ def page_text(folder: Path) -> str:
     Args:
         folder: Of the results.
     """
-    further = {"E2": directions_section(_rows(folder / "directions.json"))}
-    memory, costs = (_rows(folder / name) for name in ("memory.json", "costs.json"))
     results = Results(folder)
+    further = {"E2": on_digits(results) + directions_section(_rows(folder / "directions.json")), "E3": on_text(results)}
+    memory, costs = (_rows(folder / name) for name in ("memory.json", "costs.json"))
     page = evidence_page(EXPERIMENTS.values(), results, further, cost_claims(memory, costs), defaults_section(results))
     return page + memory_section(memory) + cost_section(costs) + _LARGER
 
