@@ -40,7 +40,7 @@ class Characteristics:
 
 
 CHOICES: Mapping[str, Characteristics] = {
-    "MARS": Characteristics('the four below, by "variant"', "see there"),
+    "MARS": Characteristics('the four below, by "variant"', "see there", "2 to 4"),
     "MARS-AdamW": Characteristics(
         "AdamW with variance reduction, element by element",
         "exact mode under an engine: it needs two gradients",
@@ -48,7 +48,7 @@ CHOICES: Mapping[str, Characteristics] = {
     ),
     "MARS-Lion": Characteristics(
         "Lion with variance reduction: AdamW's memory",
-        "a first choice: it ended behind AdamW at every rate tried",
+        "a first choice: it ended behind AdamW in most runs",
         "0.25",
     ),
     "MARS-Shampoo": Characteristics(

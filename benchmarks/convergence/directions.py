@@ -32,7 +32,7 @@ SHADOWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "MKOR": ("mkor", _MKOR),
     "MKOR, every step": ("mkor", {**_MKOR, "update_interval": 1}),
     "MKOR, rule ema, every step": ("mkor", {**_MKOR, "update_interval": 1, "rule": "ema"}),
-    "MKOR, rule ema, stabilizer at 20": (
+    "MKOR, rule ema, every step, stabilizer at 20": (
         "mkor",
         {**_MKOR, "update_interval": 1, "rule": "ema", "stabilizer": (20.0, 0.9)},
     ),

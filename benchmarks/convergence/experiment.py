@@ -93,7 +93,7 @@ class Claim:
 
 def harmless(text: str, ours: str, than: str) -> Claim:
     """A default beside another value, asked about when other results were known."""
-    return Claim("", f"{text} does no harm (asked afterwards)", ours, than, "no worse")
+    return Claim("", f"{text}: no harm (asked afterwards)", ours, than, "no worse")
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ E3 = _on_text(
         Claim(_MKOR, "better than its own backend on a language model: AdamW", "MKOR on AdamW", "AdamW"),
         Claim(_MKOR, "better than its own backend on a language model: LAMB", "MKOR on LAMB", "LAMB"),
         Claim(_MKOR, "MKOR-H, which drops the factors, is as good", "MKOR-H on AdamW", "MKOR on AdamW", "no worse"),
+        Claim(_MKOR, "MKOR-H is lower than AdamW (asked afterwards)", "MKOR-H on AdamW", "AdamW"),
         Claim(_MKOR, "frequent updates help", "MKOR on AdamW, every step", "MKOR on AdamW"),
         Claim(
             _MKOR,
@@ -57,6 +58,7 @@ E3 = _on_text(
             _LONG_MEMORY,
             "MKOR on AdamW",
         ),
+        harmless("AdamW as the backend instead of LAMB", "MKOR on AdamW", "MKOR on LAMB"),
         harmless("the published rule", "MKOR on AdamW", "MKOR on AdamW, rule ema"),
     ),
 )
@@ -113,11 +115,13 @@ E4 = _on_text(
         ),
         Claim(_MARS, "the clip does no harm", "MARS-AdamW", "MARS-AdamW, no clip", "no worse"),
         Claim(_MARS, "MARS-Lion is lower than Lion", "MARS-Lion", "Lion"),
+        Claim(_MARS, "MARS-Lion is as good as AdamW (asked afterwards)", "MARS-Lion", "AdamW", "no worse"),
         _afterwards("lower than AdamW", _AS_ADAMW, "AdamW"),
         _afterwards("the correction does it", _AS_ADAMW, "MARS-AdamW, gamma 0"),
         _afterwards("the clip does no harm", _AS_ADAMW, "MARS-AdamW, no clip", "no worse"),
         _afterwards("gamma 0.05 is no better than 0.025", _AS_ADAMW, "MARS-AdamW, gamma 0.05", "no worse"),
         _afterwards("lower than AdamW with gamma 0.05", "MARS-AdamW, gamma 0.05", "AdamW"),
+        harmless("its betas instead of AdamW's", "MARS-AdamW", _AS_ADAMW),
         Claim(_MARS_M, "MARS-M is lower than Muon", "MARS-M", "Muon"),
         Claim(_MARS_M, "its correction does it", "MARS-M", "MARS-M, gamma 0"),
     ),
@@ -176,6 +180,13 @@ E5 = _on_text(
             "a buffer in 8 bits does no harm",
             "LDAdam, rank d/4, buffer int8",
             "LDAdam, rank d/4",
+            "no worse",
+        ),
+        Claim(
+            _LDADAM,
+            "as good as AdamW with a buffer in 8 bits (asked afterwards)",
+            "LDAdam, rank d/4, buffer int8",
+            "AdamW",
             "no worse",
         ),
         # Asked once the others were answered: both have 5.2 bytes a parameter.

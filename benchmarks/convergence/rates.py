@@ -58,4 +58,4 @@ RATES = Experiment(
     claims=(),
     seeds=(),
 )
-"""Not on the page of the papers' claims: the table is that of docs/choose.md."""
+"""Not on the page of the papers' claims: the table is that of docs/rates.md."""

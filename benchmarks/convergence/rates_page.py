@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Contender, Experiment
 from benchmarks.convergence.language_models import E3, E4, E5
+from benchmarks.convergence.page import setting_words
 from benchmarks.convergence.rates import ADAMW, RATES
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.search import best_trial, tried
@@ -18,9 +19,10 @@ _HEAD = """# AdamW's learning rate and ours
 
 Made by `python -m benchmarks rates` from `docs/data/convergence/LR.jsonl`, which
 `python -m benchmarks convergence --only LR` goes on with. {about}
-Every type with weight decay 0.1 and its default options (AdamW and MKOR: betas 0.9 and 0.95; LDAdam: rank 16), one
-seed; rates in factors of two until the best is inside. **One small model: a place to begin a search, no result.** The
-searches of the [evidence](evidence.md) are longer, and are below.
+Every type with weight decay 0.1 and its default options (AdamW and MKOR: betas 0.9 and 0.95; LDAdam: rank 16; MKOR's
+factors and the products of Shampoo and M in float32), one seed; rates in factors of two until the best is inside. **One
+small model: a place to begin a search, no result.** The searches of the [evidence](evidence.md) are longer, and are
+below.
 
 | type | best lr | over AdamW's | loss there | losses by lr |
 | --- | --- | --- | --- | --- |
@@ -29,11 +31,11 @@ searches of the [evidence](evidence.md) are longer, and are below.
 _LONGER = """
 ## In longer runs
 
-Best trials of experiments of the [evidence](evidence.md), beside Adam's or AdamW's in the same experiment. *Ready
-file*: the rate of `configs/deepspeed` over AdamW's there.
+Best trials of experiments of the [evidence](evidence.md), with their setting, beside Adam's or AdamW's in the same
+experiment (E1 and E2 are autoencoders). *Ready file*: the rate of `configs/deepspeed` over AdamW's there.
 
-| type | experiment | contender | best lr | AdamW's | over AdamW's | ready file |
-| --- | --- | --- | --- | --- | --- | --- |
+| type | experiment | contender | setting | best lr | AdamW's | over AdamW's | ready file |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 _SEARCHES = (
     ("MARS-AdamW", E4, "MARS-AdamW"),
@@ -70,7 +72,8 @@ def measured_ratios(results: Results) -> dict[str, set[str]]:
     for spelling, experiment, name in _SEARCHES:
         if (rates := _best_rates(experiment, name, results)) is not None:
             longer.setdefault(spelling, set()).add(f"{rates[0] / rates[1]:g}")
-    return found | longer
+    found |= longer
+    return found | {"MARS": found["MARS-AdamW"]} if "MARS-AdamW" in found else found
 
 
 def _table(rows: Iterable[str]) -> str:
@@ -83,7 +86,9 @@ def _longer(results: Results) -> Iterator[str]:
         rates = _best_rates(experiment, name, results)
         figures = (f"{rates[0]:g}", f"{rates[1]:g}", f"{rates[0] / rates[1]:g}") if rates else (*"---",)
         ready = f"{deepspeed_config(spelling)['optimizer']['params']['lr'] / baseline:.2g}"
-        yield " | ".join((spelling, experiment.name, name, *figures, ready))
+        best = best_trial(experiment, experiment.contender(name), results)
+        setting = setting_words(best.setting) if best else "-"
+        yield " | ".join((spelling, experiment.name, name, setting, *figures, ready))
 
 
 def _best_rates(experiment: Experiment, name: str, results: Results) -> tuple[float, float] | None:

@@ -11,6 +11,9 @@ from benchmarks.convergence.results import Results
 
 __all__ = ["Best", "best_trial", "final_runs", "next_exponent", "next_run", "trial_runs", "tried"]
 
+_MOST_TRIALS = 20
+"""After which a search gives up that finds no rate at which training does not diverge."""
+
 
 class Best(NamedTuple):
     """A contender's best trial, its rate lowered by the contender's halvings."""
@@ -40,7 +43,7 @@ def next_exponent(figures: Mapping[int, float], trials: int) -> int | None:
     # Where all diverge, the lowest rate is the best of them.
     best = min(figures, key=lambda exponent: (figures[exponent], exponent))
     if best == low:
-        return low - 1
+        return low - 1 if len(figures) < _MOST_TRIALS else None
     if best == high:
         return high + 1
     if len(figures) >= trials:

@@ -70,7 +70,7 @@ class Autoencoder(Task):
         layers = [part for rows, columns in pairwise(sides) for part in (nn.Linear(rows, columns), nn.Tanh())]
         self.model = nn.Sequential(*layers[:-1])
         for layer in self.model[::2]:
-            # With torch's own, a third of that variance, nothing reaches the code: LAMB never leaves the mean image.
+            # With torch's own, a third of that variance, hardly anything reaches the code.
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
