@@ -46,7 +46,7 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
         points = [(rate, value) for rate, value in points if math.isfinite(value)]
         if not points:
             continue
-        (line,) = left.plot(*zip(*points, strict=True), marker="o", markersize=4, label=contender.name)
+        (line,) = left.plot(*zip(*points, strict=True), marker="o", markersize=4)
         losses += [value for _, value in points]
         runs = final_runs(experiment, contender, results) or []
         values = [value for run in runs if (value := results.figure(run, experiment.metric)) is not None]
@@ -56,14 +56,16 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
     left.set_xlabel("learning rate (best setting at each)")
     left.set_ylabel(experiment.metric.replace("_", " "))
     left.set_title("trials")
-    right.set_yticks(range(len(names)), names)
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    for label, line in zip(right.get_yticklabels(), left.get_lines(), strict=True):
+        label.set_color(line.get_color())
     right.invert_yaxis()
     right.set_title("best trial, fresh seeds")
     figure.suptitle(f"{experiment.name}: {experiment.title}")
     if names:
         # What diverges nearly would leave the rest one line.
         left.set_ylim(top=min(left.get_ylim()[1], 2.0 * statistics.median(losses)))
-        left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
+        figure.set_figheight(max(5.0, 1.0 + 0.25 * len(names)))
         figure.tight_layout()
         figure.savefig(path, dpi=100)
     plt.close(figure)
