@@ -24,7 +24,7 @@ def on_digits(results: Results) -> str:
 
 - On SGD, factors renewed every ten steps: at the rate that the trials picked {sgd.of("MKOR on SGD", "SGD")} against
   SGD, with fresh seeds far apart; at a quarter of it {sgd.of(ten, "SGD")}.
-- At every step: {sgd.of("MKOR on SGD, every step", "SGD")}, with the narrowest spread of all. Every hundred:
+- At every step: {sgd.of("MKOR on SGD, every step", "SGD")}, with a narrow spread. Every hundred:
   {sgd.of("MKOR on SGD, every 100 steps", "SGD")}. K-FAC with dense factors, every ten: {sgd.of("K-FAC on SGD", "SGD")}.
 - Other choices, each at its own best rate, against MKOR every ten steps at that quarter: {choices}; without the
   first layer's factors {sgd.of("MKOR on SGD, first layer left out", ten)}.
