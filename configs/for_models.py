@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rankwise.names import BY_NAME
+from rankwise.names import BY_NAME, PUBLISHED_MARS
 
 from .making import OPTIMIZERS, VALUES
 
@@ -140,8 +140,6 @@ _PUBLISHED: Mapping[tuple[str, str], tuple[Mapping[str, Any], str]] = {
         for name in ("mkor", "mkor-h")
     },
 }
-_MARS_USUAL = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
-"""As published for MARS-AdamW; the ready files of small models differ."""
 _ADAMWS = ("sonew", "mkor", "mkor-h")
 """Those that begin with AdamW's rate: a graft of its length, or itself behind the preconditioner."""
 
@@ -157,7 +155,7 @@ def recipe(model: str, name: str) -> Recipe:
     batch, steps, warmup = known.batch, known.steps, known.warmup
     ready = dict(VALUES[name])
     if name.startswith("mars"):
-        ready |= _MARS_USUAL
+        ready |= PUBLISHED_MARS  # those of small models and short runs differ
     if name == "ldadam":
         ready["rank"] = int(known.shape["hidden-size"]) // 4
     own: dict[str, Any] = {"lr": known.lr, "betas": list(known.betas), "weight_decay": known.weight_decay}

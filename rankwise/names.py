@@ -13,7 +13,7 @@ from rankwise.options.validation import check_keys, check_preset
 from rankwise.sonew.optimizer import SONew
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["BY_NAME", "BY_SPELLING", "CLASSES", "Named"]
+__all__ = ["BY_NAME", "BY_SPELLING", "CLASSES", "PUBLISHED_MARS", "Named"]
 
 
 class Named(NamedTuple):
@@ -63,16 +63,17 @@ BY_SPELLING: Mapping[str, Named] = {
 BY_NAME: Mapping[str, Named] = {spelling.lower(): named for spelling, named in BY_SPELLING.items()}
 """By the name on command lines and of files."""
 
-_MARS = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
+PUBLISHED_MARS: Mapping[str, Any] = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
+"""Of MARS-AdamW on language models, for all variants."""
 # Not the published ones: what ended lowest on small models and short runs (E4 of docs/evidence.md).
 _SHORT_MARS = {"betas": [0.9, 0.95], "gamma": 0.05, "weight_decay": 0.1}
 _MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
 READY: Mapping[str, Mapping[str, Any]] = {
     "mars": {"lr": 0.006, "variant": "adamw", **_SHORT_MARS},
     "mars-adamw": {"lr": 0.006, **_SHORT_MARS},
-    "mars-lion": {"lr": 0.001, **_MARS},
-    "mars-shampoo": {"lr": 0.03, **_MARS},
-    "mars-m": {"lr": 0.012, **_MARS},
+    "mars-lion": {"lr": 0.001, **PUBLISHED_MARS},
+    "mars-shampoo": {"lr": 0.03, **PUBLISHED_MARS},
+    "mars-m": {"lr": 0.012, **PUBLISHED_MARS},
     "sonew": {"lr": 0.003, "band": 1, "betas": [0.9, 0.99], "weight_decay": 0.1},
     "ldadam": {"lr": 0.006, "rank": 32, "weight_decay": 0.1},
     "mkor": _MKOR,

@@ -97,14 +97,14 @@ _LOWERED = "MKOR on SGD, a quarter of the best rate"
 _EVERY_STEP = "MKOR on SGD, every step"
 
 
-def _mkor(name: str, guess: float, steps: float = 1.0, **options: object) -> Contender:
-    return Contender(name, "mkor", guess, (options,), steps)
+def _mkor(
+    name: str, guess: float, steps: float = 1.0, *, afterwards: bool = False, halvings: int = 0, **options: object
+) -> Contender:
+    return Contender(name, "mkor", guess, (options,), steps, afterwards, halvings)
 
 
-def _variant(name: str, guess: float = 8e-3, backend: str = "sgd", **options: object) -> Contender:
-    """One choice of MKOR's, asked about when the comparison with its backends was known."""
-    return Contender(name, "mkor", guess, ({"backend": backend, **options},), afterwards=True)
-
+_variant = partial(_mkor, afterwards=True)
+"""One choice of MKOR's, asked about when the comparison with its backends was known."""
 
 E2 = _on_digits(
     name="E2",
@@ -116,7 +116,7 @@ E2 = _on_digits(
         Contender("SGD", "sgd", 4e-3, ({"momentum": 0.9},)),
         _mkor(_ON_SGD, 8e-3, backend="sgd"),
         Contender("SGD, 25 % of the steps", "sgd", 8e-3, ({"momentum": 0.9},), steps=0.25, afterwards=True),
-        Contender("MKOR on SGD, 25 % of the steps", "mkor", 3.2e-2, ({"backend": "sgd"},), steps=0.25, afterwards=True),
+        _variant("MKOR on SGD, 25 % of the steps", 3.2e-2, 0.25, backend="sgd"),
         Contender("LAMB", "lamb", 1e-2),
         _mkor("MKOR on LAMB", 1e-2, backend="lamb"),
         Contender("AdamW", "adamw", 4e-3, ({"weight_decay": 0.0},)),
@@ -131,15 +131,23 @@ E2 = _on_digits(
         _mkor("MKOR on SGD, output gain 100", 8e-3, backend="sgd", output_gain=100.0),
         _mkor("MKOR on LAMB, 39 % of the steps", 1e-2, 1 / 2.57, backend="lamb"),
         _mkor("MKOR on SGD, 54 % of the steps", 8e-3, 1 / 1.85, backend="sgd"),
-        Contender(_LOWERED, "mkor", 8e-3, ({"backend": "sgd"},), afterwards=True, halvings=2),
-        _variant("MKOR on AdamW, factors in bfloat16", 4e-3, "adamw", factor_dtype="bfloat16", product_dtype="float32"),
-        _variant("MKOR on AdamW, every step", 4e-3, "adamw", update_interval=1),
-        _variant("MKOR on SGD, factors in bfloat16", factor_dtype="bfloat16", product_dtype="float32"),
-        _variant("MKOR on SGD, no stabilizer", stabilizer=None),
-        _variant("MKOR on SGD, no rescaling", rescale=None),
-        _variant("MKOR on SGD, decay 0.5", factor_decay=0.5),
-        _variant("MKOR on SGD, rule ema, stabilizer at 20", rule="ema", stabilizer=(20.0, 0.9)),
-        _variant("MKOR on SGD, first layer left out", exclude=("0.*",)),
+        _variant(_LOWERED, 8e-3, halvings=2, backend="sgd"),
+        _variant(
+            "MKOR on AdamW, factors in bfloat16",
+            4e-3,
+            backend="adamw",
+            factor_dtype="bfloat16",
+            product_dtype="float32",
+        ),
+        _variant("MKOR on AdamW, every step", 4e-3, backend="adamw", update_interval=1),
+        _variant(
+            "MKOR on SGD, factors in bfloat16", 8e-3, backend="sgd", factor_dtype="bfloat16", product_dtype="float32"
+        ),
+        _variant("MKOR on SGD, no stabilizer", 8e-3, backend="sgd", stabilizer=None),
+        _variant("MKOR on SGD, no rescaling", 8e-3, backend="sgd", rescale=None),
+        _variant("MKOR on SGD, decay 0.5", 8e-3, backend="sgd", factor_decay=0.5),
+        _variant("MKOR on SGD, rule ema, stabilizer at 20", 8e-3, backend="sgd", rule="ema", stabilizer=(20.0, 0.9)),
+        _variant("MKOR on SGD, first layer left out", 8e-3, backend="sgd", exclude=("0.*",)),
     ),
     claims=(
         Claim(_MKOR, "better than its own backend: SGD", _ON_SGD, "SGD"),

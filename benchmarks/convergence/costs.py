@@ -131,8 +131,12 @@ def draw_memory(rows: Sequence[Row], path: Path) -> None:
         rows: From :func:`measure_memory`.
         path: PNG file to write.
     """
-    figures = dict(_KNOWN) | {row["name"]: row["predicted_1_0"] / row["parameters"] for row in rows}
-    bars(figures, "bytes of optimizer state per parameter, one rank", "E6: Memory", path)
+    bars(dict(_KNOWN) | _alone(rows), "bytes of optimizer state per parameter, one rank", "E6: Memory", path)
+
+
+def _alone(rows: Sequence[Row]) -> dict[str, float]:
+    """Bytes per parameter of every type on one rank, by its name."""
+    return {row["name"]: row["predicted_1_0"] / row["parameters"] for row in rows}
 
 
 def _image(name: str) -> str:
@@ -245,7 +249,7 @@ def cost_claims(memory: Sequence[Row], costs: Sequence[Row]) -> list[Sequence[st
         memory: From :func:`measure_memory`.
         costs: From :func:`measure_costs`.
     """
-    alone = {row["name"]: row["predicted_1_0"] / row["parameters"] for row in memory}
+    alone = _alone(memory)
     whole = {row["name"]: row["batch"] + row["step"] for row in costs}
     found: list[Sequence[str]] = []
 

@@ -44,12 +44,11 @@ class Default:
         """What a decided claim says of the default: "for it", "against it", or "neither"."""
         if self.contender not in (claim.ours, claim.than) or verdict not in ("holds", "does not hold"):
             return "neither"
-        if self.contender == claim.ours:
-            lost = verdict == "does not hold"
-            return ("neither" if claim.kind == "less" else "against it") if lost else "for it"
-        if verdict == "does not hold":
+        if (verdict == "holds") == (self.contender == claim.ours):
             return "for it"
-        return "against it" if claim.kind == "less" else "neither"
+        # Not lower is no worse, and no worse is not lower.
+        beaten = claim.kind == ("less" if verdict == "holds" else "no worse")
+        return "against it" if beaten else "neither"
 
     def claims(self) -> list[Claim]:
         """Those of its rows.

@@ -7,9 +7,8 @@ from typing import Any
 
 from benchmarks.convergence.experiment import Contender, Experiment
 
-__all__ = ["ADAMW", "RATES"]
+__all__ = ["RATES"]
 
-ADAMW = "AdamW"
 _GUESS = 4e-3
 _DECAY = {"weight_decay": 0.1}
 
@@ -45,7 +44,7 @@ RATES = Experiment(
     counts=0.02,
     relative=False,
     contenders=(
-        _contender(ADAMW, "adamw", betas=(0.9, 0.95)),
+        _contender("AdamW", "adamw", betas=(0.9, 0.95)),
         _mars("MARS-AdamW", 1, variant="adamw"),
         _mars("MARS-Lion", -3, variant="lion"),
         _mars("MARS-Shampoo", 3, variant="shampoo"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Contender, Experiment
 from benchmarks.convergence.language_models import E3, E4, E5
 from benchmarks.convergence.page import setting_words
-from benchmarks.convergence.rates import ADAMW, RATES
+from benchmarks.convergence.rates import RATES
 from benchmarks.convergence.results import Results
-from benchmarks.convergence.search import best_trial, tried
+from benchmarks.convergence.search import Best, best_trial, tried
 from rankwise.configs import deepspeed_config
 
 __all__ = ["measured_ratios", "rates_page"]
@@ -66,14 +67,36 @@ def measured_ratios(results: Results) -> dict[str, set[str]]:
     Args:
         results: As recorded.
     """
-    short = {contender.name: [*_row(contender, results)][2] for contender in RATES.contenders}
-    found: dict[str, set[str]] = {name: {ratio} for name, ratio in short.items() if ratio != "-"}
-    longer: dict[str, set[str]] = {}
-    for spelling, experiment, name in _SEARCHES:
-        if (rates := _best_rates(experiment, name, results)) is not None:
-            longer.setdefault(spelling, set()).add(f"{rates[0] / rates[1]:g}")
-    found |= longer
+    short = ((contender.name, RATES, contender.name) for contender in RATES.contenders)
+    found: dict[str, set[str]] = {}
+    for searches in (short, _SEARCHES):
+        ratios: dict[str, set[str]] = {}
+        for spelling, experiment, name in searches:
+            if (search := _searched(experiment, name, results)) is not None:
+                ratios.setdefault(spelling, set()).add(search.ratio)
+        found |= ratios
     return found | {"MARS": found["MARS-AdamW"]} if "MARS-AdamW" in found else found
+
+
+class _Searched(NamedTuple):
+    """A search that is over, beside AdamW's (Adam's where there is no AdamW) in the same experiment."""
+
+    best: Best
+    rate: float
+    adamw: float
+
+    @property
+    def ratio(self) -> str:
+        return f"{self.rate / self.adamw:g}"
+
+
+def _searched(experiment: Experiment, name: str, results: Results) -> _Searched | None:
+    adam = next(one for one in experiment.contenders if one.optimizer in ("adam", "adamw"))
+    contender = experiment.contender(name)
+    best, base = (best_trial(experiment, one, results) for one in (contender, adam))
+    if best is None or base is None:
+        return None
+    return _Searched(best, _rate(contender, best.exponent), _rate(adam, base.exponent))
 
 
 def _table(rows: Iterable[str]) -> str:
@@ -83,31 +106,22 @@ def _table(rows: Iterable[str]) -> str:
 def _longer(results: Results) -> Iterator[str]:
     baseline = deepspeed_config("adamw")["optimizer"]["params"]["lr"]
     for spelling, experiment, name in _SEARCHES:
-        rates = _best_rates(experiment, name, results)
-        figures = (f"{rates[0]:g}", f"{rates[1]:g}", f"{rates[0] / rates[1]:g}") if rates else (*"---",)
+        found = _searched(experiment, name, results)
+        cells = ("-",) * 4
+        if found is not None:
+            cells = (setting_words(found.best.setting), f"{found.rate:g}", f"{found.adamw:g}", found.ratio)
         ready = f"{deepspeed_config(spelling)['optimizer']['params']['lr'] / baseline:.2g}"
-        best = best_trial(experiment, experiment.contender(name), results)
-        setting = setting_words(best.setting) if best else "-"
-        yield " | ".join((spelling, experiment.name, name, setting, *figures, ready))
-
-
-def _best_rates(experiment: Experiment, name: str, results: Results) -> tuple[float, float] | None:
-    """A contender's and AdamW's, or Adam's where there is no AdamW; None before both searches are over."""
-    adam = next(one for one in experiment.contenders if one.optimizer in ("adam", "adamw"))
-    contender = experiment.contender(name)
-    best, base = (best_trial(experiment, one, results) for one in (contender, adam))
-    return None if best is None or base is None else (_rate(contender, best.exponent), _rate(adam, base.exponent))
+        yield " | ".join((spelling, experiment.name, name, *cells, ready))
 
 
 def _row(contender: Contender, results: Results) -> Iterator[str]:
     figures = tried(RATES, contender, contender.settings[0], results)
-    best, base = (best_trial(RATES, one, results) for one in (contender, RATES.contender(ADAMW)))
+    found = _searched(RATES, contender.name, results)
     yield contender.name
-    if best is None or base is None:
+    if found is None:
         yield from ("not measured yet", "-", "-")
     else:
-        rate = _rate(contender, best.exponent)
-        yield from (f"{rate:g}", f"{rate / _rate(RATES.contender(ADAMW), base.exponent):g}", f"{best.figure:.3f}")
+        yield from (f"{found.rate:g}", found.ratio, f"{found.best.figure:.3f}")
     yield ", ".join(f"{_rate(contender, each):g}: {figures[each]:.3f}" for each in sorted(figures)) or "-"
 
 
