@@ -75,7 +75,7 @@ class MegatronLayout(LayoutSource):
                 "it was built; param groups must not be changed afterwards."
             ) from None
 
-    def name_of(self, parameter: Parameter) -> str:
+    def parameter_name(self, parameter: Parameter) -> str:
         """A parameter of the model, by its name in the whole model."""
         return self._parameters[parameter].info.name
 

@@ -79,7 +79,7 @@ class Takeover:
         for _, parameter, _ in self._held():
             whole.setdefault(id(parameter), parameter)
         for index, parameter in whole.items():
-            name = self._layout.name_of(parameter)
+            name = self._layout.parameter_name(parameter)
             wanted = (WEIGHT, *heirs[name].moments)
             found = {state: places.ask(parameter, state, held.get(index, slice(0, 0))) for state in wanted}
             lacking = tuple(state for state in wanted if found[state] is None)
@@ -141,7 +141,8 @@ class Takeover:
             for state in (WEIGHT, *MOMENTS):
                 value = self._values.get((id(parameter), state), tensor)
                 if value.numel() != tensor.numel():
-                    raise ValueError(f"'{self._layout.name_of(parameter)}' has {value.numel()} elements of its {state}")
+                    name = self._layout.parameter_name(parameter)
+                    raise ValueError(f"'{name}' has {value.numel()} elements of its {state}")
             if self._in_buckets:
                 self._compare(parameter, run, model(parameter))
         return stored_step(further, common.get("optimizer"))
@@ -157,7 +158,7 @@ class Takeover:
         if not torch.equal(weight.to("cpu", parameter.dtype), here):
             raise ValueError(
                 f"the buffers of a distributed optimizer have another weight in the place of "
-                f"'{self._layout.name_of(parameter)}': this run's layout differs; {_ON_ITS_SIZES}"
+                f"'{self._layout.parameter_name(parameter)}': this run's layout differs; {_ON_ITS_SIZES}"
             )
 
     @property
@@ -198,7 +199,7 @@ class Takeover:
         parameters = {id(tensor): parameter for tensor, parameter, _ in self._held()}
         rounded = []
         for tensor, parameter, run in self._held():
-            name = self._layout.name_of(parameter)
+            name = self._layout.parameter_name(parameter)
             if WEIGHT in self._lacking.get(name, ()):
                 tensor.copy_(parameter.detach().reshape(-1)[run].view_as(tensor))
                 if tensor.dtype != parameter.dtype:

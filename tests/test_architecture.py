@@ -76,7 +76,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise.statistics": ROOMS,
     # A paper's room knows no other paper's.
     **{paper: (paper, *ROOMS) for paper in PAPERS},
-    "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate", "rankwise.frameworks"),
+    "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate", "rankwise.frameworks", "rankwise.fsdp"),
+    # A front end, for what torch itself does: imported by its users, and once so that the core can call it.
+    "rankwise.fsdp": ("rankwise.fsdp", *ROOMS),
     # The one table of names.
     "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.step"),
     # For one framework; imported by nobody but its users.

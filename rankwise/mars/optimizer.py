@@ -23,6 +23,7 @@ from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit, joined, spans
 from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import MatrixTask
+from rankwise.sharding.shards import local_gradient, local_view
 from rankwise.sharding.sources import LayoutSource
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import step_matrices
@@ -104,7 +105,7 @@ class MARS(ShardedOptimizer):
                 continue
             if tensor.grad is not None:
                 place = offset_runs([entry])
-                (values,) = place.runs.cut([tensor.grad.reshape(-1)])
+                (values,) = place.runs.cut([local_gradient(tensor, tensor.grad).reshape(-1)])
                 unit.states.views(self.state, "next_reference", [entry])[0].copy_(values)
             elif "next_reference" in self.state.get(tensor, {}):
                 # The batch does not touch it: what is there belongs to an earlier step.
@@ -236,7 +237,7 @@ class MARS(ShardedOptimizer):
         if self.options.exact:
             # Recorded one step ago, when nobody looked at it.
             states = (self.state[tensor] for tensor, grad in zip(unit.tensors, grads, strict=True) if grad is not None)
-            judged += [state["reference"] for state in states if "reference" in state]
+            judged += [local_view(state["reference"]) for state in states if "reference" in state]
         return judged
 
     def _after_step(self, unit: StepUnit) -> None:
@@ -245,7 +246,7 @@ class MARS(ShardedOptimizer):
                 state = self.state[tensor]
                 if "next_reference" in state and self.declared.capturable and "reference" in state:
                     # Where a graph reads it.
-                    state["reference"].copy_(state["next_reference"])
+                    local_view(state["reference"]).copy_(local_view(state["next_reference"]))
                 elif "next_reference" in state:
                     upcoming = state["next_reference"]
                     spent = state.get("reference")

@@ -133,13 +133,15 @@ class FactorSteps:
         """Plan which statistics the unit's steps look at: those of its matrices, and of layers not heard of yet."""
         left_out = self.schedule.left_out.intersection(unit.layout.shapes, self._statistics.records)
         keys = sorted({task.key for task in tasks} | left_out)
-        places = {entry.key: entry.fragment.tensor for entry in unit.entries} if unit.tensors else {}
+        places = dict(unit.key_tensors)
+        if unit.tensors and not places and unit.missing_alike:
+            places = {entry.key: entry.fragment.tensor for entry in unit.entries}
         unit.scratch["statistics"] = keys
-        unit.scratch["tensors"] = {key: unit.tensors[places[key]] for key in keys} if places and _is_whole(unit) else {}
+        unit.scratch["tensors"] = {key: unit.tensors[places[key]] for key in keys} if places else {}
 
     def counts(self, unit: StepUnit, states: States) -> dict[str, int]:
         """The number of this step of every watched matrix that takes it."""
-        if not _is_whole(unit):
+        if not unit.missing_alike:
             return dict.fromkeys(unit.scratch["statistics"], unit.common_step(states))
         tensors: dict[str, Tensor] = unit.scratch["tensors"]
         return {key: int(states[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
@@ -295,8 +297,3 @@ class FactorSteps:
         if self.schedule.left_out != before:
             self._take_back(sorted(before - self.schedule.left_out), groups)
             self._planner.forget()
-
-
-def _is_whole(unit: StepUnit) -> bool:
-    """Whether every rank has the whole parameters, so that each has a count of the steps in which it had a gradient."""
-    return unit.layout.world_size == 1 or unit.layout.replicated

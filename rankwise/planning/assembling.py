@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from rankwise.planning.declared import Declared
-from rankwise.planning.element_states import ElementStates
+from rankwise.planning.element_states import ElementStates, StateTypes
 from rankwise.planning.entries import Entry, cut_into_entries, entries_of_blocks
 from rankwise.planning.logical_matrices import block_info
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, refuse_difference
 from rankwise.planning.values import GroupValues
 from rankwise.sharding import EvenCuts, EvenLayout, Fragment, Layout, LayoutError, gather_together, in_blocks
+from rankwise.sharding.shards import is_sharded
 from rankwise.sharding.sources import LayoutSource, TensorContents
 
 __all__ = ["UnitBuilder", "device_and_dtype", "dtype_of"]
@@ -54,6 +55,7 @@ class UnitBuilder:
             LayoutError: What the ranks hold does not fit together.
             RuntimeError: Their options differ.
         """
+        source.connect()
         contents: list[TensorContents] = []
         entries: list[Entry] = []
 
@@ -75,7 +77,8 @@ class UnitBuilder:
         if groups is None:
             places = zip(positions, contents, strict=True)
             groups = {position: param_groups[content.group] for position, content in places}
-        unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout)
+        tensor_of = self._tensor_of(source, tensors, layout) if source.missing_alike else None
+        unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout, tensor_of)
         unit.apart, unit.spends_gradients = apart is not None, source.spends_gradients
         return unit
 
@@ -116,6 +119,7 @@ class UnitBuilder:
         groups: Mapping[int, Mapping[str, Any]],
         entries: list[Entry],
         layout: Layout,
+        tensor_of: Mapping[str, int] | None = None,
     ) -> StepUnit:
         """Put a unit together; see :meth:`build`."""
         table = self._table
@@ -136,6 +140,8 @@ class UnitBuilder:
         blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
         infos = {key: table.catalog[name][0] for key, name in names.items()}
         routes = {key: table.routes[name] for key, name in names.items()}
+        key_tensors = {} if tensor_of is None else {key: tensor_of[name] for key, name in names.items()}
+        of_empty = self.states_of_empty(tensors, entries, tensor_of or {}, groups, positions)
         step_groups = self._declared.step_groups
         step_group = {
             key: step_groups.place(group_position[key], step_groups.scale(info.own_name)) for key, info in infos.items()
@@ -145,6 +151,8 @@ class UnitBuilder:
                 own = block.key(key)
                 infos[own], routes[own] = block_info(infos[key], block, own), routes[key]
                 group_position[own], step_group[own] = group_position[key], step_group[key]
+                if tensor_of is not None:
+                    key_tensors[own] = key_tensors[key]
             del infos[key], routes[key], group_position[key], step_group[key]
         return StepUnit(
             tensors=tensors,
@@ -155,7 +163,8 @@ class UnitBuilder:
             layout=in_blocks(layout, blocks),
             stored_entries=entries,
             entries=entries_of_blocks(entries, blocks, infos, routes),
-            states=ElementStates(tensors, entries if tensors else [], declared, dtype),
+            states=ElementStates(tensors, entries if tensors else [], declared, dtype, of_empty),
+            key_tensors=key_tensors,
             infos=infos,
             routes=routes,
             group_position=group_position,
@@ -165,6 +174,38 @@ class UnitBuilder:
             sum_all=self._declared.sums_cover_fallback,
             cautious=step_groups.cautious,
         )
+
+    def _tensor_of(self, source: LayoutSource, tensors: Sequence[Tensor], layout: Layout) -> dict[str, int]:
+        """The index of every parameter's tensor, which this rank has even of those that it holds nothing of.
+
+        Raises:
+            LayoutError: It has none of a parameter.
+        """
+        found = {str(source.name_of(tensor)): index for index, tensor in enumerate(tensors)}
+        absent = [key for key in layout.shapes if self._table.base_name(key) not in found]
+        if absent:
+            raise LayoutError(
+                f"another rank's optimizer has '{absent[0]}', and this one's has not; build it from the same "
+                "parameters on all ranks that share a mesh"
+            )
+        return found
+
+    def states_of_empty(
+        self,
+        tensors: Sequence[Tensor],
+        entries: Sequence[Entry],
+        tensor_of: Mapping[str, int],
+        groups: Mapping[int, Mapping[str, Any]],
+        positions: Sequence[int],
+    ) -> dict[int, StateTypes]:
+        """What is kept of sharded tensors of which this rank has an empty part: all ranks have the same states."""
+        held = {entry.fragment.tensor for entry in entries}
+        found = {}
+        for name, index in tensor_of.items():
+            if index not in held and is_sharded(tensors[index]):
+                info, rule = self._table.catalog[name][0], self._table.routes[name].rule
+                found[index] = self._declared.element_states(info, rule, groups[positions[index]])
+        return found
 
     def _is_cut(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the layout has blocks in a parameter's place; not if another rank stores it in another shape."""

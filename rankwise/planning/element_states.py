@@ -16,6 +16,7 @@ from rankwise.kernels.quantization import QUANTIZED
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.planning.quantized_states import OPENED, ByteLayout, StateRun
+from rankwise.sharding.shards import is_sharded, local_view, sharded_like
 from rankwise.sharding.sources import real_view
 
 __all__ = ["ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
@@ -44,6 +45,14 @@ class _Slot:
     numel: int
     offsets: Mapping[int, int]
     in_bytes: ByteLayout | None = None
+
+
+def _type_of(kept: torch.dtype | None, computed: torch.dtype) -> torch.dtype:
+    return OPENED if kept == QUANTIZED else kept or computed
+
+
+def _bytes_of(kept: torch.dtype | None, runs: Sequence[StateRun]) -> ByteLayout | None:
+    return ByteLayout(runs) if kept == QUANTIZED else None
 
 
 class EntryRuns(NamedTuple):
@@ -89,10 +98,16 @@ class ElementStates:
         entries: Its entries.
         declared: For every entry, the states its rule keeps.
         dtype: Type of the computation.
+        of_empty: The states that sharded tensors have of which this rank holds an empty part, by their index.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], entries: Sequence[Entry], declared: Sequence[StateTypes], dtype: torch.dtype
+        self,
+        tensors: Sequence[Tensor],
+        entries: Sequence[Entry],
+        declared: Sequence[StateTypes],
+        dtype: torch.dtype,
+        of_empty: Mapping[int, StateTypes] | None = None,
     ) -> None:
         self._tensors = tensors
         self._declared = declared
@@ -102,21 +117,24 @@ class ElementStates:
         self._slots: dict[tuple[int, str], _Slot] = {}
         for index, stored in enumerate(self._by_tensor):
             for name in dict.fromkeys(name for entry in stored for name in declared[entry.index]):
-                self._slots[(index, name)] = self._slot(real_view(tensors[index]).numel(), stored, name, dtype)
+                numel = real_view(local_view(tensors[index])).numel()
+                self._slots[(index, name)] = self._slot(numel, stored, name, dtype)
+        self._empty = tuple(of_empty or ())
+        for index, states in (of_empty or {}).items():
+            for name, kept in states.items():
+                self._slots[(index, name)] = _Slot(_type_of(kept, dtype), None, 0, {}, _bytes_of(kept, ()))
 
     def _slot(self, full: int, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
         users = [entry for entry in stored if name in self._declared[entry.index]]
-        state_dtype = self._declared[users[0].index][name] or dtype
+        state_dtype = self._declared[users[0].index][name]
         offsets, position = {}, 0
         compact = len(users) < len(stored)
         for entry in users:
             offsets[entry.index] = position if compact else entry.fragment.offset
             position += entry.fragment.numel
         numel, of_compact = (position, position) if compact else (full, None)
-        if state_dtype != QUANTIZED:
-            return _Slot(state_dtype, of_compact, numel, offsets)
         runs = [StateRun(offsets[entry.index], entry.fragment.numel) for entry in users]
-        return _Slot(OPENED, of_compact, numel, offsets, ByteLayout(runs))
+        return _Slot(_type_of(state_dtype, dtype), of_compact, numel, offsets, _bytes_of(state_dtype, runs))
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
         """Views of a state on some entries, see :class:`RunPlan`, allocated on first use."""
@@ -152,12 +170,19 @@ class ElementStates:
             if at == index:
                 (self._stored if slot.in_bytes is None else self._in_bytes)(states, index, name, slot)
 
+    def allocate_empty(self, states: States, tensor: Tensor) -> None:
+        """Make the states of a sharded tensor of which this rank has an empty part."""
+        for index in self._empty:
+            if self._tensors[index] is tensor:
+                self.allocate(states, index)
+
     def opened(self, index: int, name: str, state: Any) -> Any:
         """A state of one tensor as :meth:`views` would find it, which itself stays as it is."""
         slot = self._slots.get((index, name))
         if slot is None or slot.in_bytes is None or not slot.in_bytes.fits(state):
             return state
-        return slot.in_bytes.opened(state, self._shape(self._tensors[index], slot))
+        owner = self._tensors[index]
+        return sharded_like(owner, slot.in_bytes.opened(state, self._local_shape(owner, slot)))
 
     def _flat(self, states: States, index: int, name: str) -> Tensor:
         stored = self._stored(states, index, name, self._slots[(index, name)])
@@ -170,21 +195,30 @@ class ElementStates:
         return slot.offsets[entry.stored.index] + entry.fragment.offset - entry.stored.fragment.offset
 
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
+        """This rank's part of a state."""
         owner = self._tensors[index]
         state = states[owner]
         stored: Tensor | None = state.get(name)
         if stored is None:
             refuse_capture(owner.device, "the first step of a parameter")
-            stored = state[name] = torch.zeros(self._shape(owner, slot), dtype=slot.dtype, device=owner.device)
-        elif stored.dtype != slot.dtype or stored.device != owner.device or stored.numel() != slot.numel:
-            stored = state[name] = self._as_planned(stored, owner, name, slot)
-        return stored
+            stored = torch.zeros(self._local_shape(owner, slot), dtype=slot.dtype, device=owner.device)
+            state[name] = sharded_like(owner, stored)
+            return stored
+        local = local_view(stored)
+        if local.dtype != slot.dtype or local.device != owner.device or local.numel() != slot.numel:
+            local = self._as_planned(local, owner, name, slot)
+            state[name] = sharded_like(owner, local)
+        elif not local.is_contiguous():
+            # As a checkpoint may have left a part of rows.
+            local = local.contiguous()
+            state[name] = sharded_like(owner, local)
+        return local
 
     def _as_planned(self, stored: Tensor, owner: Tensor, name: str, slot: _Slot) -> Tensor:
         """A state in 8 bits, of a checkpoint, or of before the model was brought to another type."""
         refuse_capture(owner.device, "the first step with states of another type")
         if slot.in_bytes is not None and slot.in_bytes.fits(stored):
-            stored = slot.in_bytes.opened(stored, self._shape(owner, slot))
+            stored = slot.in_bytes.opened(stored, self._local_shape(owner, slot))
         self._refuse_other_shape(stored, owner, name, slot)
         return stored.to(owner.device, slot.dtype)
 
@@ -198,6 +232,7 @@ class ElementStates:
             if kept is None:
                 kept = layout.fresh(owner.device)
             elif not layout.fits(kept):
+                kept = local_view(kept)
                 self._refuse_other_shape(kept, owner, name, slot)
                 kept = layout.quantized(kept.reshape(-1))
             kept = state[name] = kept.to(owner.device)
@@ -211,6 +246,10 @@ class ElementStates:
                 f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "
                 "put the state of that shape back"
             )
+
+    @classmethod
+    def _local_shape(cls, owner: Tensor, slot: _Slot) -> tuple[int, ...]:
+        return tuple(local_view(owner).shape) if is_sharded(owner) else cls._shape(owner, slot)
 
     @staticmethod
     def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:

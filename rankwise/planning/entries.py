@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, TypeVar
 
 from rankwise.routing.roles import ParameterInfo, Route
@@ -128,10 +127,11 @@ def _fragments(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) ->
     if chosen.rule != "matrix" or len(info.shape) != 3:
         yield Fragment(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy)
         return
-    size = prod(info.matrix_shape)
+    rows, width = info.matrix_shape[0], info.matrix_shape[-1]
+    size = rows * (width if piece.columns is None else piece.columns[1] - piece.columns[0])
     for index in range(piece.start // size, (piece.end - 1) // size + 1):
         first = index * size
         start, end = max(piece.start, first), min(piece.end, first + size)
         offset = piece.offset + start - piece.start
         place = (start - first, end - first, tensor, offset)
-        yield Fragment(f"{piece.name}[{index}]", info.matrix_shape, *place, copy=piece.copy)
+        yield Fragment(f"{piece.name}[{index}]", info.matrix_shape, *place, piece.columns, piece.copy)

@@ -14,6 +14,7 @@ from rankwise.planning.planner import Planner, form_of
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
+from rankwise.sharding.shards import cut_of, local_view
 from rankwise.sharding.sources import real_view, refuse_unreadable
 
 __all__ = ["LiveGroups"]
@@ -83,10 +84,16 @@ class LiveGroups:
     def _follow_forms(self, unit: StepUnit) -> None:
         """Plan anew for a model that was brought to another type or device, states with it."""
         owner, planner = self._declared.name, self._planner
-        for tensor in unit.tensors:
+        for tensor, planned in zip(unit.tensors, unit.forms, strict=True):
             name = str(planner.name_of(tensor))
             refuse_unreadable(owner, name, tensor)
-            numel, built = real_view(tensor).numel(), sum(part.end for part in planner.source.contents(tensor).slices)
+            if cut_of(tensor) != planned.cut:
+                raise RuntimeError(
+                    f"{owner}: '{name}' was cut over ranks in another way when the optimizer was built; build a new "
+                    "optimizer after sharding a model, and load the states into it"
+                )
+            slices = planner.source.contents(tensor).slices
+            numel, built = real_view(local_view(tensor)).numel(), sum(part.end - part.start for part in slices)
             if numel != built:
                 raise RuntimeError(
                     f"{owner}: '{name}' has {numel} elements, but had {built} when the optimizer was "

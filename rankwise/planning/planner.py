@@ -22,6 +22,7 @@ from rankwise.planning.unit import StepUnit, UnitKey
 from rankwise.planning.values import GroupValues
 from rankwise.planning.work import StepWork
 from rankwise.sharding import EvenCuts, LayoutError, MatrixTask, SlicedMatrix
+from rankwise.sharding.shards import Cut, cut_of
 from rankwise.sharding.sources import LayoutSource, TensorContents, WholeParameters
 from rankwise.version import __version__
 
@@ -35,11 +36,12 @@ class Form(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
+    cut: Cut | None
 
 
 def form_of(tensor: Tensor) -> Form:
     """The present one."""
-    return Form(type(tensor), tensor.dtype, tensor.device, tensor.shape)
+    return Form(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut_of(tensor))
 
 
 class Planned(Protocol):
@@ -63,7 +65,6 @@ class Planner:
         settle: Called before plans are forgotten: the last steps may have to be undone by them.
 
     Attributes:
-        source: The framework's description of the param groups' tensors.
         units: Those planned so far.
         loads: What every rank carries, in the same order as their numbers; empty for nothing.
         owner_of: Owners of matrices. Outlives the plans: an owner keeps its matrices, whose states nobody else has.
@@ -80,7 +81,7 @@ class Planner:
         self._held = declared, table, values, matrix_states, settle
         self._declared, self._table, self._values, self._matrix_states, self._settle = self._held
         self._builder = UnitBuilder(declared, table, values)
-        self.source: LayoutSource = table.plain
+        self._attached: LayoutSource | None = None
         self.units: dict[UnitKey, StepUnit] = {}
         self.loads: list[float] = []
         self.owner_of: dict[str, int] = {}
@@ -91,11 +92,16 @@ class Planner:
 
     # --- the layout ---------------------------------------------------------------------------------------------
 
+    @property
+    def source(self) -> LayoutSource:
+        """The framework's description of the param groups' tensors; that of plain parameters if there is none."""
+        return self._table.plain if self._attached is None else self._attached
+
     def attach(self, source: LayoutSource) -> None:
         """Plan by another description of the tensors from now on."""
         if source.group is not self.source.group:
             self.owner_of.clear()
-        self.source = source
+        self._attached = source
         self.forget()
 
     @property
@@ -111,7 +117,7 @@ class Planner:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter that a tensor is, where the tensors are parameters."""
-        return self.source.name_of(tensor) if isinstance(self.source, WholeParameters) else None
+        return self.source.name_of(tensor)
 
     # --- units --------------------------------------------------------------------------------------------------
 
@@ -157,7 +163,10 @@ class Planner:
         routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
         kept = [self._declared.element_states(entry.info, entry.route.rule, group) for entry in entries]
-        return content, ElementStates([tensor], entries, kept, dtype)
+        name = self.source.name_of(tensor)
+        known = {} if name is None else {name: 0}
+        of_empty = self._builder.states_of_empty([tensor], entries, known, {0: group}, [0])
+        return content, ElementStates([tensor], entries, kept, dtype, of_empty)
 
     def plan_present(self, optimizer: Planned, groups: Groups) -> StepUnit:
         """Plan the unit of the present tensors of the groups."""

@@ -18,7 +18,7 @@ from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmat
 from rankwise.routing.roles import ParameterInfo, Role, Route, describe, info_of, route
 from rankwise.routing.stored_shapes import parts_by_name, transposed_by_name
 from rankwise.sharding import Block
-from rankwise.sharding.sources import WholeParameters, real_view, refuse_unreadable
+from rankwise.sharding.sources import WholeParameters, layout_with, real_view, refuse_unreadable
 
 __all__ = ["Groups", "ParameterTable", "idle_allowed"]
 
@@ -85,7 +85,7 @@ class ParameterTable:
         self.plain = WholeParameters()
         self._warned_of_nameless = False
         for name, parameter in self.parameters.items():
-            self.plain.register(parameter, name, self.catalog[name][1])
+            self._register(parameter, name, self.catalog[name][1])
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class ParameterTable:
             self.catalog[info.name] = (info, index)
             self.parameters[info.name] = parameter
             self.route_by(groups, info.name)
-            self.plain.register(parameter, info.name, index)
+            self._register(parameter, info.name, index)
         self._know_by_name(groups)
 
     def name_again(self, groups: Groups) -> None:
@@ -136,7 +136,11 @@ class ParameterTable:
         info, before = self.catalog[name]
         if position != before:
             self.catalog[name] = (info, position)
-            self.plain.register(self.parameters[name], name, position)
+            self._register(self.parameters[name], name, position)
+
+    def _register(self, parameter: Tensor, name: str, position: int) -> None:
+        self.plain = layout_with(self.plain, parameter)
+        self.plain.register(parameter, name, position)
 
     def leave_out_empty_groups(self) -> None:
         """Count param groups as a framework does that removed those without parameters."""

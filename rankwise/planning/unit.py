@@ -34,6 +34,7 @@ from rankwise.sharding import (
     in_slices,
     plan_matrices,
 )
+from rankwise.sharding.shards import local_view
 from rankwise.updates.adamw import Step
 
 __all__ = ["WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
@@ -148,6 +149,8 @@ class StepUnit:
     forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
     key: Any = ()  # among the optimizer's units
     apart: bool = False  # its ranks are some of the optimizer's ranks only
+    # where all ranks have a tensor of every parameter: its index, by key
+    key_tensors: Mapping[str, int] = field(default_factory=dict)
     sums: FragmentSums = field(init=False)
     indices: DeviceIndices = field(init=False)
     exchange: MatrixExchange | None = None
@@ -161,11 +164,24 @@ class StepUnit:
         keys = self.layout.shapes if self.sum_all else self.keys("matrix")
         self.sums = FragmentSums(self.layout, self.device, set(keys))
 
+    @property
+    def missing_alike(self) -> bool:
+        """Whether parameters without a gradient take no step, on any rank; else their gradients are zeros."""
+        return bool(self.key_tensors) or self.layout.replicated or self.layout.world_size == 1
+
+    def missing(self) -> frozenset[str]:
+        """Keys without a gradient, where ranks that have nothing of them must know."""
+        absent = [tensor.grad is None for tensor in self.tensors]
+        if not self.key_tensors or not any(absent):
+            return frozenset()
+        return frozenset(key for key, index in self.key_tensors.items() if absent[index])
+
     def spends(self, entry: Entry, grad: Tensor) -> bool:
         """Whether a fragment's gradient may be written to: nobody reads it after the step, or it is a copy."""
         given = self.tensors[entry.fragment.tensor].grad
         if self.spends_gradients or given is None:
             return True
+        given = local_view(given)
         # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
         return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
 
@@ -272,6 +288,9 @@ class StepUnit:
             The ranks' loads including these tasks.
         """
         self.slices = slices or {}
+        if self.key_tensors:
+            parts = {part: key for key, matrix in self.slices.items() for part in matrix.parts}
+            self.key_tensors = {**self.key_tensors, **{part: self.key_tensors[key] for part, key in parts.items()}}
         layout = in_slices(self.layout, self.slices)
         plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
         wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)

@@ -182,11 +182,14 @@ class MatrixExchange:
 
     # --- one batch ----------------------------------------------------------------------------------------------
 
-    def start_gather(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> Gather:
+    def start_gather(
+        self, plan: BatchPlan, sources: Sequence[Tensor | None], missing: frozenset[str] = frozenset()
+    ) -> Gather:
         """Send this rank's pieces of a batch to the owners.
 
         Args:
             plan: One of :attr:`batches` or :attr:`in_place`.
+            missing: Parameters without values on any rank, which is known to all: zeros travel in their place.
             sources: Per local fragment, its values as the fragment is stored, which stay as they are until the batch
                 has been gathered. None for fragments no task uses, and, where every rank has whole copies, for
                 parameters without a gradient: a task none of whose parts has one is left out of the step, a part
@@ -204,7 +207,7 @@ class MatrixExchange:
         _fill(flat, plan.local, [sources[piece.fragment] for piece in plan.local])
         if not plan.gathers:
             return Gather(stack, None)
-        leaving = [self._present(sources, piece) for piece in plan.outgoing.pieces]
+        leaving = [self._present(sources, piece, missing) for piece in plan.outgoing.pieces]
         return Gather(stack, self._all_to_all(self._pack(leaving), plan.outgoing.counts, plan.incoming.counts))
 
     def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
@@ -216,9 +219,10 @@ class MatrixExchange:
             return False
         return source.numel() == plan.length and source.dtype == self.dtype
 
-    @staticmethod
-    def _present(sources: Sequence[Tensor | None], piece: Piece) -> Tensor:
+    def _present(self, sources: Sequence[Tensor | None], piece: Piece, missing: frozenset[str]) -> Tensor:
         source = sources[piece.fragment]
+        if source is None and self.layout.mine[piece.fragment].key in missing:
+            return torch.zeros(piece.numel, dtype=self.dtype, device=self.device)
         if source is None:
             raise RuntimeError(
                 f"'{piece.task.key}' has no values on this rank; on several ranks a missing gradient must be passed as "
@@ -235,8 +239,18 @@ class MatrixExchange:
             gather.message = None  # Its memory is free while the batch is computed.
         return gather.stack
 
-    def live_rows(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """The rows of the stack of which any part has values."""
+    def live_rows(
+        self, plan: BatchPlan, sources: Sequence[Tensor | None], missing: frozenset[str] = frozenset()
+    ) -> tuple[int, ...]:
+        """The rows of the stack of which any part has values.
+
+        Args:
+            plan: The batch.
+            sources: See :meth:`start_gather`.
+            missing: The same.
+        """
+        if missing:
+            return tuple(row for row, task in enumerate(plan.owned) if not missing.issuperset(task.parts))
         live = {piece.row for piece in plan.local if sources[piece.fragment] is not None} | set(plan.incoming.rows)
         return tuple(sorted(live))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.options.validation import OptionError
+
+from .shards import is_sharded
 
 __all__ = [
     "LayoutSource",
@@ -20,11 +23,15 @@ __all__ = [
     "WholeParameters",
     "advise",
     "framework_advice",
+    "layout_with",
+    "read_sharded_by",
     "real_view",
     "refuse_unreadable",
 ]
 
 
+_sharded: list[Callable[[WholeParameters], WholeParameters]] = []
+"""Makes the layout of parameters some of which are ``DTensor``."""
 _ADVICE: dict[str, str] = {}
 """By the module that a program using a framework has imported: what to call."""
 
@@ -54,6 +61,22 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def read_sharded_by(make: Callable[[WholeParameters], WholeParameters]) -> None:
+    """Say what reads parameters that are ``DTensor``.
+
+    Args:
+        make: From the layout of those that are known already, the one of all.
+    """
+    _sharded[:] = [make]
+
+
+def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
+    """The layout that can take another parameter, too."""
+    if is_sharded(tensor) and _sharded and not plain.missing_alike:
+        return _sharded[0](plain)
+    return plain
+
+
 def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
     """Refuse tensors whose values are not where a plain tensor has them.
 
@@ -75,13 +98,13 @@ def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
     sharded = any(getattr(tensor, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
     if sharded or "_flat_param" in name or "_fsdp_wrapped_module" in name:
         kind_of = "a parameter that FSDP has flattened"
-    elif getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__:
-        kind_of = f"a {kind.__name__}, a tensor subclass, as fully_shard makes them"
+        fix = "shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead of FullyShardedDataParallel"
+    elif getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ and not is_sharded(tensor):
+        kind_of, fix = f"a {kind.__name__}, a tensor subclass", "pass the tensors that it is made of"
     else:
         return
     raise OptionError(
-        f"{owner}: the parameter '{name}' is invalid, being {kind_of}: it must be a plain tensor with all of its "
-        "values; train with DistributedDataParallel, ZeRO or a distributed optimizer that rankwise supports instead"
+        f"{owner}: the parameter '{name}' is invalid, being {kind_of}: it must be a plain tensor or a DTensor; {fix}"
     )
 
 
@@ -137,6 +160,9 @@ class LayoutSource(ABC):
     Attributes:
         group: Of the ranks that hold pieces or copies of the parameters; None for a single process.
         replicated: Whether every rank holds every parameter whole.
+        missing_alike: Whether each of the optimizer's tensors is one parameter, which all ranks have a tensor of, and a
+            gradient that is missing is missing on all of them: the parameter then takes no step, as in one process.
+            Else it is one of zeros.
         tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
             slice; checkpoints must take its states so too. None: every matrix is computed by one rank.
         spends_gradients: Whether nobody reads the gradients of the optimizer's tensors after the step, so that their
@@ -145,12 +171,25 @@ class LayoutSource(ABC):
 
     group: dist.ProcessGroup | None
     replicated: bool = False
+    missing_alike: bool = False
     tensor_parallel: TensorParallel | None = None
     spends_gradients: bool = False
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
         """Name the parameters stored in ``tensor``."""
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The parameter that a tensor is, where the tensors are parameters; else None."""
+        return None
+
+    def connect(self) -> None:
+        """Called before a unit is planned, by all ranks that plan it: the place for collectives."""
+        return
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn of the model whose statistics are gathered."""
+        return
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors each ``step()`` call will find in the param groups, and the position of their group there.
@@ -173,6 +212,14 @@ class LayoutSource(ABC):
 
     def loss_scale(self) -> float | Tensor | None:
         """What the present gradients were multiplied by during the backward pass; None if the framework cannot say."""
+        return None
+
+    def alike(self) -> tuple[int, int]:
+        """This rank's place among those that see the same tokens, and their number, where modules do not show it."""
+        return 0, 1
+
+    def averaged_over(self) -> float | None:
+        """What the sum of the ranks' gradients is divided by; None: the number of ranks."""
         return None
 
     def gradient_divisor(self) -> float | Tensor | None:

@@ -160,8 +160,10 @@ class SONew(ShardedOptimizer):
         if halo.empty:
             return {}
         count = 3 + self.options.band
-        empty = torch.empty(0, dtype=unit.dtype, device=unit.device)
-        fields: list[list[Tensor]] = [[empty] * len(unit.entries) for _ in range(count)]
+        zero = torch.zeros((), dtype=unit.dtype, device=unit.device)
+        # Of parameters without a gradient, and of those that have no chain: what is fetched of them is not used.
+        nothing = [zero.expand(entry.fragment.numel) for entry in unit.entries]
+        fields: list[list[Tensor]] = [list(nothing) for _ in range(count)]
         for bucket in buckets:
             names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
             columns = [bucket.grads, *(bucket.state(name) for name in names)]

@@ -22,6 +22,7 @@ from rankwise.statistics.early import BackwardReduction, twin_group
 from rankwise.statistics.hooks import Capture, Describe
 from rankwise.statistics.scalers import watch_gradient_scalers
 from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
+from rankwise.statistics.views import seen_by, views_of
 from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["Collector", "Reduced"]
@@ -97,6 +98,7 @@ class Collector:
         watch_gradient_scalers()
         table.learn_roles(model, groups)
         self._planner.forget()
+        self._planner.source.watch(model)
         names = {id(parameter): name for name, parameter in table.parameters.items()}
 
         def wanted(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -106,7 +108,8 @@ class Collector:
         self.release()
         # Not in the class's body: the compiler takes as long to import as torch.
         self._ask_uncompiled = torch.compiler.disable(self._ask)
-        self.hooks = Capture(model, wanted, window, describe)
+        alike = self._planner.source.alike()
+        self.hooks = Capture(model, wanted, window, lambda module: seen_by(views_of(module, describe(module)), alike))
         self.hooks.on_training_forward = self._find_replicas
         self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
         self.early = self.hooks.listener = self._reduce_early()
@@ -262,9 +265,11 @@ class Collector:
         told = source.gradient_divisor()
         if told is not None:
             return told
+        averaged = source.averaged_over()
+        ranks = unit.layout.world_size if averaged is None else averaged
         scale = source.loss_scale() if self._loss_scale is None else self._loss_scale()
         if scale is not None:
-            return unit.layout.world_size * float(scale)
+            return ranks * float(scale)
         if self._unscaled_by is not None:
-            return unit.layout.world_size * self._unscaled_by.to(unit.device)
-        return unit.layout.world_size
+            return ranks * self._unscaled_by.to(unit.device)
+        return ranks

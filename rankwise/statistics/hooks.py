@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.statistics.views import LinearShape, LinearView, describe_linear, views_of
+from rankwise.sharding.shards import is_sharded
+from rankwise.statistics.views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
 from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record, clear
 
 __all__ = ["Capture", "Describe", "has_compiled"]
@@ -95,8 +96,12 @@ class Capture:
         if not self._handles:
             if self._by_module and has_compiled():
                 torch.compiler.reset()
+            # What tensor parallelism makes of an output is no sharded tensor any more, which says what it shows.
             self._handles = [
-                module.register_forward_hook(self._on_forward, with_kwargs=True) for module in self._by_module
+                module.register_forward_hook(
+                    self._on_forward, with_kwargs=True, prepend=any(is_sharded(view.weight) for view, _ in views)
+                )
+                for module, views in self._by_module.items()
             ]
             if self._root is not None and self._window is not None:
                 self._handles.append(self._root.register_forward_pre_hook(self._on_window))
@@ -211,7 +216,7 @@ class Capture:
             if not self._wants(record):
                 continue
             rows = None if view.rows is None else view.rows(args, kwargs)
-            call = _input_call(view, record, _as_rows(inputs, rows))
+            call = _input_call(view, record, inputs, rows)
             hooked.register_hook(partial(self._on_output_grad, call, rows))
 
     def _on_output_grad(self, call: ModuleCall, rows: slice | None, grad: Tensor | None) -> None:
@@ -220,9 +225,9 @@ class Capture:
         if self._window is not None:
             self.begin_window(self._window())
         record = call.record
+        grad = grad.detach()
         record.move_to(grad.device)
-        part = record.outputs.part(_as_rows(grad, rows), record.shape.out_features)
-        record.sum_output_grad += _sum_over_tokens(part, record.sum_output_grad.dtype)
+        record.sum_output_grad += _summed(grad, rows, record.outputs, record.shape.out_features, record.sum_output_grad)
         # A retained graph sends several gradients for one input, which counts once.
         if call.epoch != record.epoch:
             call.epoch = record.epoch
@@ -306,19 +311,31 @@ def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
     return flat if rows is None else flat[rows]
 
 
-def _input_call(view: LinearView, record: Record, rows: Tensor) -> ModuleCall:
-    features, side = record.shape.in_features, record.inputs
+def _input_call(view: LinearView, record: Record, inputs: Tensor, chosen: slice | None) -> ModuleCall:
+    features = record.shape.in_features
+    held, side = placed(inputs, record.inputs)
+    rows = _as_rows(held, chosen)
     if rows.shape[1] not in (features, side.width(features)):
         raise ValueError(
             f"module {record.name!r} got an input with {rows.shape[1]} features, its in_features is "
             f"{features}; exclude its weight (MKOR's option 'exclude', Capture's 'select')"
         )
     count = len(range(rows.shape[0])[side.share(rows.shape[0])])
-    part = side.part(rows, features)
-    if view.prepare is not None:
-        part = view.prepare(part)
-    return ModuleCall(record, _sum_over_tokens(part, record.sum_input.dtype), count)
+    return ModuleCall(record, _summed(inputs, chosen, record.inputs, features, record.sum_input, view.prepare), count)
 
 
-def _sum_over_tokens(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows.sum(0, dtype=dtype)
+def _summed(
+    tensor: Tensor,
+    chosen: slice | None,
+    side: SummedPart,
+    features: int,
+    like: Tensor,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The sum over tokens of what this rank sums up, as long as the sums that it is added to."""
+    held, own = placed(tensor, side)
+    part = own.part(_as_rows(held, chosen), features)
+    if prepare is not None:
+        part = prepare(part)
+    found = part.sum(0, dtype=like.dtype)
+    return found if own is side else own.widened(found, features)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = ["LinearShape", "LinearView", "SummedPart", "describe_linear", "views_of"]
+from rankwise.sharding.shards import cut_of, local_view
+
+__all__ = ["LinearShape", "LinearView", "SummedPart", "describe_linear", "placed", "seen_by", "views_of"]
 
 
 class LinearShape(NamedTuple):
@@ -71,6 +73,41 @@ class SummedPart(NamedTuple):
             found[start:end] = vector[offset : offset + end - start]
             offset += end - start
         return found
+
+
+def placed(tensor: Tensor, side: SummedPart) -> tuple[Tensor, SummedPart]:
+    """What this rank has of a module's tensor, and the part of it that it sums up: as a ``DTensor``'s placements say.
+
+    Args:
+        tensor: Input, or gradient of the output.
+        side: What is known of a tensor that is no ``DTensor``.
+    """
+    cut = cut_of(tensor)
+    if cut is None:
+        return tensor, side
+    position, ways, runs = 0, 1, None
+    for dim, placement in enumerate(cut.placements):
+        number, count = cut.mesh.get_local_rank(dim), cut.mesh.size(dim)
+        if placement.is_shard() and placement.dim % tensor.dim() == tensor.dim() - 1:
+            size = -(-tensor.shape[-1] // count)
+            runs = ((min(number * size, tensor.shape[-1]), min((number + 1) * size, tensor.shape[-1])),)
+        if placement.is_replicate() or (runs is not None and placement.is_shard()):
+            # All of its ranks see these tokens. Those of a sum that is yet to be taken each have a part of it.
+            position, ways = position * count + number, ways * count
+    return local_view(tensor), SummedPart(runs, (position, ways))
+
+
+def seen_by(described: list[LinearView], alike: tuple[int, int]) -> list[LinearView]:
+    """The views where several ranks see the same tokens, and take a share of them each.
+
+    Args:
+        described: As if this were one process.
+        alike: See :class:`SummedPart`.
+    """
+    if alike[1] == 1:
+        return described
+    share = SummedPart(None, alike)
+    return [replace(view, inputs=share, outputs=share) for view in described]
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,6 +156,7 @@ class _MatrixStep:
     def __init__(self, exchange: MatrixExchange, rule: MatrixRule) -> None:
         self._exchange, self._rule, self._taken = exchange, rule, 0
         self._sources = rule.gather(exchange.in_place_fragments)
+        self._missing = rule.unit.missing()
 
     def run(self) -> None:
         batches = self._exchange.batches
@@ -180,7 +181,7 @@ class _MatrixStep:
 
     def _gather(self, plan: BatchPlan) -> Gather:
         with _phase(plan, "gather"):
-            return self._exchange.start_gather(plan, self._sources)
+            return self._exchange.start_gather(plan, self._sources, self._missing)
 
     def _computed(self, plan: BatchPlan, arriving: Gather) -> Tensor:
         stack = self._exchange.finish_gather(plan, arriving)
@@ -194,7 +195,7 @@ class _MatrixStep:
             return self._exchange.start_return(plan, result, self._rule.reply(plan.batch))
 
     def _updated(self, plan: BatchPlan, stack: Tensor, reply: Reply, spent: bool) -> Tensor:
-        live = self._exchange.live_rows(plan, self._sources)
+        live = self._exchange.live_rows(plan, self._sources, self._missing)
         if len(live) == len(plan.owned):
             return self._of_rule(plan.batch, plan.owned, stack, spent)
         if not live:

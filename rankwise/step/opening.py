@@ -18,6 +18,7 @@ from rankwise.planning.element_states import States
 from rankwise.planning.entries import Entry
 from rankwise.planning.planner import Planner
 from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.sharding.shards import local_gradient, local_view
 from rankwise.sharding.sources import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
 
@@ -97,27 +98,28 @@ class Opening:
             RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before.
             OptionError: One has its values elsewhere.
         """
-        # Ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
-        zeros = unit.layout.world_size > 1 and not unit.layout.replicated
+        # Other ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
+        zeros = not unit.missing_alike
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
             return None
-        found = [tensor.grad for tensor in unit.tensors]
+        held = list(map(local_view, unit.tensors))
+        found = [None if tensor.grad is None else local_gradient(tensor, tensor.grad) for tensor in unit.tensors]
         for tensor, grad in zip(unit.tensors, found, strict=True):
             if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
                 self._refuse_gradient(tensor, grad)
-        self._refuse_other_lengths(unit, found)
+        self._refuse_other_lengths(unit, held, found)
         opened = Opened([], [])
         stepped: list[Tensor] = []
-        for tensor, grad in zip(unit.tensors, found, strict=True):
+        for tensor, local, grad in zip(unit.tensors, held, found, strict=True):
             if grad is None and not zeros:
                 opened.weights.append(None)
                 opened.grads.append(None)
                 continue
-            weight = _flat(tensor, unit.dtype)
+            weight = _flat(local, unit.dtype)
             opened.weights.append(weight)
             opened.grads.append(torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype))
             stepped.append(tensor)
-        self._count(states, stepped)
+        self._count(unit, states, stepped)
         return opened
 
     def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
@@ -126,9 +128,9 @@ class Opening:
             raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
         refuse_unreadable(name, f"{self._planner.name_of(tensor) or 'parameter'}.grad", grad)
 
-    def _refuse_other_lengths(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> None:
+    def _refuse_other_lengths(self, unit: StepUnit, held: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Before the step is counted, and a kernel reads or writes behind what has become shorter."""
-        lengths = [tensor.numel() for tensor in unit.tensors]
+        lengths = [tensor.numel() for tensor in held]
         planned = unit.scratch.setdefault("lengths", lengths)
         for tensor, grad, length, before in zip(unit.tensors, grads, lengths, planned, strict=True):
             if length != before:
@@ -142,9 +144,11 @@ class Opening:
             f"elements, but must have {wanted}: it was replaced since the step was planned"
         )
 
-    def _count(self, states: States, tensors: Sequence[Tensor]) -> None:
+    def _count(self, unit: StepUnit, states: States, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if "step" not in states[tensor]:
+                # A rank with an empty part has the states of the others, which checkpoints save together.
+                unit.states.allocate_empty(states, tensor)
                 graphs.refuse_capture(tensor.device, "the first step of a parameter")
                 device = self._declared.count_device(tensor)
                 states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -193,9 +197,9 @@ class Opening:
 
     def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         """Write weights back whose working views are copies."""
-        for tensor, weight in zip(unit.tensors, weights, strict=True):
+        for tensor, weight in zip(map(local_view, unit.tensors), weights, strict=True):
             if weight is not None and weight.data_ptr() != tensor.data_ptr():
-                target = real_view(tensor)
+                target = real_view(tensor.detach())
                 target.copy_(weight.view(target.shape))
 
 

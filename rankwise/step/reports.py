@@ -21,6 +21,7 @@ from rankwise.planning.planner import Planner
 from rankwise.planning.table import ParameterTable
 from rankwise.routing.unknown_parts import unknown_parts
 from rankwise.sharding import Block, Traffic, cut_into_blocks
+from rankwise.sharding.shards import local_view
 from rankwise.step.health import Health
 
 __all__ = ["Explanation", "Reports", "health_of", "print_on_first_rank"]
@@ -238,4 +239,4 @@ class Reports:
 
 
 def _element_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
+    return {name: local_view(value) for name, value in state.items() if isinstance(value, Tensor) and name != "step"}

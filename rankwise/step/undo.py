@@ -15,6 +15,7 @@ from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.unit import StepUnit, UnitKey
+from rankwise.sharding.shards import local_view
 from rankwise.step.health import Health
 
 __all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
@@ -146,7 +147,7 @@ class Undo:
             unit.states.allocate(states, index)  # to be zero if the step is undone
             state = states[unit.tensors[index]]
             counts.append((state["step"], state["step"] - 1))
-            changed += [value for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
+            changed += [local_view(v) for name, v in state.items() if isinstance(v, Tensor) and name != "step"]
         broken = any_not_finite(unit, judged)
         self._health.add("skipped_steps", broken)
         finite = zeroed_where(broken, grads)

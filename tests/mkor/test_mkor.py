@@ -482,13 +482,13 @@ def test_a_head_tied_to_the_embedding_takes_the_backend() -> None:
 
 def test_off_factor_steps_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    original = capture_module._sum_over_tokens
+    original = capture_module._summed
 
     def counting(*args: Any) -> Tensor:
         counts[-1] += 1
         return original(*args)
 
-    monkeypatch.setattr(capture_module, "_sum_over_tokens", counting)
+    monkeypatch.setattr(capture_module, "_summed", counting)
     model = make()
     optimizer = build(model, update_interval=4)
     hooked: list[bool] = []

@@ -65,7 +65,7 @@ def _whole(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 def run_rule(exchange: MatrixExchange, rule: Any) -> float:
     """Step the matrices of an exchange; how many the rule is said to have updated."""
     counted: Counter[str] = Counter()
-    rule.unit = SimpleNamespace(exchange=exchange, layout=exchange.layout)
+    rule.unit = SimpleNamespace(exchange=exchange, layout=exchange.layout, missing=frozenset)
     rule.health = SimpleNamespace(add=lambda name, value: counted.update({name: value}))
     step_matrices(rule)
     return counted["matrices_updated"]

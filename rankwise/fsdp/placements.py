@@ -1,0 +1,132 @@
+"""Which elements of a parameter a rank has, from the placements of a ``DTensor``: pure Python, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+from rankwise.sharding.sources import Slice
+
+__all__ = ["Runs", "PlacementError", "copy_ranks", "held_runs", "slices_of"]
+
+Runs = list[tuple[int, int]]
+"""Positions [start, end) along one dimension, ascending and apart."""
+
+
+class PlacementError(ValueError):
+    """A placement that says nothing of where elements lie, or one that is not known."""
+
+
+def held_runs(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> list[Runs]:
+    """What a rank has of each dimension of a parameter.
+
+    Args:
+        shape: Of the parameter.
+        mesh_shape: Ranks along each dimension of the mesh.
+        coordinate: This rank's place in it.
+        placements: By dimension of the mesh: ``Shard``, ``_StridedShard`` (split before the dimensions left of it) or
+            ``Replicate``, applied from left to right as torch does.
+
+    Raises:
+        PlacementError: One is another, ``Partial`` for example.
+    """
+    found: list[Runs] = [[(0, size)] if size else [] for size in shape]
+    for ways, place, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        kind = type(placement).__name__
+        if kind not in ("Shard", "_StridedShard"):
+            raise PlacementError(f"{placement} is not known: it must be Shard or Replicate")
+        dim = placement.dim % len(shape)
+        pieces = _chunks(found[dim], int(placement.split_factor)) if kind == "_StridedShard" else [found[dim]]
+        found[dim] = _joined(run for piece in pieces for run in _chunks(piece, ways)[place])
+    return found
+
+
+def _chunks(runs: Runs, count: int) -> list[Runs]:
+    """As ``torch.chunk`` cuts: all of one length but the last ones, which may be shorter or empty."""
+    total = sum(end - start for start, end in runs)
+    size = -(-total // count)
+    return [_taken(runs, number * size, min((number + 1) * size, total)) for number in range(count)]
+
+
+def _taken(runs: Runs, first: int, last: int) -> Runs:
+    """The elements number ``first`` to ``last`` of some runs."""
+    found, before = [], 0
+    for start, end in runs:
+        low, high = max(first - before, 0), min(last - before, end - start)
+        if low < high:
+            found.append((start + low, start + high))
+        before += end - start
+    return found
+
+
+def _joined(runs: Iterator[tuple[int, int]]) -> Runs:
+    found: Runs = []
+    for start, end in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def slices_of(name: str, shape: Sequence[int], held: Sequence[Runs], copy: int) -> tuple[Slice, ...]:
+    """A rank's part of a parameter as runs of the flattened parameter, stored one behind the other.
+
+    Args:
+        name: The parameter.
+        shape: Its shape.
+        held: See :func:`held_runs`.
+        copy: Which of the copies that ranks hold alike it belongs to.
+
+    Raises:
+        PlacementError: The columns of this rank do not lie side by side.
+    """
+    sizes, runs, width, columns = list(shape), list(held), 1, None
+    if len(sizes) > 1 and runs[-1] and runs[-1] != [(0, sizes[-1])]:
+        if len(runs[-1]) > 1:
+            raise PlacementError("columns that do not lie side by side cannot be followed")
+        columns = runs[-1][0]
+        width = columns[1] - columns[0]
+        sizes, runs = sizes[:-1], runs[:-1]
+    found, offset = [], 0
+    for start, end in _flat_runs(sizes, runs) if all(held) else []:
+        first, last = start * width, end * width
+        found.append(Slice(name, first, last, offset, columns, copy))
+        offset += last - first
+    return tuple(found)
+
+
+def _flat_runs(sizes: Sequence[int], held: Sequence[Runs]) -> Runs:
+    """Runs of the flattened dimensions, in row-major order."""
+    found: Runs = [(0, 1)]
+    block = 1
+    for size, runs in zip(reversed(sizes), reversed(held), strict=True):
+        if found == [(0, block)]:
+            found = [(start * block, end * block) for start, end in runs]
+        else:
+            rows = (row for start, end in runs for row in range(start, end))
+            found = [(row * block + start, row * block + end) for row in rows for start, end in found]
+        block *= size
+    return found
+
+
+def copy_ranks(ranks: Any, coordinate: Sequence[int], placements: Sequence[Any]) -> list[int]:
+    """The ranks that together have one copy of a parameter.
+
+    Args:
+        ranks: Of the mesh, a tensor with its dimensions.
+        coordinate: Of one of the ranks: they are those of its copy.
+        placements: By dimension of the mesh.
+    """
+    chosen = [
+        [place] if placement.is_replicate() else range(ways)
+        for ways, place, placement in zip(ranks.shape, coordinate, placements, strict=True)
+    ]
+    assert prod(map(len, chosen))
+    return sorted(int(ranks[place]) for place in product(*chosen))

@@ -1,0 +1,210 @@
+"""The layout of parameters that are ``DTensor``, as ``fully_shard`` and ``parallelize_module`` make them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankwise.fsdp.gradient_averages import averaged_over, seen_alike, sharded_modules
+from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
+from rankwise.options.validation import OptionError
+from rankwise.sharding import LayoutError, gather_together, local_group
+from rankwise.sharding.shards import is_sharded, local_view
+from rankwise.sharding.sources import Slice, TensorContents, TensorParallel, WholeParameters
+
+__all__ = ["ShardedParameters"]
+
+
+class _Sets(NamedTuple):
+    """Ranks that have a copy of a parameter together.
+
+    Attributes:
+        sets: Of every copy, ranks of the world in ascending order.
+        mine: The one of this rank.
+        group: Of its ranks, if the mesh has one.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    mine: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+class ShardedParameters(WholeParameters):
+    """Every tensor of the param groups is a parameter, of which this rank has what its placements say.
+
+    Parameters may lie on several meshes, and some may be no ``DTensor`` at all, which every rank has whole then. Where
+    ranks have the same elements (``Replicate``, or a smaller mesh than that of other parameters) they hold copies. All
+    ranks have all parameters in their param groups, if only an empty part of one, and gradients that are missing are
+    missing on all ranks: ``fully_shard`` sees to it.
+    """
+
+    missing_alike = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._meshes: list[Any] = []
+        self._ranks: set[int] = set()
+        self._sets: Counter[_Sets] = Counter()
+        self._connected = False
+        self._devices: set[str] = set()
+        self._modules: list[Any] = []
+
+    @classmethod
+    def of(cls, whole: WholeParameters) -> ShardedParameters:
+        """Goes on with the parameters that another one knows."""
+        found = cls()
+        found._names.update(whole._names)
+        for key, contents in whole._contents.items():
+            slices = tuple(replace(part, copy=_rank()) for part in contents.slices)
+            found._contents[key] = TensorContents(contents.group, slices)
+        return found
+
+    def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
+        """Refused: the wrapper would average gradients of parts.
+
+        Raises:
+            OptionError: Always.
+        """
+        raise OptionError(
+            "a DistributedDataParallel around a model with DTensor parameters is invalid: it must be fully_shard with "
+            "a two-dimensional mesh (replicate, shard), which averages gradients over both"
+        )
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    def register(self, tensor: Tensor, name: str, group: int) -> None:
+        """Name a parameter of the constructor.
+
+        Raises:
+            OptionError: Its placements are not known, or this rank has no part in its mesh.
+        """
+        self._names[id(tensor)] = name
+        if not is_sharded(tensor):
+            whole = (Slice(name, 0, tensor.numel(), 0, None, _rank()),) if tensor.numel() else ()
+            self._contents[id(tensor)] = TensorContents(group, whole)
+            return
+        self._contents[id(tensor)] = TensorContents(group, self._slices(tensor, name))
+
+    def _slices(self, tensor: Any, name: str) -> tuple[Slice, ...]:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise OptionError(
+                f"the parameter '{name}' is invalid, being a DTensor on a mesh without rank {_rank()}: an optimizer "
+                "must be given the parameters of its own pipeline stage alone"
+            )
+        if tensor.is_complex():
+            raise OptionError(f"the parameter '{name}' is invalid: a DTensor must be real, but it is complex")
+        ranks = mesh.mesh
+        try:
+            held = held_runs(tensor.shape, tuple(ranks.shape), coordinate, placements)
+            mine = copy_ranks(ranks, coordinate, placements)
+            slices = slices_of(name, tensor.shape, held, mine[0])
+        except PlacementError as error:
+            raise OptionError(
+                f"the parameter '{name}' is invalid, having the placements {tuple(placements)}: {error}"
+            ) from None
+        has, expected = local_view(tensor).numel(), sum(part.end - part.start for part in slices)
+        if has != expected:
+            raise LayoutError(
+                f"this rank has {has} elements of '{name}', but by its placements {tuple(placements)} on a mesh of "
+                f"{tuple(ranks.shape)} it must have {expected}; report this version of torch, {torch.__version__}"
+            )
+        self._join(tensor, mesh, ranks, placements, mine)
+        return slices
+
+    def _join(self, tensor: Any, mesh: Any, ranks: Tensor, placements: Sequence[Any], mine: list[int]) -> None:
+        self._ranks.update(int(rank) for rank in ranks.flatten())
+        self._devices.add(local_view(tensor).device.type if not tensor.is_meta else mesh.device_type)
+        if all(mesh != known for known in self._meshes):
+            self._meshes.append(mesh)
+        cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+        if len(tensor.shape) > 1 and len(mine) > 1:
+            coordinates = _coordinates(ranks)
+            sets = dict.fromkeys(tuple(copy_ranks(ranks, place, placements)) for place in coordinates)
+            group = mesh.get_group(cut[0]) if len(cut) == 1 else None
+            self._sets[_Sets(tuple(sorted(sets)), tuple(mine), group)] += prod(tensor.shape)
+
+    # --- ranks --------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Find the group of all ranks that have a part of the parameters; a collective of them.
+
+        Raises:
+            LayoutError: Ranks that share a mesh have parameters on other meshes.
+        """
+        if self._connected or not self._meshes:
+            return
+        ranks = sorted(self._ranks)
+        for mesh in self._meshes:
+            for dim in range(mesh.ndim):
+                everyone = gather_together(lambda: ranks, mesh.get_group(dim))
+                if any(other != ranks for other in everyone):
+                    raise LayoutError(
+                        f"the optimizer's parameters lie on the ranks {ranks} here and on others on ranks that share a "
+                        "mesh with this one; build it from the same parameters on all of them"
+                    )
+        self._connected = True
+        if len(ranks) > 1:
+            self.group = self._group_of(ranks, None)
+            self.tensor_parallel = self._slices_together()
+
+    def _group_of(self, ranks: Sequence[int], known: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """A group of these ranks, one that there is where its messages can carry the parameters' device."""
+        groups = [known, *(mesh.get_group() for mesh in self._meshes if mesh.ndim == 1), dist.group.WORLD]
+        host = self._devices == {"cpu"}
+        for group in groups:
+            if group is not None and dist.get_process_group_ranks(group) == list(ranks):
+                return group if not host or _carries_cpu(group) else local_group(list(ranks), backend="gloo")
+        return local_group(list(ranks), **({"backend": "gloo"} if host else {}))
+
+    def _slices_together(self) -> TensorParallel | None:
+        """The ranks that have most of the matrices together can compute one together, slice by slice."""
+        if not self._sets:
+            return None
+        chosen = max(self._sets, key=lambda found: (self._sets[found], found.sets))
+        assert self.group is not None
+        place = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(self.group))}
+        sets = tuple(tuple(place[rank] for rank in ranks) for ranks in chosen.sets)
+        whole = list(chosen.mine) == dist.get_process_group_ranks(self.group)
+        return TensorParallel(sets, self.group if whole else self._group_of(chosen.mine, chosen.group))
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn from a model's modules what their gradients are divided by."""
+        self._modules = sharded_modules(model)
+
+    def alike(self) -> tuple[int, int]:
+        """See the base class."""
+        return seen_alike(self._modules, self._meshes, len(self._ranks))
+
+    def averaged_over(self) -> float:
+        """See the base class: as ``fully_shard`` divides them."""
+        return averaged_over(self._modules)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _carries_cpu(group: dist.ProcessGroup) -> bool:
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _coordinates(ranks: Tensor) -> Iterator[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for ways in ranks.shape:
+        found = [(*place, number) for place in found for number in range(ways)]
+    return iter(found)
