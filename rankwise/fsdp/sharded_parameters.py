@@ -55,6 +55,7 @@ class ShardedParameters(WholeParameters):
         self._connected = False
         self._devices: set[str] = set()
         self._modules: list[Any] = []
+        self._mesh: Any = None
 
     @classmethod
     def of(cls, whole: WholeParameters) -> ShardedParameters:
@@ -175,6 +176,15 @@ class ShardedParameters(WholeParameters):
         sets = tuple(tuple(place[rank] for rank in ranks) for ranks in chosen.sets)
         whole = list(chosen.mine) == dist.get_process_group_ranks(self.group)
         return TensorParallel(sets, self.group if whole else self._group_of(chosen.mine, chosen.group))
+
+    def mesh(self) -> Any:
+        """See the base class; None for one rank."""
+        if self._mesh is None and self.group is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            host = self._devices == {"cpu"}
+            self._mesh = DeviceMesh.from_group(self.group, "cpu" if host else self._meshes[0].device_type)
+        return self._mesh
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

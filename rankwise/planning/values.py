@@ -93,7 +93,7 @@ class GroupValues:
     def _refuse_misspelt(self, group: Mapping[str, Any]) -> None:
         """Refuse a key that nobody reads but that looks like one of ours; other programs add keys of their own."""
         declared = self._declared
-        valid = {*declared.group_options, "params", "param_names", "fallback"}
+        valid = {*declared.group_options, "params", "param_names", "fallback", "rankwise"}
         for key in group:
             if key in valid or key in self._defaults or key in _KEYS_OF_OTHERS or key in declared.options.names():
                 continue

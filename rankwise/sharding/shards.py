@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Cut", "cut_of", "is_sharded", "local_gradient", "local_view", "sharded_like"]
+__all__ = ["Cut", "cut_as", "cut_of", "is_sharded", "local_gradient", "local_view", "sharded_like"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -63,6 +63,28 @@ def local_gradient(tensor: Tensor, grad: Tensor) -> Tensor:
     local = local_view(grad)
     # The result of a collective that nobody has waited for.
     return local.wait() if hasattr(local, "wait") else local
+
+
+def cut_as(value: Tensor, owner: Tensor) -> Tensor:
+    """A tensor of the owner's shape, cut as the owner is; a collective where a whole one is to be made of parts.
+
+    Args:
+        value: Whole on every rank, or a ``DTensor``.
+        owner: Plain, or a ``DTensor``.
+    """
+    if not is_sharded(owner):
+        return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined, no-any-return]
+    wanted: Any = owner
+    if value.shape != owner.shape:
+        return value  # to be refused
+    if not is_sharded(value):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value.to(owner.device), wanted.device_mesh, wanted.placements, src_data_rank=None)
+    given: Any = value
+    if given.device_mesh == wanted.device_mesh and given.placements == wanted.placements:
+        return value
+    return cut_as(given.full_tensor(), owner)
 
 
 def sharded_like(owner: Tensor, local: Tensor) -> Tensor:

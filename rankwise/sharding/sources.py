@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,6 +187,10 @@ class LayoutSource(ABC):
     def connect(self) -> None:
         """Called before a unit is planned, by all ranks that plan it: the place for collectives."""
         return
+
+    def mesh(self) -> Any:
+        """A one-dimensional mesh of all ranks of :attr:`group`, where torch's sharded tensors are to lie on it."""
+        return None
 
     def watch(self, model: nn.Module) -> None:
         """Learn of the model whose statistics are gathered."""

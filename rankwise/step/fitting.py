@@ -13,6 +13,7 @@ from rankwise.planning.misfits import MisfitError, check_shape, refuse_strange
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
+from rankwise.step.by_parameter import WITH_STATES, matrices_of, without_matrices
 
 __all__ = ["SavedFit", "in_order_of", "same_groups"]
 
@@ -122,11 +123,22 @@ class SavedFit:
         self._refuse_foreign(state_dict)
         if same_groups(state_dict, groups):
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
-            state_dict = in_order_of(self._declared.identity, state_dict, names)
+            state_dict = self._with_matrices(in_order_of(self._declared.identity, state_dict, names), names)
             self._refuse_unknown_matrices(state_dict)
             self._refuse_misfits(optimizer, state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
+
+    def _with_matrices(self, state_dict: dict[str, Any], names: Names) -> dict[str, Any]:
+        """With the states of matrices beside those of parameters, which may stand among these."""
+        states = dict(state_dict["state"])
+        found: dict[str, MatrixState] = {}
+        for own, group in zip(names, state_dict["param_groups"], strict=True):
+            for name, key in zip(own, group["params"], strict=True):
+                found |= matrices_of(str(name), states.get(key, {}))
+                if key in states:
+                    states[key] = without_matrices(states[key])
+        return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.
@@ -143,8 +155,12 @@ class SavedFit:
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         ours = self._declared.identity
         theirs = state_dict.get("rankwise")
+        if theirs == ours and state_dict.get(WITH_STATES) and not self._have_matrices(state_dict):
+            raise ValueError(self._refusal_of_lost())
         # A dictionary that was put together by others holds no matrix states; some optimizers have none.
         if theirs != ours and (theirs is not None or (self._declared.matrix_state_names and state_dict["state"])):
+            if theirs is None and self._have_matrices(state_dict):
+                return
             if theirs is None:
                 raise ValueError(self._refusal_of_anonymous(state_dict))
             raise ValueError(
@@ -152,16 +168,23 @@ class SavedFit:
                 f"which must be {ours!r}; load it into that one, or load the weights alone"
             )
 
+    @staticmethod
+    def _have_matrices(state_dict: Mapping[str, Any]) -> bool:
+        return "matrix_states" in state_dict or any(matrices_of("", state) for state in state_dict["state"].values())
+
+    def _refusal_of_lost(self) -> str:
+        declared = self._declared
+        return (
+            f"{declared.identity}: the state dictionary has lost its matrix states "
+            f"({', '.join(declared.matrix_state_names)}), which stand among a parameter's as 'matrix.<name>'; save all "
+            "that optimizer.state_dict() returns, and load a flattened dictionary into a new optimizer"
+        )
+
     def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
         """Of a dictionary that says nothing of who wrote it: another optimizer's, or ours, taken apart."""
         declared, groups = self._declared, state_dict["param_groups"]
         if groups and all(set(declared.group_options) <= set(group) for group in groups):
-            return (
-                f"{declared.identity}: the state dictionary has lost its matrix states "
-                f"({', '.join(declared.matrix_state_names)}), as happens in torch.distributed.checkpoint's "
-                "get_optimizer_state_dict, which keeps states by parameter alone; save "
-                "optimizer.state_dict() itself, for example under a key of its own, and load that"
-            )
+            return self._refusal_of_lost()
         return (
             f"{declared.identity}: the state dictionary was written by another optimizer than rankwise's, "
             "torch.optim.AdamW for example, whose states mean something else; "

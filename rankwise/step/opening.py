@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels import graphs
@@ -87,6 +88,24 @@ class Opening:
                 f"{name}: lr is a tensor on another device than the weights, which a graph cannot read; make it one on "
                 f"{unit.device}, and change it in place"
             )
+
+    def are_all_zero(self, unit: StepUnit) -> bool:
+        """Whether every gradient there is is zero, on all ranks; a collective, for which the host waits."""
+        grads = [local_gradient(tensor, tensor.grad) for tensor in unit.tensors if tensor.grad is not None]
+        some = torch.zeros((), dtype=torch.float32, device=unit.device)
+        for grad in grads:
+            some += torch.count_nonzero(grad).to(some)
+        some += float(not grads)
+        if unit.layout.world_size > 1:
+            dist.all_reduce(some, group=unit.layout.group)
+        return not some
+
+    def make_states(self, unit: StepUnit, states: States) -> None:
+        """Make the states of every tensor that has a gradient, as before the first step."""
+        for index, tensor in enumerate(unit.tensors):
+            if tensor.grad is not None:
+                unit.states.allocate(states, index)
+                states[tensor]["step"] = torch.zeros((), device=self._declared.count_device(tensor))
 
     def open(self, unit: StepUnit, states: States) -> Opened | None:
         """Count the step of every tensor that takes one; None if none does.

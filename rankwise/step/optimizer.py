@@ -6,12 +6,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.kernels import graphs
 from rankwise.kernels.full_precision import full_precision
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError
@@ -19,14 +21,16 @@ from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import StateTypes
 from rankwise.planning.live_groups import LiveGroups
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
+from rankwise.planning.misfits import InitialStates
 from rankwise.planning.planner import Planner
 from rankwise.planning.step_groups import PEAK
 from rankwise.planning.table import ParameterTable
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.values import GroupValues
 from rankwise.planning.work import StepWork
-from rankwise.sharding import EvenCuts, Traffic
+from rankwise.sharding import EvenCuts, MatrixTask, Traffic
 from rankwise.sharding.sources import LayoutSource, TensorContents
+from rankwise.step.by_parameter import extras_of
 from rankwise.step.opening import Opening, are_deferred
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved import SavedStates
@@ -34,6 +38,10 @@ from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
 
 __all__ = ["ShardedOptimizer"]
+
+
+def _as_dict(initial: InitialStates, task: MatrixTask, device: torch.device) -> MatrixState:
+    return dict(initial(task, device))
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -297,6 +305,9 @@ class ShardedOptimizer(Optimizer, ABC):
     def _step(self) -> None:
         self.saved.forget_consolidated()
         unit = self._unit()
+        self.saved.deliver(self)
+        if self._is_warm_up(unit):
+            return
         if self.opening.counts_on_device(unit):
             self.health.accumulate_on(unit.device)
         self.opening.refuse_frozen(unit, self.param_groups)
@@ -316,11 +327,33 @@ class ShardedOptimizer(Optimizer, ABC):
             else:
                 update(grads)
             self.opening.close(unit, weights)
+            if not unit.scratch.get("marked"):
+                self.saved.mark(self.param_groups, self.state, states_too=self.planner.source.missing_alike)
+                unit.scratch["marked"] = True
             self._after_step(unit)
             if unit is next(iter(self.planner.units.values())):
                 self.health.add("steps", 1.0)
             if unit.exchange is not None:
                 self.matrix_states.drop_foreign(unit.exchange.plan.owners, unit.layout.rank)
+
+    def _is_warm_up(self, unit: StepUnit) -> bool:
+        """Whether this step only makes states: torch's checkpoint functions take one at rate 0 on zero gradients.
+
+        It is no step then, and leaves no other trace.
+        """
+        idle = not self.state and self.planner.is_plain and not any(float(g["lr"]) for g in self.param_groups)
+        if not idle or graphs.is_capturing(unit.device) or not self.opening.are_all_zero(unit):
+            return False
+        self.opening.make_states(unit, self.state)
+        initial = self.work(unit).matrix_state
+        for task in unit.exchange.owned() if unit.exchange is not None else ():
+            self.matrix_states.obtain(task.key, partial(_as_dict, initial, task, unit.device))
+        self.saved.mark(self.param_groups, self.state)
+        return True
+
+    def _plan_if_forgotten(self) -> None:
+        if not self.planner.units:
+            self.planner.plan_present(self, self.param_groups)
 
     def _unit(self) -> StepUnit:
         """The unit of this call, planned if it is not."""
@@ -351,7 +384,15 @@ class ShardedOptimizer(Optimizer, ABC):
         self.undo.settle()
         result = super().state_dict()
         result["state"] = self.saved.opened(result, self.param_groups, self.state)
-        return {**result, **self.saved.beside_torch(self.param_groups, self.state), **self.extra_state()}
+        beside = self.saved.beside_torch(self.param_groups, self.state)
+        extra = self.extra_state()
+        if self.planner.is_plain:
+            matrices = beside["matrix_states"]
+            if self.saved.is_cut and self.state:
+                self._plan_if_forgotten()
+                matrices, beside["matrix_states"] = self.saved.shared_matrices(self), {}
+            result = self.saved.under_parameters(result, self.param_groups, matrices, extra)
+        return {**result, **beside, **extra}
 
     def consolidate_state_dict(self) -> None:
         """Collect what only owners of matrices have, so that one rank alone can call :meth:`state_dict`.
@@ -375,6 +416,8 @@ class ShardedOptimizer(Optimizer, ABC):
         state_dict = dict(state_dict)
         for hook in hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        by_parameter = "rankwise" not in state_dict
+        state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
         state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
         before = self.declared.structures_of(self.param_groups)
         # They have been called: what is compared must be what is loaded.
@@ -384,6 +427,7 @@ class ShardedOptimizer(Optimizer, ABC):
         finally:
             self._optimizer_load_state_dict_pre_hooks = hooks
         self.saved.restore(state_dict, self.param_groups, self.state)
+        self.saved.mark(self.param_groups, self.state, states_too=by_parameter)
         if self.declared.structures_of(self.param_groups) != before:
             self.planner.route_again(self.param_groups)
         self.saved.restore_matrices(state_dict)

@@ -19,8 +19,11 @@ from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
+from rankwise.sharding.shards import cut_as
+from rankwise.step.by_parameter import MATRIX, RECORD, record_texts, under_parameters, without_matrices
 from rankwise.step.carrying import StateCarrier
 from rankwise.step.fitting import SavedFit
+from rankwise.step.shared_matrices import cut_evenly, owned_parts, whole_states
 from rankwise.step.succeeding import Succession
 
 __all__ = ["SavedStates"]
@@ -53,6 +56,7 @@ class SavedStates:
         self._declared, self._table = declared, table
         self._planner, self._matrix_states = planner, matrix_states
         self._consolidated: dict[str, MatrixState] | None = None
+        self._waiting: dict[str, MatrixState] = {}
         self.carrier = StateCarrier(declared, table)
         self.fit = SavedFit(declared, values, table, planner)
         self.succession = Succession(declared, table, planner)
@@ -67,6 +71,73 @@ class SavedStates:
             "rankwise": self._declared.identity,
             "layout": self._layout_records(groups, states),
         }
+
+    def under_parameters(
+        self, result: Mapping[str, Any], groups: Groups, matrices: Mapping[str, MatrixState], extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A dictionary of torch's with everything in its states and groups; see :mod:`rankwise.step.by_parameter`.
+
+        Args:
+            result: The dictionary.
+            groups: The optimizer's.
+            matrices: Of all matrices that this rank knows.
+            extra: What belongs to no parameter.
+        """
+        found = under_parameters(matrices, {key: self._table.base_name(key) for key in matrices})
+        state = {key: without_matrices(own) for key, own in result["state"].items()}
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        for group in groups:
+            for tensor in group["params"]:
+                key, own = next(keys), found.get(str(self._planner.name_of(tensor)))
+                if own and key in state:
+                    state[key] |= own
+        texts = record_texts(self._declared.identity, len(matrices), extra, groups)
+        saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
+        return {**result, "state": state, "param_groups": saved}
+
+    def mark(self, groups: Sequence[dict[str, Any]], states: States, states_too: bool = True) -> None:
+        """Say in living groups and states that a checkpoint has more of them: torch asks for no other names.
+
+        Args:
+            groups: The optimizer's.
+            states: The same.
+            states_too: Whether to mark states: once torch's functions have shown up, or where ranks have parts of
+                parameters, which nothing else saves.
+        """
+        if not self._planner.is_plain:
+            return
+        for group in groups:
+            group[RECORD] = ""
+            for tensor in group["params"] if states_too and self._declared.matrix_state_names else ():
+                if tensor in states:
+                    states[tensor].setdefault(MATRIX, {})
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks have parts of parameters as torch's sharded tensors, and share the matrix states."""
+        source = self._planner.source
+        return source.mesh() is not None and len(self._declared.matrix_state_names) > 0
+
+    def shared_matrices(self, optimizer: Planned) -> dict[str, MatrixState]:
+        """The states of all ranks, of each of which this rank has a part; a collective."""
+        if self._waiting:
+            return self._waiting
+        present, mesh = self._matrix_states.everything(), self._planner.source.mesh()
+        found: dict[str, MatrixState] = {}
+        for unit in self._planner.units.values():
+            for key, name, whole in whole_states(unit, optimizer.work(unit), present):
+                found.setdefault(key, {})[name] = cut_evenly(whole, mesh)
+        return found
+
+    def deliver(self, optimizer: Planned) -> None:
+        """Give the states of a dictionary, of which every rank has parts, to their owners, which are known by now."""
+        if not self._waiting:
+            return
+        own: dict[str, MatrixState] = {}
+        for unit in self._planner.units.values():
+            own |= owned_parts(unit, optimizer.work(unit), self._waiting)
+        self._matrix_states.load(own)
+        self._waiting = {}
 
     def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
         """What a dictionary of torch's has of states, those that are kept in 8 bits in their open form."""
@@ -99,7 +170,7 @@ class SavedStates:
 
     def _collected(self) -> dict[str, MatrixState]:
         """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
-        states, planner = self._matrix_states.everything(), self._planner
+        states, planner = self._waiting or self._matrix_states.everything(), self._planner
         if not planner.source.replicated or planner.source.group is None:
             return dict(states)
         mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
@@ -129,7 +200,7 @@ class SavedStates:
         states: States,
         place: tuple[StepUnit, int] | None,
     ) -> dict[str, Any]:
-        names = [name for name in states.get(tensor, {}) if name != "step"]
+        names = [name for name in states.get(tensor, {}) if name not in ("step", MATRIX)]
         name = self._planner.name_of(tensor)
         own = {} if name is None else {"name": name}
         if place is not None:
@@ -161,15 +232,17 @@ class SavedStates:
                 if isinstance(value, Tensor):
                     # Copies, the count included: it is advanced in place.
                     device = self._declared.count_device(tensor) if name == "step" else tensor.device
+                    value = value if name == "step" else cut_as(value, tensor)
                     states[tensor][name] = value.to(device=device, copy=True)
 
     def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
         """Take the matrix states of a dictionary."""
         self.forget_consolidated()
         saved = self.carrier.carried(state_dict.get("matrix_states", {}))
-        self._matrix_states.load(
-            {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
-        )
+        copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
+        # Slices of a matrix are made of the whole, and parts go to owners, once these are known.
+        self._waiting = copies if self._planner.source.missing_alike else {}
+        self._matrix_states.load({} if self._waiting else copies)
 
     def adopt_groups(self, groups: Sequence[dict[str, Any]], saved: Groups) -> None:
         """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some.
@@ -187,6 +260,7 @@ class SavedStates:
     def forget(self, states: dict[Tensor, Any]) -> None:
         """Drop all states: the next step is a first one."""
         self.forget_consolidated()
+        self._waiting = {}
         for unit in self._planner.units.values():
             for tensor in unit.tensors:
                 states.pop(tensor, None)

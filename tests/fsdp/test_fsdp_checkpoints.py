@@ -1,0 +1,222 @@
+"""torch.distributed.checkpoint takes all states, and gives them to any mesh, number of ranks, or one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from sharded_models import CLASSES, SETTINGS, Run, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+BEFORE, AFTER = 3, 3
+Weights = dict[str, Tensor]
+
+
+class Replicated(Run):
+    """Under ``DistributedDataParallel``."""
+
+    def __init__(self, case: str, **options: Any) -> None:
+        super().__init__(case, **options)
+        self.part, self.parts = dist.get_rank(), dist.get_world_size()
+        # One layer is not used at every step; the wrapper would refuse.
+        self.model = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)  # type: ignore[assignment]
+        if self.optimizer.needs_capture:
+            self.optimizer.capture(self.model)
+
+    def weights(self) -> Weights:
+        return {name.removeprefix("module."): whole(value) for name, value in self.model.named_parameters()}
+
+
+def _start(case: str, setting: str | None, **options: Any) -> Run:
+    return Replicated(case, **options) if setting == "ddp" else Run(case, setting, **options)
+
+
+def _world(setting: str | None) -> int:
+    return 2 if setting == "ddp" else SETTINGS[setting].world if setting else 1
+
+
+def _everywhere(setting: str | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    world = _world(setting)
+    return [fn(0, 1, setting, *args)] if world == 1 else run_ranks(world, fn, setting, *args)
+
+
+def _states(run: Run, **options: Any) -> dict[str, Any]:
+    model, optimizer = get_state_dict(run.model, run.optimizer, options=StateDictOptions(**options))
+    return {"model": model, "optimizer": optimizer}
+
+
+def _save(rank: int, world: int, setting: str, cases: list[str], folder: str, flat: bool) -> dict[str, Weights]:
+    found = {}
+    for case in cases:
+        run = _start(case, setting).train(BEFORE)
+        dcp.save(_states(run, flatten_optimizer_state_dict=flat), checkpoint_id=f"{folder}/{case}")
+        found[case] = run.train(AFTER).weights()
+    return found
+
+
+def _resume(rank: int, world: int, setting: str, cases: list[str], folder: str, flat: bool) -> dict[str, Weights]:
+    found = {}
+    for case in cases:
+        run = _start(case, setting)
+        run.count = BEFORE
+        states = _states(run, flatten_optimizer_state_dict=flat)
+        dcp.load(states, checkpoint_id=f"{folder}/{case}")
+        set_state_dict(
+            run.model,
+            run.optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+            options=StateDictOptions(flatten_optimizer_state_dict=flat),
+        )
+        found[case] = run.train(AFTER).weights()
+    return found
+
+
+def _difference(found: Weights, expected: Weights) -> float:
+    differences = torch.stack([(found[name] - expected[name]).abs().max() for name in expected])
+    return float(differences.nan_to_num(nan=torch.inf).max())
+
+
+ALL, MATRICES = list(CLASSES), ["mars-m", "ldadam", "mkor-h"]
+MOVES = [
+    # Bitwise on the same layout.
+    ("rows-3", "rows-3", ALL, False),
+    ("rows-3", "rows-3", ALL, True),
+    ("hybrid-4", "hybrid-4", MATRICES, False),
+    ("tensor-4", "tensor-4", MATRICES, False),
+    (None, None, ALL, False),
+    (None, None, MATRICES, True),
+    ("ddp", "ddp", MATRICES, False),
+    # On another.
+    ("rows-3", "rows-2", MATRICES, False),
+    ("rows-2", "rows-4", MATRICES, True),
+    ("hybrid-4", "rows-3", MATRICES, False),
+    ("tensor-4", "columns-2", MATRICES, False),
+    ("rows-3", None, MATRICES, False),
+    (None, "rows-3", MATRICES, False),
+    ("rows-2", "ddp", MATRICES, False),
+    ("ddp", "rows-2", MATRICES, False),
+    ("ddp", None, MATRICES, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cases", "flat"),
+    [pytest.param(*move, id=f"{move[0]}-{move[1]}{'-flat' * move[3]}") for move in MOVES],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_goes_on_elsewhere(before: str | None, after: str | None, cases: list[str], flat: bool, tmp_path: Path) -> None:
+    saved = _everywhere(before, _save, cases, str(tmp_path), flat)[0]
+    for resumed in _everywhere(after, _resume, cases, str(tmp_path), flat):
+        for case in cases:
+            assert _difference(resumed[case], saved[case]) <= (0.0 if before == after else 1e-6), case
+
+
+# --- whole dictionaries ----------------------------------------------------------------------------------------------
+
+
+def _whole(rank: int, world: int, setting: str, case: str, file: str) -> Weights:
+    run = _start(case, setting).train(BEFORE)
+    states = _states(run, full_state_dict=True, cpu_offload=True)
+    if rank == 0:
+        torch.save(states, file)
+    dist.barrier()
+    return run.train(AFTER).weights()
+
+
+def _from_whole(rank: int, world: int, setting: str | None, case: str, file: str, broadcast: bool) -> Weights:
+    run = _start(case, setting)
+    run.count = BEFORE
+    alone = broadcast and rank > 0
+    states = {"model": {}, "optimizer": {}} if alone else torch.load(file, weights_only=True)
+    options = StateDictOptions(full_state_dict=world > 1, broadcast_from_rank0=broadcast)
+    set_model_state_dict(run.model, states["model"], options=options)
+    set_optimizer_state_dict(run.model, run.optimizer, states["optimizer"], options=options)
+    return run.train(AFTER).weights()
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_one_rank_saves_everything(case: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "states.pt")
+    saved = run_ranks(3, _whole, "rows-3", case, file)[0]
+    states = torch.load(file, weights_only=True)["optimizer"]["state"]
+    assert all(type(value) is Tensor for state in states.values() for value in state.values())
+    for broadcast in (True, False):
+        assert _difference(run_ranks(3, _from_whole, "rows-3", case, file, broadcast)[1], saved) == 0.0
+    assert _difference(run_ranks(2, _from_whole, "rows-2", case, file, True)[1], saved) <= 1e-6
+    assert _difference(_from_whole(0, 1, None, case, file, False), saved) <= 1e-6
+
+
+def _asynchronously(rank: int, world: int, case: str, folder: str) -> Weights:
+    run = Run(case, "rows-2").train(BEFORE)
+    # It writes while the run goes on: its messages must not meet the run's.
+    saving = dcp.async_save(_states(run), checkpoint_id=folder, process_group=dist.new_group())
+    found = run.train(AFTER).weights()  # while it is written
+    saving.result()
+    return found
+
+
+def test_asynchronous_saves_are_of_one_step(tmp_path: Path) -> None:
+    for case in MATRICES:
+        saved = run_ranks(2, _asynchronously, case, str(tmp_path / case))[0]
+        assert _difference(run_ranks(2, _resume, "rows-2", [case], str(tmp_path), False)[1][case], saved) == 0.0
+
+
+# --- the step that makes states ---------------------------------------------------------------------------------------
+
+
+def _asked(rank: int, world: int, setting: str | None, cases: list[str], asks: bool) -> dict[str, Any]:
+    found = {}
+    for case in cases:
+        run = _start(case, setting)
+        before = run.weights()
+        if asks:
+            states = get_optimizer_state_dict(run.model, run.optimizer)["state"]
+            assert states and all(not state["step"] for state in states.values())
+            assert _difference(run.weights(), before) == 0.0
+        found[case] = run.train(4).weights()
+    return found
+
+
+@pytest.mark.parametrize("setting", ["rows-3", "hybrid-4", None])
+def test_asking_for_states_leaves_no_trace(setting: str | None) -> None:
+    expected, found = (_everywhere(setting, _asked, ALL, asks)[0] for asks in (False, True))
+    for case in ALL:
+        assert _difference(found[case], expected[case]) == 0.0, case
+
+
+def test_a_first_step_at_rate_zero_is_a_step() -> None:
+    run = Run("mars-adamw")
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.step()
+    assert {int(state["step"]) for state in run.optimizer.state.values()} == {1}
+
+
+# --- what does not belong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("wrote", "reads"), [("ldadam", "mkor"), ("mars-m", "mars-shampoo"), ("mars-adamw", "sonew")])
+def test_states_of_another_type_are_refused_before_anything_changes(wrote: str, reads: str, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    first = Run(wrote).train(2)
+    states = get_optimizer_state_dict(first.model, first.optimizer, options=options)
+    second, untouched = Run(reads).train(2), Run(reads).train(2)
+    with pytest.raises((ValueError, KeyError, RuntimeError)):
+        set_optimizer_state_dict(second.model, second.optimizer, states, options=options)
+    assert _difference(second.train(2).weights(), untouched.train(2).weights()) == 0.0
