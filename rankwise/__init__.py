@@ -1,6 +1,7 @@
 """MKOR, MARS, SONew and LDAdam with matrix states partitioned over ranks, as torch.optim optimizers."""
 
 from rankwise import frameworks as frameworks  # so that the core can say what to call
+from rankwise.fsdp.replaced import refuse_replaced
 from rankwise.fsdp.sharded_parameters import ShardedParameters
 from rankwise.ldadam.optimizer import LDAdam
 from rankwise.mars.optimizer import MARS
@@ -10,6 +11,6 @@ from rankwise.sharding.sources import read_sharded_by
 from rankwise.sonew.optimizer import SONew
 from rankwise.version import __version__
 
-read_sharded_by(ShardedParameters.of)
+read_sharded_by(ShardedParameters.of, refuse_replaced)
 
 __all__ = ["LDAdam", "MARS", "MKOR", "SONew", "__version__", "annotate"]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.declared import Declared
@@ -73,11 +74,14 @@ class UnitBuilder:
             # Raised on all ranks alike; options that differ cut parameters otherwise, and say more.
             settings = self._values.in_words(dict(enumerate(param_groups)) if groups is None else groups)
             refuse_difference([("", theirs) for theirs in gather_together(lambda: settings, ranks)])
+            self._refuse_other_parameters(source, tensors, ranks)
             raise
+        self._refuse_other_parameters(source, tensors, ranks)
         if groups is None:
             places = zip(positions, contents, strict=True)
             groups = {position: param_groups[content.group] for position, content in places}
-        tensor_of = self._tensor_of(source, tensors, layout) if source.missing_alike else None
+        names = (str(source.name_of(tensor)) for tensor in tensors)
+        tensor_of = {name: index for index, name in enumerate(names)} if source.missing_alike else None
         unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout, tensor_of)
         unit.apart, unit.spends_gradients = apart is not None, source.spends_gradients
         return unit
@@ -175,20 +179,21 @@ class UnitBuilder:
             cautious=step_groups.cautious,
         )
 
-    def _tensor_of(self, source: LayoutSource, tensors: Sequence[Tensor], layout: Layout) -> dict[str, int]:
-        """The index of every parameter's tensor, which this rank has even of those that it holds nothing of.
-
-        Raises:
-            LayoutError: It has none of a parameter.
-        """
-        found = {str(source.name_of(tensor)): index for index, tensor in enumerate(tensors)}
-        absent = [key for key in layout.shapes if self._table.base_name(key) not in found]
-        if absent:
+    def _refuse_other_parameters(
+        self, source: LayoutSource, tensors: Sequence[Tensor], ranks: dist.ProcessGroup | None
+    ) -> None:
+        """Say which parameters not all ranks have, where each must have a tensor of all; a collective then."""
+        if not source.missing_alike:
+            return
+        own = {str(source.name_of(tensor)) for tensor in tensors}
+        everyone = gather_together(lambda: own, ranks)
+        odd = sorted(own.union(*everyone) - own.intersection(*everyone))
+        if odd:
+            without = [rank for rank, names in enumerate(everyone) if odd[0] not in names]
             raise LayoutError(
-                f"another rank's optimizer has '{absent[0]}', and this one's has not; build it from the same "
+                f"the optimizers of ranks {without} have no '{odd[0]}', which others have; build it from the same "
                 "parameters on all ranks that share a mesh"
             )
-        return found
 
     def states_of_empty(
         self,

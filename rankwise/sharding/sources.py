@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ __all__ = [
 
 _sharded: list[Callable[[WholeParameters], WholeParameters]] = []
 """Makes the layout of parameters some of which are ``DTensor``."""
+_idle: list[Callable[[str, Mapping[str, Tensor]], None]] = []
+"""Told of parameters without gradients, which may not be the model's any more."""
 _ADVICE: dict[str, str] = {}
 """By the module that a program using a framework has imported: what to call."""
 
@@ -62,13 +64,16 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def read_sharded_by(make: Callable[[WholeParameters], WholeParameters]) -> None:
+def read_sharded_by(
+    make: Callable[[WholeParameters], WholeParameters], refuse_replaced: Callable[[str, Mapping[str, Tensor]], None]
+) -> None:
     """Say what reads parameters that are ``DTensor``.
 
     Args:
         make: From the layout of those that are known already, the one of all.
+        refuse_replaced: Raises if parameters, by name, are the model's no more; first the optimizer's name.
     """
-    _sharded[:] = [make]
+    _sharded[:], _idle[:] = [make], [refuse_replaced]
 
 
 def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
@@ -192,6 +197,10 @@ class LayoutSource(ABC):
         """A one-dimensional mesh of all ranks of :attr:`group`, where torch's sharded tensors are to lie on it."""
         return None
 
+    def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
+        """Raise if tensors without gradients are not the model's any more; asked once."""
+        return
+
     def watch(self, model: nn.Module) -> None:
         """Learn of the model whose statistics are gathered."""
         return
@@ -256,6 +265,20 @@ class WholeParameters(LayoutSource):
         whole = Slice(name, 0, real_view(tensor).numel(), 0)
         self._names[id(tensor)] = name
         self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
+
+    def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
+        """Refuse to go on with parameters that are the model's no more.
+
+        Args:
+            owner: Of the message: the optimizer.
+            idle: Those without gradients.
+
+        Raises:
+            OptionError: Others have been put in their place.
+        """
+        named = {self._names[id(tensor)]: tensor for tensor in idle if id(tensor) in self._names}
+        for refuse in _idle:
+            refuse(owner, named)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name a parameter was registered by; None if it was not."""

@@ -62,6 +62,7 @@ class Opening:
 
     def __init__(self, declared: Declared, planner: Planner, transition: Transition) -> None:
         self._declared, self._planner, self._transition = declared, planner, transition
+        self._most_idle = 0
 
     def counts_on_device(self, unit: StepUnit) -> bool:
         """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
@@ -117,6 +118,10 @@ class Opening:
             RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before.
             OptionError: One has its values elsewhere.
         """
+        idle = [tensor for tensor in unit.tensors if tensor.grad is None and tensor.requires_grad]
+        if len(idle) > self._most_idle:
+            self._most_idle = len(idle)
+            self._planner.source.refuse_replaced(self._declared.name, idle)
         # Other ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
         zeros = not unit.missing_alike
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
