@@ -32,12 +32,11 @@ def refuse_replaced(owner: str, idle: Mapping[str, Tensor]) -> None:
     owned = {id(parameter) for module in modules for parameter in module._parameters.values()}
     lost = {name: parameter for name, parameter in idle.items() if id(parameter) not in owned}
     for module in modules if lost else ():
-        if isinstance(module, FSDPModule):
-            _refuse(owner, lost, module)
+        if issubclass(type(module), FSDPModule):
+            _refuse(owner, lost, dict(module.named_parameters()))
 
 
-def _refuse(owner: str, lost: Mapping[str, Tensor], module: nn.Module) -> None:
-    present = dict(module.named_parameters())
+def _refuse(owner: str, lost: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
     for name, parameter in lost.items():
         # A part that is gathered at the moment is no module's either.
         if name in present and present[name].shape == parameter.shape and not is_sharded(parameter):

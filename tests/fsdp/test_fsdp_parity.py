@@ -23,7 +23,9 @@ Shapes = dict[tuple[int, str], tuple[int, ...]]
 def _train(case: str, setting: str | None, dtype: torch.dtype) -> tuple[Weights, list[str], Shapes]:
     run = Run(case, setting, dtype).train(STEPS)
     states = enumerate(run.optimizer.state.values())
-    shapes = {(at, name): tuple(value.shape) for at, state in states for name, value in state.items()}
+    shapes = {
+        (at, name): tuple(value.shape) for at, state in states for name, value in state.items() if name != "matrix"
+    }
     return run.weights(), list(run.optimizer.matrix_states), shapes
 
 
