@@ -49,6 +49,15 @@ def test_the_deepspeed_script_runs_as_it_stands(tmp_path: Path) -> None:
     assert "trained by LDAdam" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
 
 
+@pytest.mark.slow
+def test_the_fsdp_script_runs_as_it_stands(tmp_path: Path) -> None:
+    (script,) = snippets("FSDP2", "python")
+    said = "print(f'trained {sum(map(bool, optimizer.state.values()))} parameters\\n', end='')\n"
+    (tmp_path / "train.py").write_text(f"{script}{said}dist.destroy_process_group()\n")
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
+    assert run(tmp_path, *command).count("trained 52 parameters") == 2
+
+
 def _own_loop(folder: Path) -> tuple[str, int]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron_cells import Cell
