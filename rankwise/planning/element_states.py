@@ -110,6 +110,7 @@ class ElementStates:
         of_empty: Mapping[int, StateTypes] | None = None,
     ) -> None:
         self._tensors = tensors
+        self._sharded = any(map(is_sharded, tensors))
         self._declared = declared
         self._by_tensor: list[list[Entry]] = [[] for _ in tensors]
         for entry in entries:
@@ -204,11 +205,11 @@ class ElementStates:
             stored = torch.zeros(self._local_shape(owner, slot), dtype=slot.dtype, device=owner.device)
             state[name] = sharded_like(owner, stored)
             return stored
-        local = local_view(stored)
+        local = local_view(stored) if self._sharded else stored
         if local.dtype != slot.dtype or local.device != owner.device or local.numel() != slot.numel:
             local = self._as_planned(local, owner, name, slot)
             state[name] = sharded_like(owner, local)
-        elif not local.is_contiguous():
+        elif self._sharded and not local.is_contiguous():
             # As a checkpoint may have left a part of rows.
             local = local.contiguous()
             state[name] = sharded_like(owner, local)

@@ -22,7 +22,7 @@ from rankwise.planning.unit import StepUnit, UnitKey
 from rankwise.planning.values import GroupValues
 from rankwise.planning.work import StepWork
 from rankwise.sharding import EvenCuts, LayoutError, MatrixTask, SlicedMatrix
-from rankwise.sharding.shards import Cut, cut_of
+from rankwise.sharding.shards import PLAIN, Cut, cut_of
 from rankwise.sharding.sources import LayoutSource, TensorContents, WholeParameters
 from rankwise.version import __version__
 
@@ -41,7 +41,8 @@ class Form(NamedTuple):
 
 def form_of(tensor: Tensor) -> Form:
     """The present one."""
-    return Form(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut_of(tensor))
+    cut = None if type(tensor) in PLAIN else cut_of(tensor)
+    return Form(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut)
 
 
 class Planned(Protocol):

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Cut", "cut_as", "cut_of", "is_sharded", "local_gradient", "local_view", "sharded_like"]
+__all__ = ["PLAIN", "Cut", "cut_as", "cut_of", "is_sharded", "local_gradient", "local_view", "sharded_like"]
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
+"""Types that are no sharded tensors; where calls are counted, they are asked for first."""
 
 
 class Cut(NamedTuple):
@@ -31,12 +32,12 @@ class Cut(NamedTuple):
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a ``DTensor``."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
+    return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
 def local_view(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor: of a ``DTensor`` its part, else the tensor itself; the same memory."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

@@ -19,7 +19,6 @@ from rankwise.planning.element_states import States
 from rankwise.planning.entries import Entry
 from rankwise.planning.planner import Planner
 from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.sharding.shards import local_gradient, local_view
 from rankwise.sharding.sources import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
 
@@ -92,7 +91,7 @@ class Opening:
 
     def are_all_zero(self, unit: StepUnit) -> bool:
         """Whether every gradient there is is zero, on all ranks; a collective, for which the host waits."""
-        grads = [local_gradient(tensor, tensor.grad) for tensor in unit.tensors if tensor.grad is not None]
+        grads = [grad for grad in unit.local_gradients() if grad is not None]
         some = torch.zeros((), dtype=torch.float32, device=unit.device)
         for grad in grads:
             some += torch.count_nonzero(grad).to(some)
@@ -126,8 +125,7 @@ class Opening:
         zeros = not unit.missing_alike
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
             return None
-        held = list(map(local_view, unit.tensors))
-        found = [None if tensor.grad is None else local_gradient(tensor, tensor.grad) for tensor in unit.tensors]
+        held, found = unit.local_tensors(), unit.local_gradients()
         for tensor, grad in zip(unit.tensors, found, strict=True):
             if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
                 self._refuse_gradient(tensor, grad)
@@ -221,7 +219,7 @@ class Opening:
 
     def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
         """Write weights back whose working views are copies."""
-        for tensor, weight in zip(map(local_view, unit.tensors), weights, strict=True):
+        for tensor, weight in zip(unit.local_tensors(), weights, strict=True):
             if weight is not None and weight.data_ptr() != tensor.data_ptr():
                 target = real_view(tensor.detach())
                 target.copy_(weight.view(target.shape))
