@@ -84,7 +84,17 @@ def plan(
     hidden: _Hidden = None,
     heads: _Heads = None,
     vocab_size: _VocabSize = None,
-    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="All of them.", rich_help_panel=_SIZES)] = 8,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="deepspeed, megatron or fsdp.", rich_help_panel=_SIZES),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=N,..", help="FSDP2's: dp=8,tp=8, or rep=2,shard=8.", rich_help_panel=_SIZES),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="All of them; 8, or the mesh's.", rich_help_panel=_SIZES)
+    ] = None,
     stage: Annotated[
         int | None,
         typer.Option(min=0, max=3, metavar="N", help="Of ZeRO; by default the config's.", rich_help_panel=_SIZES),
@@ -167,6 +177,8 @@ def plan(
             **{"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp, "precision": precision},  # type: ignore[arg-type]
             batch_tokens=batch_tokens,
             flags=tuple(context.args),
+            engine=engine,
+            mesh=mesh,
         )
         asked = answered(question)
         found = asked.figures()

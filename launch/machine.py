@@ -101,7 +101,8 @@ def look_at_kernels() -> Iterator[Finding]:
 
 
 def look_at_frameworks() -> Iterator[Finding]:
-    """Whether both frameworks take our optimizers here."""
+    """Whether all frameworks take our optimizers here."""
+    yield _tried("FSDP2", "torch.distributed.fsdp", "torch", _fsdp)
     yield _tried("DeepSpeed", "deepspeed", "rankwise[deepspeed]", _deepspeed)
     yield _tried("Megatron", "megatron.core", "rankwise[megatron]", _megatron)
     yield _tried("megatron.training", "megatron.training", "", _pretraining)
@@ -121,6 +122,18 @@ def _tried(name: str, module: str, package: str, serve: Callable[[], str]) -> Fi
         return Finding("frameworks", name, serve())
     except Exception as error:  # whatever a framework's import raises on a machine it was not made for
         return Finding("frameworks", name, f"{type(error).__name__} on import", "fail", str(error).strip()[:500])
+
+
+def _fsdp() -> str:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    # What rankwise.fsdp reads of them beside what torch documents.
+    read = ((FSDPModule, "_get_fsdp_state"), (DTensor, "_local_tensor"), (DTensor, "_spec"))
+    missing = [f"{owner.__name__}.{name}" for owner, name in read if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}")
+    return f"{fully_shard.__name__}'s parameters are taken as they come; torch.distributed.checkpoint has all states"
 
 
 def _deepspeed() -> str:

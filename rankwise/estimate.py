@@ -137,11 +137,14 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
     if unit.exchange is not None:
         plan = unit.exchange.plan
         for batch in plan.batches:
+            # Tasks that are stacked begin with states of the same shapes.
+            states = work.matrix_state(batch.tasks[0], META)
+            state_bytes = sum(state.nbytes for state in states.values())
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_flops += task.cost
-                owner.matrix_state_bytes += sum(state.nbytes for state in work.matrix_state(task, META).values())
+                owner.matrix_state_bytes += state_bytes
             for elements in work.together(batch):
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize

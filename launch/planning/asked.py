@@ -11,12 +11,15 @@ from torch import nn
 
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.described import KNOWN, Sizes, build, from_config, sizes_of, with_function
-from rankwise.launch.planning.figures import Figures, deepspeed_figures, megatron_figures
+from rankwise.launch.planning.figures import Figures, deepspeed_figures, fsdp_figures, megatron_figures
+from rankwise.launch.planning.mesh import Mesh
 from rankwise.launch.planning.optimizers import Chosen, chosen, flag_value
 
-__all__ = ["Asked", "Question", "answered"]
+__all__ = ["ENGINES", "Asked", "Question", "answered"]
 
+ENGINES = ("deepspeed", "megatron", "fsdp")
 _BATCH_TOKENS = 1 << 22
+_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Question:
         hidden: Of a family.
         heads: Of a family.
         vocab_size: Of a family.
-        ranks: All.
+        ranks: All; of a mesh, as many as it has, else 8.
         stage: ZeRO stage.
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
@@ -43,6 +46,8 @@ class Question:
         batch_tokens: Of a global batch.
         seq_len: Tokens of a sample.
         flags: Megatron's.
+        engine: A name of :data:`ENGINES`; by default what the rest speaks of.
+        mesh: Of FSDP2, as :meth:`rankwise.launch.planning.mesh.Mesh.read` reads it.
     """
 
     config: Path | None = None
@@ -52,7 +57,7 @@ class Question:
     hidden: int | None = None
     heads: int | None = None
     vocab_size: int | None = None
-    ranks: int = 8
+    ranks: int | None = None
     stage: int | None = None
     tp: int | None = None
     pp: int | None = None
@@ -64,6 +69,8 @@ class Question:
     batch_tokens: int | None = None
     seq_len: int = 4096
     flags: tuple[str, ...] = ()
+    engine: str | None = None
+    mesh: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Asked:
     Attributes:
         picked: The optimizer.
         cluster: The ranks.
-        model: On the meta device, under DeepSpeed.
+        model: On the meta device, under DeepSpeed and FSDP2.
         sizes: Of the model, under Megatron.
         tokens: Of a global batch.
         config: The model's of Hugging Face, if it has one.
@@ -91,6 +98,8 @@ class Asked:
         if self.sizes is not None:
             return megatron_figures(self.picked, self.sizes, self.cluster)
         assert self.model is not None
+        if self.cluster.mesh is not None:
+            return fsdp_figures(self.picked, self.model, self.cluster, self.config)
         return deepspeed_figures(self.picked, self.model, self.cluster, self.config)
 
     def changed(self, picked: Chosen, cluster: Cluster) -> Asked:
@@ -107,14 +116,15 @@ def answered(question: Question) -> Asked:
     picked = chosen(question.config, question.optimizer, list(question.flags))
     words = picked.flags  # of the file and typed
     question = replace(question, flags=words)
-    cut = [getattr(question, name) or 1 for name in _MEGATRON_WAYS]
-    megatron = picked.deepspeed is None or max(cut) > 1
-    if megatron and question.stage is not None:
+    engine = _engine(question, picked)
+    if engine == "fsdp":
+        return _on_a_mesh(question, picked)
+    if engine == "megatron" and question.stage is not None:
         raise ValueError(f"stage is {question.stage}, which is ZeRO's; under Megatron leave it out")
     deepspeed = picked.deepspeed or {}
-    if not megatron:
+    if engine == "deepspeed":
         cluster = Cluster(
-            question.ranks,
+            question.ranks or _RANKS,
             _stage(deepspeed) if question.stage is None else question.stage,
             precision=question.precision or _precision(deepspeed),
         )
@@ -122,7 +132,7 @@ def answered(question: Question) -> Asked:
         return Asked(picked, cluster, model, None, _tokens(question, deepspeed), config)
     sizes, ways = _sizes(question), _ways(question)
     cluster = Cluster(
-        question.ranks,
+        question.ranks or _RANKS,
         None,
         **{**ways, "vpp": question.vpp or _chunks(words, sizes, ways["pp"])},
         distributed=not words or "--use-distributed-optimizer" in words,
@@ -130,6 +140,42 @@ def answered(question: Question) -> Asked:
         precision=question.precision or ("bf16" if not words or "--bf16" in words else "fp32"),
     )
     return Asked(picked, cluster, None, sizes, _tokens(question, deepspeed))
+
+
+def _engine(question: Question, picked: Chosen) -> str:
+    """What the run is under, typed or by what else was.
+
+    Raises:
+        ValueError: There is no such engine, or it has no use for something else that was typed.
+    """
+    ways = [name for name in _MEGATRON_WAYS if (getattr(question, name) or 1) > 1]
+    megatron = picked.deepspeed is None or bool(ways)
+    engine = question.engine or ("fsdp" if question.mesh else "megatron" if megatron else "deepspeed")
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}: it must be one of {', '.join(ENGINES)}")
+    if question.mesh and engine != "fsdp":
+        raise ValueError(f"mesh is {question.mesh!r} and engine is {engine!r}: it needs --engine fsdp")
+    if megatron and engine != "megatron":
+        given = ", ".join(f"{name} is {getattr(question, name)}" for name in ways) or "flags are given"
+        fix = "write tp into --mesh, count context-parallel ranks as dp" if engine == "fsdp" else "leave it out"
+        raise ValueError(f"engine is {engine!r} and {given}, which is Megatron's: {fix}, or name --engine megatron")
+    return engine
+
+
+def _on_a_mesh(question: Question, picked: Chosen) -> Asked:
+    """Under FSDP2; of a DeepSpeed JSON the optimizer and the batch count."""
+    if question.stage is not None:
+        raise ValueError(f"stage is {question.stage}, which is ZeRO's; under FSDP2 leave it out")
+    mesh = Mesh.read(question.mesh or f"dp={question.ranks or _RANKS}")
+    if question.ranks not in (None, mesh.ranks):
+        raise ValueError(
+            f"ranks is {question.ranks} and mesh is {question.mesh!r}, which has {mesh.ranks}: leave ranks out"
+        )
+    model, config = _model(question)
+    cluster = Cluster(mesh.ranks, None, precision=question.precision or "fp32", mesh=mesh)
+    # Ranks of tensor parallelism see the same tokens.
+    tokens = _tokens(replace(question, ranks=mesh.ranks // mesh.tp), picked.deepspeed or {})
+    return Asked(picked, cluster, model, None, tokens, config)
 
 
 _MEGATRON_WAYS = {
@@ -187,7 +233,7 @@ def _tokens(question: Question, config: Mapping[str, Any]) -> int:
     samples: Any = config.get("train_batch_size") or flag_value(question.flags, "--global-batch-size")
     micro = config.get("train_micro_batch_size_per_gpu")
     if not samples and isinstance(micro, int):
-        samples = micro * int(config.get("gradient_accumulation_steps") or 1) * question.ranks
+        samples = micro * int(config.get("gradient_accumulation_steps") or 1) * (question.ranks or _RANKS)
     try:
         return int(samples) * int(flag_value(question.flags, "--seq-length") or question.seq_len)
     except (TypeError, ValueError):  # "auto", or nothing

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rankwise.launch.planning.mesh import Mesh
+
 __all__ = ["Cluster"]
 
 
@@ -13,7 +15,7 @@ class Cluster:
 
     Attributes:
         ranks: All of them.
-        stage: ZeRO stage; None under Megatron.
+        stage: ZeRO stage; None under Megatron and FSDP2.
         tp: Ranks each matrix is cut over.
         pp: Pipeline stages.
         distributed: Megatron's distributed optimizer.
@@ -23,6 +25,7 @@ class Cluster:
         vpp: Model chunks of a pipeline stage.
         ep: Ranks the experts of a layer are shared out over.
         etp: Ranks each expert's matrix is cut over; None: as ``tp``.
+        mesh: Of FSDP2; None under others.
     """
 
     ranks: int
@@ -36,6 +39,7 @@ class Cluster:
     vpp: int = 1
     ep: int = 1
     etp: int | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -99,6 +103,8 @@ class Cluster:
         """The same for a title."""
         if self.stage is not None:
             return f"{self.ranks} ranks, ZeRO-{self.stage}, {self.precision}"
+        if self.mesh is not None:
+            return f"{self.ranks} ranks, fully_shard on {self.mesh.words}, {self.precision} shards"
         kind = "distributed optimizer" if self.distributed else "no distributed optimizer"
         chunks = f" in {self.vpp} chunks" if self.vpp > 1 else ""
         context = f" x CP{self.cp}" if self.cp > 1 else ""

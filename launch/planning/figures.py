@@ -14,12 +14,13 @@ from torch import nn
 from rankwise.estimate import RankEstimate, estimate_units, imagined_units
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.described import Sizes, active_parameters
+from rankwise.launch.planning.fsdp import MeshSource, contents_on_mesh, tensor_parallel_dims
 from rankwise.launch.planning.megatron import StageSource, Wrapped, rank_contents, stage_model, stage_parts, wrapped
 from rankwise.launch.planning.optimizers import Chosen, built
 from rankwise.planning.unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["Figures", "deepspeed_figures", "megatron_figures"]
+__all__ = ["Figures", "deepspeed_figures", "fsdp_figures", "megatron_figures"]
 
 ADAMW = 8
 """Bytes of AdamW's state for each element."""
@@ -96,6 +97,39 @@ def deepspeed_figures(
     found.weights = [count * cluster.width if cluster.stage == 3 else whole for count in elements]
     found.gradients = [count * cluster.width if cluster.stage >= 2 else whole for count in elements]
     found.adamw = [ADAMW * count for count in elements]
+    return found
+
+
+def fsdp_figures(
+    picked: Chosen, model: nn.Module, cluster: Cluster, config: Mapping[str, Any] | None = None
+) -> Figures:
+    """Under FSDP2: every layer and then the model given to ``fully_shard``, all parameters in one param group.
+
+    Args:
+        picked: The optimizer.
+        model: On the meta device.
+        cluster: With a mesh.
+        config: Of Hugging Face, which says how many experts a token is sent to.
+
+    Raises:
+        ValueError: The mesh cannot cut the model.
+    """
+    assert cluster.mesh is not None
+    cuts = tensor_parallel_dims(model) if cluster.mesh.tp > 1 else {}
+    optimizer = built(picked, model)
+    parameters = optimizer.parameters_by_name
+    optimizer.attach(MeshSource(parameters, cuts, cluster.mesh))
+    found = Figures(exchanging=cluster.ranks)
+    found.parameters = sum(parameter.numel() for parameter in model.parameters())
+    found.active = active_parameters(model, config)
+    units = optimizer.imagine([contents_on_mesh(parameters, dict.fromkeys(parameters, 0), cuts, cluster.mesh)])
+    found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
+    for rank in found.ranks:
+        # Shards are their own masters; what is gathered for a layer's computation is not there at the step.
+        found.weights.append(rank.elements * cluster.width)
+        found.gradients.append(rank.elements * cluster.width)
+        found.master.append(0)
+        found.adamw.append(ADAMW * rank.elements)
     return found
 
 

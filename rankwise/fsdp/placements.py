@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
-from math import prod
 from typing import Any
 
 from rankwise.sharding.sources import Slice
@@ -42,16 +40,17 @@ def held_runs(
         if kind not in ("Shard", "_StridedShard"):
             raise PlacementError(f"{placement} is not known: it must be Shard or Replicate")
         dim = placement.dim % len(shape)
-        pieces = _chunks(found[dim], int(placement.split_factor)) if kind == "_StridedShard" else [found[dim]]
-        found[dim] = _joined(run for piece in pieces for run in _chunks(piece, ways)[place])
+        split = int(placement.split_factor) if kind == "_StridedShard" else 1
+        pieces = [_chunk(found[dim], split, number) for number in range(split)]
+        found[dim] = _joined(run for piece in pieces for run in _chunk(piece, ways, place))
     return found
 
 
-def _chunks(runs: Runs, count: int) -> list[Runs]:
-    """As ``torch.chunk`` cuts: all of one length but the last ones, which may be shorter or empty."""
+def _chunk(runs: Runs, count: int, number: int) -> Runs:
+    """One of ``torch.chunk``'s: all are of one length but the last ones, which may be shorter or empty."""
     total = sum(end - start for start, end in runs)
     size = -(-total // count)
-    return [_taken(runs, number * size, min((number + 1) * size, total)) for number in range(count)]
+    return _taken(runs, number * size, min((number + 1) * size, total))
 
 
 def _taken(runs: Runs, first: int, last: int) -> Runs:
@@ -124,9 +123,9 @@ def copy_ranks(ranks: Any, coordinate: Sequence[int], placements: Sequence[Any])
         coordinate: Of one of the ranks: they are those of its copy.
         placements: By dimension of the mesh.
     """
-    chosen = [
-        [place] if placement.is_replicate() else range(ways)
-        for ways, place, placement in zip(ranks.shape, coordinate, placements, strict=True)
-    ]
-    assert prod(map(len, chosen))
-    return sorted(int(ranks[place]) for place in product(*chosen))
+    chosen = tuple(
+        place if placement.is_replicate() else slice(None)
+        for place, placement in zip(coordinate, placements, strict=True)
+    )
+    found: list[int] = ranks[chosen].flatten().tolist()
+    return sorted(found)

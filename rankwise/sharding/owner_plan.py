@@ -246,7 +246,7 @@ def _joint_batches(
         chunk = _chunk(layout, members[0], batch_elements, len(matrices[keys[0]]) // len(ranks))
         for first in range(0, len(keys), chunk):
             together = [task for key in keys[first : first + chunk] for task in matrices[key]]
-            chosen = [task for rank in ranks for task in together if owners[task.key] == rank]
+            chosen = sorted(together, key=lambda task: owners[task.key])
             yield Batch(members[0].signature, tuple(chosen), ranks)
 
 

@@ -5,6 +5,7 @@ Such slices need not be gathered to be computed: their owners compute one matrix
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -109,9 +110,13 @@ def _owners(
         shares[rank] = shares.get(rank, 0) + fragment.numel
     found = []
     for ranks in sets:
-        owners = [max(ranks, key=lambda rank: (shares.get(rank, 0), -rank)) for shares in held]
-        holding = all(shares.get(owner, 0) for shares, owner in zip(held, owners, strict=True))
-        if holding and len({owners.count(rank) for rank in ranks}) == 1:
+        members = frozenset(ranks)
+        holding = [members.intersection(shares) for shares in held]
+        if not all(holding):
+            continue
+        owners = [max(some, key=lambda rank: (shares[rank], -rank)) for shares, some in zip(held, holding, strict=True)]
+        counts = Counter(owners)
+        if counts.keys() == members and len(set(counts.values())) == 1:
             found.append(tuple(owners))
     return tuple(found)
 
