@@ -262,6 +262,17 @@ def host(
             output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
 
 
+@app.command()
+def sharded(
+    ranks: Annotated[int, typer.Option(min=2, help="gloo processes.")] = 4,
+    page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/fsdp-costs.md"),
+) -> None:
+    """Calls, launches and messages of a step under FSDP2, beside ZeRO-3's cuts and other people's optimizers."""
+    from benchmarks.sharded import measure_sharded, sharded_page
+
+    page.write_text(sharded_page(measure_sharded(ranks)))
+
+
 def _counts_cells(row: dict[str, Any]) -> list[str]:
     goal = row["goal"] or {}
     aims = dict.fromkeys(("bytes_per_parameter", "outside_products", "launches", "waits"), "")

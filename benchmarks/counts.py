@@ -26,15 +26,15 @@ from benchmarks.models import layer_set
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
 
-__all__ = ["GOALS", "META", "TYPES", "Goal", "Values", "count", "counted"]
+__all__ = ["GOALS", "META", "TYPES", "VIEWS", "Goal", "Values", "count", "counted"]
 
 META = torch.device("meta")
 _PACKAGE = Path(rankwise.__file__).parent
 
 # They only say how memory is to be read, and start nothing on a device.
-_VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
-_VIEWS |= {"unbind", "alias", "split", "split_with_sizes", "expand", "permute", "_reshape_alias", "unflatten", "chunk"}
-_VIEWS |= {"diagonal", "lift_fresh", "view_as", "set_", "lift"}
+VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
+VIEWS |= {"unbind", "alias", "split", "split_with_sizes", "expand", "permute", "_reshape_alias", "unflatten", "chunk"}
+VIEWS |= {"diagonal", "lift_fresh", "view_as", "set_", "lift"}
 _WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"}
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"}
 # These read none of the tensors that they are given.
@@ -193,7 +193,7 @@ class Values(TorchDispatchMode):
         if waits:
             self._counts.waits[f"{name} in {_place()}"] += 1
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device == META]
-        idle = name in _VIEWS or name.startswith(("empty", "new_empty")) or func.namespace == "profiler"
+        idle = name in VIEWS or name.startswith(("empty", "new_empty")) or func.namespace == "profiler"
         if (here or made) and not idle and not waits:
             self._count(name, args, here, made)
         return result

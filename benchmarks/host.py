@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise
-from benchmarks.launches import recorded_launches
+from benchmarks.launches import Records, recorded_launches
 from benchmarks.step import environment
 from rankwise.kernels import triton
 from rankwise.kernels.forms import using
@@ -28,7 +28,7 @@ from rankwise.mkor import factor_steps
 from rankwise.sharding import MatrixExchange
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 
-__all__ = ["CONTENDERS", "calls_of", "host_times"]
+__all__ = ["CONTENDERS", "as_on_a_device", "calls_of", "host_times"]
 
 SIDE = 16
 _BASE = "AdamW, foreach"
@@ -82,14 +82,15 @@ class _Steps:
 
 
 @contextmanager
-def _as_on_a_device() -> Iterator[None]:
+def as_on_a_device() -> Iterator[Records]:
+    """Steps take Triton's form, on tensors of the CPU, and leave its kernels out, which are recorded."""
     with ExitStack() as stack:
-        stack.enter_context(recorded_launches())
+        records = stack.enter_context(recorded_launches())
         stack.enter_context(using(triton))
         stack.enter_context(mock.patch.object(MatrixExchange, "one_by_one_on", ()))
         # Of kernels that are left out nothing is to be expected.
         stack.enter_context(mock.patch.object(factor_steps, "refuse_broken_factors"))
-        yield
+        yield records
 
 
 def calls_of(name: str, count: int, fragments: bool) -> int:
@@ -106,7 +107,7 @@ def calls_of(name: str, count: int, fragments: bool) -> int:
         nonlocal found
         found += event in ("call", "c_call")
 
-    with _as_on_a_device():
+    with as_on_a_device():
         steps = _Steps(CONTENDERS[name], count, fragments)
         for _ in range(3):
             steps.prepare()
@@ -133,7 +134,7 @@ def host_times(tensors: int = 300, rounds: int = 40, only: set[str] | None = Non
         these; and the median ratio of the first to AdamW's step of the same round.
     """
     torch.set_num_threads(1)
-    with _as_on_a_device():
+    with as_on_a_device():
         names = [name for name in CONTENDERS if only is None or name in only or name == _BASE]
         steps: dict[tuple[str, str], _Steps] = {}
         for name in names:

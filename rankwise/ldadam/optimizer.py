@@ -19,14 +19,14 @@ from rankwise.ldadam.joint import holders_of
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
 from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
-from rankwise.ldadam.sliced_formulas import Cut, Holders, exchanged
+from rankwise.ldadam.sliced_formulas import Holders, exchanged
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.work import ScratchMemory, StepWork, tables
-from rankwise.sharding import Batch, MatrixTask, find_slices
+from rankwise.sharding import Batch, MatrixTask, SlicedMatrix, find_slices
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
@@ -73,31 +73,47 @@ class LDAdam(ShardedOptimizer):
 
     def plan(self, unit: StepUnit) -> None:
         """See the base class: every matrix, or its slices."""
-        keys = unit.keys("matrix")
-        tensor_parallel = self.planner.source.tensor_parallel
-        slices = find_slices(unit.layout, keys, tensor_parallel.sets) if tensor_parallel else {}
+        slices = self._slices(unit)
+        tasks = []
+        for key in unit.keys("matrix"):
+            whole = self._signature(unit, key)
+            cost = float(10 * whole.rows * whole.columns * whole.rank + 6 * max(whole[:2]) * whole.rank**2)
+            if key not in slices:
+                tasks.append(MatrixTask(key, (key,), whole, cost))
+                continue
+            matrix = slices[key]
+            cut = whole.cut_along(matrix.axis)
+            signature = LowRankSignature(*matrix.shape, whole.rank, whole.group, whole.right, cut)
+            tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
+        # Those that lie whole on their owner are then stepped together; a captured step takes stacks of them.
+        form = steps_in_place_for(unit.device, unit.dtype)
+        self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.declared.capturable)
+
+    def _signature(self, unit: StepUnit, key: str) -> LowRankSignature:
+        """Of a whole matrix."""
+        rows, columns = unit.infos[key].matrix_shape
+        rank = updates.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
+        return LowRankSignature(rows, columns, rank, unit.step_group[key], updates.projects_right(rows, columns))
+
+    def _slices(self, unit: StepUnit) -> dict[str, SlicedMatrix]:
+        """The matrices that ranks compute together."""
+        together = self.planner.source.tensor_parallel
+        if together is None:
+            return {}
+        slices = find_slices(unit.layout, unit.keys("matrix"), together.sets)
+        if not together.near:
+            slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix)}
         if slices and self.declared.capturable:
             raise OptionError(
                 "LDAdam: capturable=True is invalid under tensor parallelism: it must be false where ranks compute the "
                 "slices of a matrix together, which the host directs; set capturable to false"
             )
-        tasks = []
-        for key in keys:
-            rows, columns = unit.infos[key].matrix_shape
-            position = unit.step_group[key]
-            rank = updates.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
-            cost = float(10 * rows * columns * rank + 6 * max(rows, columns) * rank**2)
-            right = updates.projects_right(rows, columns)
-            if key not in slices:
-                tasks.append(MatrixTask(key, (key,), LowRankSignature(rows, columns, rank, position, right), cost))
-                continue
-            matrix = slices[key]
-            cut: Cut = "long" if right == (matrix.axis == 0) else "short"
-            signature = LowRankSignature(*matrix.shape, rank, position, right, cut)
-            tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
-        # Those that lie whole on their owner are then stepped together; a captured step takes stacks of them.
-        form = steps_in_place_for(unit.device, unit.dtype)
-        self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.declared.capturable)
+        return slices
+
+    def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix) -> bool:
+        group = unit.planned_groups[unit.group_position[matrix.key]]
+        partners, products = len(set(matrix.owners[0])), 2 if group["error_feedback"] else 1
+        return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products)
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the returned factors, and what owners of slices tell each other."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rankwise.ldadam.sliced_formulas import Cut
+from rankwise.ldadam.sliced_formulas import Cut, exchanged
 from rankwise.planning.unit import StepUnit
 from rankwise.sharding import Batch, MatrixTask, Reply
 
@@ -61,6 +61,23 @@ class LowRankSignature(NamedTuple):
             products: One is the direction; with error feedback another one is what the buffer loses.
         """
         return self.rank * (self.short + products * self.long)
+
+    def cut_along(self, axis: int) -> Cut:
+        """The side of this whole matrix that slices of its rows (0) or columns (1) cut."""
+        return "long" if self.right == (axis == 0) else "short"
+
+    def sends_less_in_slices(self, axis: int, partners: int, products: int) -> bool:
+        """Whether ranks compute this whole matrix together for less than if one gathered it and returned the factors.
+
+        Args:
+            axis: Of which they have slices.
+            partners: Ranks, with equal shares.
+            products: See :meth:`factors_length`.
+        """
+        # All ranks' together, over their number less one; a ring sends twice what it sums.
+        together = 2 * sum(exchanged(self.cut_along(axis), self.short, self.long, self.rank))
+        share = self.rows * self.columns / partners
+        return together <= share + min(self.factors_length(products), products * share)
 
 
 def split_factors(factors: Tensor, signature: LowRankSignature) -> tuple[Tensor, Tensor]:

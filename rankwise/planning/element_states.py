@@ -16,7 +16,7 @@ from rankwise.kernels.quantization import QUANTIZED
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.planning.quantized_states import OPENED, ByteLayout, StateRun
-from rankwise.sharding.shards import is_sharded, local_view, sharded_like
+from rankwise.sharding.shards import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.sharding.sources import real_view
 
 __all__ = ["ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
@@ -205,11 +205,12 @@ class ElementStates:
             stored = torch.zeros(self._local_shape(owner, slot), dtype=slot.dtype, device=owner.device)
             state[name] = sharded_like(owner, stored)
             return stored
-        local = local_view(stored) if self._sharded else stored
+        cut = self._sharded and type(stored) not in PLAIN
+        local: Tensor = stored._local_tensor if cut else stored  # type: ignore[attr-defined]
         if local.dtype != slot.dtype or local.device != owner.device or local.numel() != slot.numel:
             local = self._as_planned(local, owner, name, slot)
             state[name] = sharded_like(owner, local)
-        elif self._sharded and not local.is_contiguous():
+        elif cut and not local.is_contiguous():
             # As a checkpoint may have left a part of rows.
             local = local.contiguous()
             state[name] = sharded_like(owner, local)

@@ -34,7 +34,7 @@ from rankwise.sharding import (
     in_slices,
     plan_matrices,
 )
-from rankwise.sharding.shards import is_sharded, local_gradient, local_view
+from rankwise.sharding.shards import is_sharded, local_gradients, local_view
 from rankwise.updates.adamw import Step
 
 __all__ = ["WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
@@ -151,7 +151,7 @@ class StepUnit:
     apart: bool = False  # its ranks are some of the optimizer's ranks only
     # where all ranks have a tensor of every parameter: its index, by key
     key_tensors: Mapping[str, int] = field(default_factory=dict)
-    sharded: bool = field(init=False)  # whether there are torch's sharded tensors among the tensors
+    sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
     sums: FragmentSums = field(init=False)
     indices: DeviceIndices = field(init=False)
     exchange: MatrixExchange | None = None
@@ -162,7 +162,7 @@ class StepUnit:
 
     def __post_init__(self) -> None:
         self.indices = DeviceIndices(self.device)
-        self.sharded = any(map(is_sharded, self.tensors))
+        self.sharded = list(map(is_sharded, self.tensors))
         keys = self.layout.shapes if self.sum_all else self.keys("matrix")
         self.sums = FragmentSums(self.layout, self.device, set(keys))
 
@@ -178,22 +178,25 @@ class StepUnit:
             return frozenset()
         return frozenset(key for key, index in self.key_tensors.items() if absent[index])
 
-    def local_tensors(self) -> list[Tensor]:
+    def local_tensors(self) -> list[Any]:
         """What this rank has of the tensors."""
-        return list(map(local_view, self.tensors)) if self.sharded else self.tensors
+        if not any(self.sharded):
+            return self.tensors
+        return [
+            tensor._local_tensor if cut else tensor  # type: ignore[attr-defined]
+            for tensor, cut in zip(self.tensors, self.sharded, strict=True)
+        ]
 
     def local_gradients(self) -> list[Tensor | None]:
         """What this rank has of their gradients; a collective where some are cut otherwise than their tensors."""
-        if not self.sharded:
-            return [tensor.grad for tensor in self.tensors]
-        return [None if tensor.grad is None else local_gradient(tensor, tensor.grad) for tensor in self.tensors]
+        return local_gradients(self.tensors, self.sharded)
 
     def spends(self, entry: Entry, grad: Tensor) -> bool:
         """Whether a fragment's gradient may be written to: nobody reads it after the step, or it is a copy."""
         given = self.tensors[entry.fragment.tensor].grad
         if self.spends_gradients or given is None:
             return True
-        given = local_view(given) if self.sharded else given
+        given = local_view(given) if self.sharded[entry.fragment.tensor] else given
         # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
         return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
 

@@ -6,11 +6,23 @@ microseconds of the host's time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Cut", "cut_as", "cut_of", "is_sharded", "local_gradient", "local_view", "sharded_like"]
+__all__ = [
+    "PLAIN",
+    "Cut",
+    "cut_as",
+    "cut_of",
+    "is_sharded",
+    "local_gradient",
+    "local_gradients",
+    "local_view",
+    "sharded_like",
+]
 
 PLAIN = (Tensor, nn.Parameter)
 """Types that are no sharded tensors; where calls are counted, they are asked for first."""
@@ -20,19 +32,22 @@ class Cut(NamedTuple):
     """How a tensor is cut over ranks.
 
     Attributes:
-        mesh: The ranks.
-        placements: By dimension of the mesh.
+        spec: torch's description of it: ``mesh`` and, by dimension of the mesh, ``placements``.
         shape: Of this rank's part.
     """
 
-    mesh: Any
-    placements: tuple[Any, ...]
+    spec: Any
     shape: tuple[int, ...]
+
+
+@cache
+def _has_parts(kind: type) -> bool:
+    return kind not in PLAIN and hasattr(kind, "_local_tensor") and hasattr(kind, "device_mesh")
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a ``DTensor``."""
-    return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
+    return _has_parts(type(tensor))
 
 
 def local_view(tensor: Tensor) -> Tensor:
@@ -43,11 +58,12 @@ def local_view(tensor: Tensor) -> Tensor:
     return local
 
 
-def cut_of(tensor: Tensor) -> Cut | None:
+def cut_of(tensor: Any) -> Cut | None:
     """How a tensor is cut; None for one that is no ``DTensor``."""
-    if not is_sharded(tensor):
+    kind: type = type(tensor)
+    if not _has_parts(kind):
         return None
-    return Cut(tensor.device_mesh, tensor.placements, tuple(local_view(tensor).shape))  # type: ignore[attr-defined]
+    return Cut(tensor._spec, tensor._local_tensor.shape)
 
 
 def local_gradient(tensor: Tensor, grad: Tensor) -> Tensor:
@@ -64,6 +80,25 @@ def local_gradient(tensor: Tensor, grad: Tensor) -> Tensor:
     local = local_view(grad)
     # The result of a collective that nobody has waited for.
     return local.wait() if hasattr(local, "wait") else local
+
+
+def local_gradients(tensors: Sequence[Any], sharded: Sequence[bool]) -> list[Tensor | None]:
+    """This rank's parts of the gradients of tensors; nothing is called where they are cut as the tensors are.
+
+    Args:
+        tensors: With or without gradients.
+        sharded: Which of them are ``DTensor``.
+    """
+    found: list[Tensor | None] = []
+    for tensor, cut in zip(tensors, sharded, strict=True):
+        grad = tensor.grad
+        if cut and grad is not None:
+            alike = type(grad) not in PLAIN and grad._spec.placements == tensor._spec.placements
+            # The part may be the result of a collective that nobody has waited for.
+            own = alike and type(grad._local_tensor) is Tensor
+            grad = grad._local_tensor if own else local_gradient(tensor, grad)
+        found.append(grad)
+    return found
 
 
 def cut_as(value: Tensor, owner: Tensor) -> Tensor:
@@ -101,6 +136,6 @@ def sharded_like(owner: Tensor, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     whole: Tensor = DTensor.from_local(
-        local, cut.mesh, cut.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+        local, cut.spec.mesh, cut.spec.placements, run_check=False, shape=owner.shape, stride=owner.stride()
     )
     return whole

@@ -151,10 +151,13 @@ class TensorParallel:
     Attributes:
         sets: Positions in the layout's group of the ranks of each of them, the same on every rank.
         group: This rank's.
+        near: Whether their messages are cheap, as inside a node; else matrices are computed together only where that
+            sends less than if one rank gathered them.
     """
 
     sets: tuple[tuple[int, ...], ...]
     group: dist.ProcessGroup
+    near: bool = True
 
 
 class LayoutSource(ABC):

@@ -86,8 +86,8 @@ def placed(tensor: Tensor, side: SummedPart) -> tuple[Tensor, SummedPart]:
     if cut is None:
         return tensor, side
     position, ways, runs = 0, 1, None
-    for dim, placement in enumerate(cut.placements):
-        number, count = cut.mesh.get_local_rank(dim), cut.mesh.size(dim)
+    for dim, placement in enumerate(cut.spec.placements):
+        number, count = cut.spec.mesh.get_local_rank(dim), cut.spec.mesh.size(dim)
         if placement.is_shard() and placement.dim % tensor.dim() == tensor.dim() - 1:
             size = -(-tensor.shape[-1] // count)
             runs = ((min(number * size, tensor.shape[-1]), min((number + 1) * size, tensor.shape[-1])),)
