@@ -8,13 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from accelerate_on_cpu import accept_cpu, forget_accelerate
 from ranks import run_ranks
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs/frameworks/huggingface.md").read_text()
+PAGES = Path(__file__).resolve().parents[1] / "docs/frameworks"
 
 
-def block(section: str, language: str = "python") -> str:
-    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+def block(section: str, language: str = "python", page: str = "huggingface.md") -> str:
+    text = (PAGES / page).read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
     (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return found
 
@@ -25,19 +26,11 @@ def _executed(rank: int, world: int, folder: str, section: str, result: str, **v
     os.chdir(folder)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", **variables)
     choose_cpu()
-    _forget_accelerate()
+    if find_spec("accelerate") is not None:
+        forget_accelerate()
     names: dict[str, object] = {"__name__": "recipe"}
     exec(compile(block(section), section, "exec"), names)
     return str(eval(result, names))
-
-
-def _forget_accelerate() -> None:
-    """A test that ran in the parent before may have left its choice of devices and engine in the module."""
-    if find_spec("accelerate") is not None:
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def _without_engine(rank: int, world: int, folder: str, section: str, result: str) -> str:
@@ -75,3 +68,39 @@ def test_lightning_steps_an_optimizer_of_ours(tmp_path: Path) -> None:
     read = "(trainer.global_step, trainer.optimizers[0].read_health()['factors_updated'] > 0)"
     (found,) = run_ranks(1, _without_engine, str(tmp_path), "Lightning", read)
     assert found == "(3, True)"
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def _sharded(rank: int, world: int, folder: str, section: str, result: str, page: str) -> str:
+    os.chdir(folder)
+    # Lightning starts no processes where torchrun has.
+    os.environ.update(TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0")
+    if page == "huggingface.md":
+        accept_cpu()
+    names: dict[str, object] = {"__name__": "recipe"}
+    exec(compile(block(section, page=page), section, "exec"), names)
+    return str(eval(result, names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("needs", "section", "page", "optimizer"),
+    [
+        ("accelerate", "accelerate with FSDP2", "huggingface.md", "optimizer.optimizer"),
+        ("accelerate", "The Trainer with FSDP2", "huggingface.md", "trainer.optimizer.optimizer"),
+        ("lightning", "Lightning with FSDP2", "huggingface.md", "trainer.optimizers[0]"),
+        ("transformers", "A training loop", "fsdp.md", "optimizer"),
+    ],
+)
+def test_sharded_models_are_trained(needs: str, section: str, page: str, optimizer: str, tmp_path: Path) -> None:
+    pytest.importorskip(needs, reason=f"needs pip install {needs}")
+    pytest.importorskip("transformers")
+    # Once, for the ranks to inherit.
+    from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
+
+    result = (
+        f"(type({optimizer}.param_groups[0]['params'][0]).__name__, {optimizer}.read_health()['matrices_updated'] > 0)"
+    )
+    assert run_ranks(2, _sharded, str(tmp_path), section, result, page) == ["('DTensor', True)"] * 2

@@ -72,13 +72,13 @@ class FactorSteps:
         self.schedule = FactorSchedule(options.update_interval)
         self._options, self._table, self._planner = options, table, planner
         self._statistics, self._matrix_states = statistics, matrix_states
-        self._frozen: dict[str, Tensor] = {}
+        self._frozen: set[str] = set()
         self._news: list[_News] = []
         self._failures: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # The model of a copy is not captured.
-        return {**vars(self), "_frozen": {}}
+        return {**vars(self), "_frozen": set()}
 
     # --- rules --------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class FactorSteps:
         """Send what no linear module uses to the fallback; after a capture."""
         table, records = self._table, self._statistics.records
         unused = [name for name, chosen in table.routes.items() if chosen.rule == "matrix" and name not in records]
-        self._frozen = {name: table.parameters[name] for name in unused if not table.parameters[name].requires_grad}
+        self._frozen = {name for name in unused if not table.parameters[name].requires_grad}
         for name in unused:
             table.send_to_fallback([name], _FROZEN if name in self._frozen else "no linear module uses it")
         self._route_left_out()
@@ -97,10 +97,9 @@ class FactorSteps:
 
     def warn_of_unfrozen(self) -> None:
         """Say once which parameters are trained by now that were frozen when the model was captured."""
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        thawed = [name for name in sorted(self._frozen) if self._table.parameters[name].requires_grad]
         if thawed:
-            for name in thawed:
-                del self._frozen[name]
+            self._frozen.difference_update(thawed)
             logger.warning(
                 "MKOR: %s was frozen when capture() was called and takes %s alone; call optimizer.capture(model) again "
                 "for it to get factors.",

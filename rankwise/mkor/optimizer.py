@@ -102,6 +102,7 @@ class MKOR(ShardedOptimizer):
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
         """
         self.factor_steps.learn(self.param_groups)
+        self.live.exchange(self.param_groups, self.state)
         self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
         self.factor_steps.route_captured()
         self.planner.forget()
@@ -160,6 +161,7 @@ class MKOR(ShardedOptimizer):
     def plan(self, unit: StepUnit) -> None:
         """See the base class: the captured matrices, unless the backend has taken over."""
         self.statistics.require()
+        self.statistics.follow_exchanged()
         if self.switch.is_over:
             return
         tasks = matrix_tasks(unit, self.statistics.records, self.table, self.options.backend)

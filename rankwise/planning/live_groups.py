@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from rankwise.planning.planner import Planner, form_of
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
-from rankwise.sharding.shards import cut_of, local_view
-from rankwise.sharding.sources import real_view, refuse_unreadable
+from rankwise.sharding.shards import cut_of, is_sharded, local_view
+from rankwise.sharding.sources import real_view, refuse_strangers, refuse_unreadable
 
 __all__ = ["LiveGroups"]
 
@@ -68,6 +69,10 @@ class LiveGroups:
         if unit is not None and plain and list(map(form_of, unit.tensors)) != unit.forms:
             self._follow_forms(unit)
             return True
+        if unit is None and plain:
+            for tensor in (tensor for group in groups for tensor in group["params"]):
+                # FSDP1 marks those that it has flattened since.
+                refuse_unreadable(self._declared.name, str(planner.name_of(tensor)), tensor)
         structure = self._declared.structures_of(groups)
         if unit is not None and structure == self._planned_structure:
             return False
@@ -80,6 +85,45 @@ class LiveGroups:
             planner.forget()
             return True
         return False
+
+    def exchange(self, groups: Groups, states: States) -> None:
+        """Take sharded parameters for those in whose places they stand, as accelerate puts them there.
+
+        Their names, rules and groups stay.
+
+        Args:
+            groups: The optimizer's.
+            states: Its element states.
+
+        Raises:
+            OptionError: The sharded model has one of them under another name.
+            RuntimeError: There are states, which belong to the parameters before.
+        """
+        owner, found = self._declared.name, self._in_places(groups)
+        if not found:
+            return
+        if states or self._matrix_states.everything():
+            raise RuntimeError(
+                f"{owner}: the parameters were sharded after the optimizer had got states, which belong to those "
+                "before; shard the model (accelerate: prepare) before the first step, and load states after it"
+            )
+        refuse_strangers(owner, found)
+        self._table.exchange(found)
+        self._planner.forget()
+
+    def _in_places(self, groups: Groups) -> dict[str, Tensor]:
+        """Sharded parameters in the places of others, by their names; none unless every place has one that fits."""
+        table, name_of = self._table, self._planner.name_of
+        present = [tensor for group in groups for tensor in group["params"]]
+        if not self._planner.is_plain or all(name_of(tensor) for tensor in present):
+            return {}
+        places = Counter(index for _, index in table.catalog.values())
+        if places != Counter({index: len(group["params"]) for index, group in enumerate(groups)}):
+            return {}
+        names = [name for group in table.names_by_group(len(groups)) for name in group]
+        found = {name: new for name, new in zip(names, present, strict=True) if table.parameters[name] is not new}
+        fit = all(is_sharded(new) and new.shape == table.parameters[name].shape for name, new in found.items())
+        return found if fit else {}
 
     def _follow_forms(self, unit: StepUnit) -> None:
         """Plan anew for a model that was brought to another type or device, states with it."""

@@ -64,6 +64,7 @@ class ParameterTable:
         blocks: The logical matrices of those that are several and take the optimizer's own rule, by name.
         structures: Values of the structural options that they were routed by.
         plain: The layout of plain PyTorch: every parameter by its name.
+        exchanged: Parameters that came in the place of others, by the identity of those, until somebody has followed.
     """
 
     def __init__(self, declared: Declared) -> None:
@@ -74,6 +75,7 @@ class ParameterTable:
         self.blocks: dict[str, tuple[Block, ...]] = {}
         self.structures: dict[str, tuple[Any, ...]] = {}
         self.plain = WholeParameters()
+        self.exchanged: dict[int, Tensor] = {}
         self._warned_of_nameless = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,10 +84,8 @@ class ParameterTable:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.plain = WholeParameters()
         self._warned_of_nameless = False
-        for name, parameter in self.parameters.items():
-            self._register(parameter, name, self.catalog[name][1])
+        self.exchange({})
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
@@ -130,6 +130,14 @@ class ParameterTable:
         self.parameters.clear()
         for index in range(len(groups)):
             self.add_group(groups, index)
+
+    def exchange(self, found: Mapping[str, Tensor]) -> None:
+        """Go on with other tensors as the same parameters, by name."""
+        self.exchanged = {id(self.parameters[name]): new for name, new in found.items()}
+        self.plain = WholeParameters()
+        self.parameters |= found
+        for name, parameter in self.parameters.items():
+            self._register(parameter, name, self.catalog[name][1])
 
     def move(self, name: str, position: int) -> None:
         """Follow a parameter into another param group."""

@@ -76,6 +76,20 @@ def read_sharded_by(
     _sharded[:], _idle[:] = [make], [refuse_replaced]
 
 
+def refuse_strangers(owner: str, named: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that are not those of a sharded model by these names.
+
+    Args:
+        owner: Of the message: the optimizer.
+        named: Parameters.
+
+    Raises:
+        OptionError: The model has others in their place.
+    """
+    for refuse in _idle:
+        refuse(owner, named)
+
+
 def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
     """The layout that can take another parameter, too."""
     if is_sharded(tensor) and _sharded and not plain.missing_alike:
@@ -279,9 +293,7 @@ class WholeParameters(LayoutSource):
         Raises:
             OptionError: Others have been put in their place.
         """
-        named = {self._names[id(tensor)]: tensor for tensor in idle if id(tensor) in self._names}
-        for refuse in _idle:
-            refuse(owner, named)
+        refuse_strangers(owner, {self._names[id(tensor)]: tensor for tensor in idle if id(tensor) in self._names})
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name a parameter was registered by; None if it was not."""

@@ -90,6 +90,7 @@ class Collector:
             describe: Recognises linear modules.
         """
         table = self._table
+        table.exchanged = {}
         self._last_micro_batch = last_micro_batch
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._join(model)
@@ -113,6 +114,25 @@ class Collector:
         self.hooks.on_training_forward = self._find_replicas
         self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
         self.early = self.hooks.listener = self._reduce_early()
+
+    def follow_exchanged(self) -> None:
+        """Go on with the parameters that came in the place of those captured, and with what was seen of these.
+
+        Raises:
+            OptionError: Ranks share a layer by now, which the hooks do not know.
+        """
+        exchanged, self._table.exchanged = self._table.exchanged, {}
+        if not exchanged or self.hooks is None:
+            return
+        source = self._planner.source
+        self.hooks.exchange(exchanged)
+        if self.hooks.root is not None:
+            source.watch(self.hooks.root)
+        if source.alike() != (0, 1):
+            raise OptionError(
+                "MKOR: the captured model is invalid: it must not be cut by tensor parallelism after the capture; call "
+                "optimizer.capture(model) once it is"
+            )
 
     def require(self) -> None:
         """Refuse to go on without a captured model.

@@ -17,7 +17,8 @@ that :math:`g` is the gradient the layer's bias has, or would have.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,7 @@ class Capture:
         self.records: dict[Parameter, Record] = {}
         self._window = window
         self._window_id: Hashable = None
-        self._root = model if isinstance(model, nn.Module) else None
+        self.root = model if isinstance(model, nn.Module) else None
         self._by_module: dict[nn.Module, list[tuple[LinearView, Record]]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in _named_modules(model):
@@ -103,8 +104,20 @@ class Capture:
                 )
                 for module, views in self._by_module.items()
             ]
-            if self._root is not None and self._window is not None:
-                self._handles.append(self._root.register_forward_pre_hook(self._on_window))
+            if self.root is not None and self._window is not None:
+                self._handles.append(self.root.register_forward_pre_hook(self._on_window))
+
+    def exchange(self, exchanged: Mapping[int, Tensor]) -> None:
+        """Go on with other tensors as weights and biases, by the identity of those before; sums stay."""
+
+        def now(parameter: Any) -> Any:
+            return exchanged.get(id(parameter), parameter)
+
+        for record in self.records.values():
+            record.parameter, record.bias = now(record.parameter), now(record.bias)
+        self.records = {record.parameter: record for record in self.records.values()}
+        for views in self._by_module.values():
+            views[:] = [(replace(view, weight=now(view.weight), bias=now(view.bias)), record) for view, record in views]
 
     def remove(self) -> None:
         """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""

@@ -358,6 +358,8 @@ class ShardedOptimizer(Optimizer, ABC):
     def _unit(self) -> StepUnit:
         """The unit of this call, planned if it is not."""
         unit = self.planner.find(self.param_groups)
+        if unit is None:
+            self.live.exchange(self.param_groups, self.state)
         if self.live.follow(unit, self.param_groups, self.state) or unit is None:
             return self.planner.plan_present(self, self.param_groups)
         # The second visit: by now every group has been planned.
@@ -382,6 +384,7 @@ class ShardedOptimizer(Optimizer, ABC):
         every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
         """
         self.undo.settle()
+        self.live.exchange(self.param_groups, self.state)
         result = super().state_dict()
         result["state"] = self.saved.opened(result, self.param_groups, self.state)
         beside = self.saved.beside_torch(self.param_groups, self.state)
@@ -412,6 +415,7 @@ class ShardedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: Another optimizer has written it, or for other parameters; nothing has changed then.
         """
+        self.live.exchange(self.param_groups, self.state)
         hooks = self._optimizer_load_state_dict_pre_hooks
         state_dict = dict(state_dict)
         for hook in hooks.values():
@@ -505,6 +509,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def explain(self) -> list[Explanation]:
         """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
+        self.live.exchange(self.param_groups, self.state)
         return self.reports.explain(self.state)
 
     def summary(self) -> str:

@@ -1,0 +1,25 @@
+"""accelerate and the Trainer on CPU ranks of which each test chooses what they do with them."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["accept_cpu", "forget_accelerate"]
+
+
+def accept_cpu() -> None:
+    """Let accelerate shard on CPU ranks: of itself it has FSDP on accelerators alone, and passes over its plugin."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    forget_accelerate()
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[assignment]
+
+
+def forget_accelerate() -> None:
+    """A test that ran in the parent before may have left its choice of devices and engine in the module."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
