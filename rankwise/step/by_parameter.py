@@ -17,12 +17,14 @@ from torch import Tensor
 from rankwise.planning.matrix_states import MatrixState
 
 __all__ = [
+    "COUNT",
     "MATRIX",
     "RECORD",
     "WITH_STATES",
     "extras_of",
     "matrices_of",
     "record_texts",
+    "steps_taken",
     "under_parameters",
     "without_matrices",
 ]
@@ -31,6 +33,7 @@ MATRIX = "matrix"
 """Begins the names of matrix states; alone, in a living optimizer's states, it says that there may be some."""
 RECORD = "rankwise"
 WITH_STATES = "matrices_with_states"
+COUNT = "count"
 _NAME = re.compile(rf"{MATRIX}\.((?:\[[^\]]*\])*)\.?(.+)")
 
 
@@ -75,19 +78,25 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def record_texts(
-    identity: str, matrices: int, extra: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    identity: str, matrices: int, count: int, extra: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """What is written into each param group: who has written it; into the first with parameters what else there is.
 
     Args:
         identity: The optimizer.
         matrices: How many have states.
+        count: Steps of the parameter that has taken most.
         extra: What belongs to no parameter, in plain data.
         groups: The param groups.
     """
     first = next((place for place, group in enumerate(groups) if group["params"]), 0)
-    common = {RECORD: identity, WITH_STATES: matrices}
+    common = {RECORD: identity, WITH_STATES: matrices, COUNT: count}
     return [json.dumps({**common, **(extra if place == first else {})}) for place in range(len(groups))]
+
+
+def steps_taken(states: Mapping[Any, Mapping[str, Any]]) -> int:
+    """Of the parameter that has taken most."""
+    return max((int(state["step"]) for state in states.values() if "step" in state), default=0)
 
 
 def extras_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

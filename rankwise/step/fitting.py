@@ -13,7 +13,7 @@ from rankwise.planning.misfits import MisfitError, check_shape, refuse_strange
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
-from rankwise.step.by_parameter import WITH_STATES, matrices_of, without_matrices
+from rankwise.step.by_parameter import COUNT, WITH_STATES, matrices_of, steps_taken, without_matrices
 
 __all__ = ["SavedFit", "in_order_of", "same_groups"]
 
@@ -155,6 +155,9 @@ class SavedFit:
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         ours = self._declared.identity
         theirs = state_dict.get("rankwise")
+        if theirs == ours and state_dict.get(COUNT) == 0 and steps_taken(state_dict["state"]):
+            # torch has filled a dictionary of this optimizer, which was fresh, with states of the same names.
+            raise ValueError(self._refusal_of_anonymous({"param_groups": []}))
         if theirs == ours and state_dict.get(WITH_STATES) and not self._have_matrices(state_dict):
             raise ValueError(self._refusal_of_lost())
         # A dictionary that was put together by others holds no matrix states; some optimizers have none.

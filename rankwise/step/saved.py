@@ -20,7 +20,14 @@ from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
 from rankwise.sharding.shards import cut_as
-from rankwise.step.by_parameter import MATRIX, RECORD, record_texts, under_parameters, without_matrices
+from rankwise.step.by_parameter import (
+    MATRIX,
+    RECORD,
+    record_texts,
+    steps_taken,
+    under_parameters,
+    without_matrices,
+)
 from rankwise.step.carrying import StateCarrier
 from rankwise.step.fitting import SavedFit
 from rankwise.step.shared_matrices import cut_evenly, owned_parts, whole_states
@@ -91,7 +98,7 @@ class SavedStates:
                 key, own = next(keys), found.get(str(self._planner.name_of(tensor)))
                 if own and key in state:
                     state[key] |= own
-        texts = record_texts(self._declared.identity, len(matrices), extra, groups)
+        texts = record_texts(self._declared.identity, len(matrices), steps_taken(state), extra, groups)
         saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
         return {**result, "state": state, "param_groups": saved}
 

@@ -220,3 +220,26 @@ def test_states_of_another_type_are_refused_before_anything_changes(wrote: str, 
     with pytest.raises((ValueError, KeyError, RuntimeError)):
         set_optimizer_state_dict(second.model, second.optimizer, states, options=options)
     assert _difference(second.train(2).weights(), untouched.train(2).weights()) == 0.0
+
+
+def _adamws(rank: int, world: int, cases: list[str]) -> list[str]:
+    adamw = Run("mars-adamw", "rows-2")
+    adamw.optimizer = torch.optim.AdamW(adamw.optimizer.param_groups)
+    adamw.optimizer.needs_loss = False
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_optimizer_state_dict(adamw.train(3).model, adamw.optimizer, options=options)
+    # accelerate and the Trainer give torch what it has not.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    found = []
+    for case in cases:
+        run = Run(case, "rows-2")
+        with pytest.raises((ValueError, KeyError, RuntimeError)) as refused:
+            set_optimizer_state_dict(run.model, run.optimizer, states, options=options)
+        found.append(str(refused.value))
+    return found
+
+
+def test_whole_states_of_adamw_are_not_taken_for_ours() -> None:
+    """torch fills our dictionary with what it finds of the same names, and leaves what says that it is ours."""
+    for texts in run_ranks(2, _adamws, ["ldadam", "mars-adamw", "mkor"]):
+        assert all("was written by another optimizer than rankwise's" in text for text in texts), texts
