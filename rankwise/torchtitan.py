@@ -124,7 +124,7 @@ def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
     try:
         return _originals["_resolve_optimizer_factory"](name)  # type: ignore[no-any-return]
     except NotImplementedError:
-        near = nearest(name, [*OPTIMIZER_NAMES, *_THEIRS])
+        near = nearest(name, [*BY_SPELLING, *_THEIRS])
         hint = f"did you mean '{near}'?" if near else f"rankwise adds {', '.join(BY_SPELLING)}."
         raise OptionError(
             f"optimizer_name={shown(name)} is invalid: neither torchtitan nor rankwise has it; {hint}"

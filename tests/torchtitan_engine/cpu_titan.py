@@ -58,6 +58,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float
 
 metrics.build_device_memory_monitor = _NoMemory
 FlexAttention._compiled_flex_attn = staticmethod(_attention)
+
+
 def _no_division(model: nn.Module) -> None:
     """As torchtitan's, by a sum: it would divide within the reduction, by one, which gloo cannot."""
     _divide(model)

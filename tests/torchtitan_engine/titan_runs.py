@@ -53,6 +53,8 @@ class Cell:
         parallel: Degrees and other fields of ``parallelism``.
         batch: Rows of a rank and micro-batch; those of a step are always the same.
         whole: Whether every layer is computed again in the backward pass.
+        length: Tokens of a row.
+        rows: Of a step.
     """
 
     world: int
@@ -60,6 +62,8 @@ class Cell:
     parallel: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 2
     whole: bool = False
+    length: int = 32
+    rows: int = ROWS
 
 
 def _degrees(**degrees: int) -> dict[str, int]:
@@ -75,8 +79,9 @@ CELLS: dict[str, Cell] = {
     "ddp-2": Cell(2, parallel=_degrees(shard=1, replicate=2)),
     "tp-2": Cell(2, parallel=_degrees(tp=2)),
     "tp-fsdp-4": Cell(4, parallel=_degrees(tp=2, shard=2)),
-    "full-tp-fsdp-4": Cell(4, parallel={**_degrees(tp=2, shard=2), "spmd_backend": "full_dtensor"}),
-    "cp-2": Cell(2, parallel=_degrees(cp=2)),
+    # Whole blocks of FlexAttention's on every rank.
+    "long-one": Cell(1, length=256, rows=2),
+    "cp-2": Cell(2, parallel=_degrees(cp=2), length=256, rows=2),
     "pp-2": Cell(2, parallel={**_degrees(pp=2), "pipeline_parallel_schedule": "1F1B"}, batch=ROWS),
     "pp-fsdp-4": Cell(4, parallel={**_degrees(pp=2, shard=2), "pipeline_parallel_schedule": "1F1B"}, batch=ROWS // 2),
     "recomputed-2": Cell(2, parallel=_degrees(shard=2), whole=True),
@@ -111,7 +116,7 @@ def start(cell: Cell, chosen: OptimizersContainer.Config, load: str = "", **chec
     config.validator.enable = False
     config.dump_folder = checkpoint.pop("folder", "") or tempfile.mkdtemp()
     config.metrics.log_freq, config.debug.seed = 1, 1
-    training = {"steps": STEPS, "seq_len": 32, "local_batch_size": cell.batch, "global_batch_size": ROWS}
+    training = {"steps": STEPS, "seq_len": cell.length, "local_batch_size": cell.batch, "global_batch_size": cell.rows}
     training |= {"mixed_precision_param": "float32", "disable_cuda_graphs": True}
     given = {"enable": True, "initial_load_path": load or None, "load_only": True, "interval": SAVED, **checkpoint}
     parallel = {"spmd_backend": "partial_dtensor", **cell.parallel}
