@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Capture:
 
     Weights that are frozen or recomputed at each use (parametrizations) are left out. ``torch.autograd.grad`` through
     a captured layer counts as a backward pass: switch ``enabled`` off around it. Forward passes
-    within the transforms of ``torch.func`` are passed over.
+    within the transforms of ``torch.func``, and those by which pipelines find out shapes, are passed over.
 
     Args:
         model: a module to search, or an iterable of modules to hook.
@@ -204,7 +205,7 @@ class Capture:
         if not self.enabled:
             return
         result = output[0] if isinstance(output, tuple) else output
-        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform():
+        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform() or _in_rehearsal():
             return
         if self.on_training_forward is not None:
             self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
@@ -285,6 +286,19 @@ def _in_backward() -> bool:
 def _in_transform() -> bool:
     """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors belong to it."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def _in_rehearsal() -> bool:
+    """Whether ``torch.distributed.pipelining`` finds out shapes, before its first step.
+
+    It runs a stage forward and backward on memory that nobody has written to, and keeps no gradient of it.
+    """
+    if "torch.distributed.pipelining.stage" not in sys.modules or torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
+        frame = frame.f_back
+    return frame is not None
 
 
 def has_compiled() -> bool:
