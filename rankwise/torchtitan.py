@@ -118,7 +118,7 @@ def unregister() -> None:
 
 
 def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
-    """torchtitan's method, with our names, and a message that names the nearest one."""
+    """As torchtitan's method, with our names, and a message that names the nearest one."""
     if name in OPTIMIZER_NAMES:
         return functools.partial(build, name)
     try:
@@ -133,7 +133,7 @@ def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
 
 @functools.wraps(OptimizersContainer.__init__)
 def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.Module]) -> None:
-    """torchtitan's constructor, with what our optimizers have to know of the model; alike on all ranks."""
+    """As torchtitan's constructor, with what our optimizers have to know of the model; alike on all ranks."""
     for group in config.param_groups:
         _resolve_optimizer_factory(group.optimizer_name)
     if not any(group.optimizer_name in OPTIMIZER_NAMES for group in config.param_groups):
@@ -178,7 +178,7 @@ def _ours(container: OptimizersContainer) -> list[ShardedOptimizer]:
 
 @functools.wraps(Trainer.forward_backward_step)
 def _forward_backward_step(trainer: Trainer, **batch: Any) -> Tensor:
-    """torchtitan's method, whose loss MKOR-H hears of."""
+    """As torchtitan's method; MKOR-H hears of the loss."""
     optimizers = _ours(trainer.optimizers)
     if any(optimizer.needs_capture for optimizer in optimizers) and not trainer.config.training.disable_cuda_graphs:
         raise OptionError(

@@ -205,20 +205,22 @@ class Capture:
         if not self.enabled:
             return
         result = output[0] if isinstance(output, tuple) else output
-        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform() or _in_rehearsal():
+        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform():
             return
         if self.on_training_forward is not None:
             self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
         if self._window is None and not _in_backward():
             self._drop_what_was_skipped(module)
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
-        hooked = _with_gradient(result, inputs)
+        hooked, rehearsed = _with_gradient(result, inputs), _in_rehearsal()
         for view, record in self._by_module.get(module, ()):
             if not self._wants(record):
                 continue
             rows = None if view.rows is None else view.rows(args, kwargs)
+            # Also in a rehearsal: selective checkpointing wants to see the same operations again.
             call = _input_call(view, record, inputs, rows)
-            hooked.register_hook(partial(self._on_output_grad, call, rows))
+            if not rehearsed:
+                hooked.register_hook(partial(self._on_output_grad, call, rows))
 
     def _on_output_grad(self, call: ModuleCall, rows: slice | None, grad: Tensor | None) -> None:
         if grad is None or not self.enabled or not self._handles or not self._wants(call.record):

@@ -6,11 +6,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from cpu_titan import NoTokenizer, Rows
 from ranks import run_ranks
 from torch import Tensor
@@ -18,17 +16,56 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models import deepseek_v3, llama3
+from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 import rankwise.torchtitan  # noqa: F401
 
-__all__ = ["CASES", "CELLS", "Cell", "Weights", "difference", "merged", "optimizer", "seed", "start", "train"]
-
-STEPS, SAVED, ROWS = 4, 2, 8
 Weights = dict[str, Tensor]
-MODELS = {"llama": llama3_debugmodel, "deepseek": deepseek_v3_debugmodel}
+STEPS, SAVED, ROWS = 4, 2, 8
+WIDTH, WORDS = 64, 64
+
+
+def llama() -> Trainer.Config:
+    """Its debug model's configuration, smaller, with two heads of queries to one of keys."""
+    sizes = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96}
+    layers = llama3._build_llama3_layers(**sizes, rope=ComplexRoPE.Config(dim=16, max_seq_len=512), attn_backend="flex")
+    return _smaller(llama3_debugmodel(), layers)
+
+
+def deepseek() -> Trainer.Config:
+    """The same: a layer without experts, and one with eight of them."""
+    latent = {"q_lora_rank": 0, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    sizes = {"n_layers": 2, "n_dense_layers": 1, "dim": WIDTH, "n_heads": 4, "mscale": 0.7, "dense_hidden_dim": 96}
+    experts = {"moe_hidden_dim": 32, "num_experts": 8, "num_shared_experts": 2, "router_top_k": 3}
+    rope = ComplexRoPE.Config(dim=8, max_seq_len=512)
+    layers = deepseek_v3._build_dsv3_layers(
+        **latent,
+        **sizes,
+        **experts,
+        router_score_func="softmax",
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        rope=rope,
+    )
+    return _smaller(deepseek_v3_debugmodel(), layers)
+
+
+def _smaller(config: Trainer.Config, layers: list[Any]) -> Trainer.Config:
+    model = config.model_spec.model
+    model.dim, model.vocab_size, model.layers = WIDTH, WORDS, layers
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = WORDS, WIDTH
+    model.norm.normalized_shape = WIDTH
+    model.lm_head.in_features, model.lm_head.out_features = WIDTH, WORDS
+    config.loss.loss_fn.global_vocab_size = WORDS
+    return config
+
+
+MODELS = {"llama": llama, "deepseek": deepseek}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"weight_decay": 0.1}),
     "mars": ("MARS", {"weight_decay": 0.1}),
@@ -40,6 +77,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ldadam": ("LDAdam", {"rank": 4}),
     "mkor": ("MKOR", {"update_interval": 2, "factor_dtype": "float32"}),
     "mkor-h": ("MKOR-H", {"update_interval": 2, "factor_dtype": "float32"}),
+    # Over to AdamW in the second step.
+    "switched": (
+        "MKOR-H",
+        {"factor_dtype": "float32", "hybrid_min_steps": 2, "hybrid_patience": 1, "hybrid_beta": 1e6},
+    ),
 }
 
 
@@ -110,7 +152,6 @@ def start(cell: Cell, chosen: OptimizersContainer.Config, load: str = "", **chec
         checkpoint: Further fields of ``checkpoint``.
     """
     config = MODELS[cell.model]()
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.optimizer = chosen
     config.dataloader, config.tokenizer = Rows.Config(), NoTokenizer.Config()
     config.validator.enable = False
@@ -129,9 +170,13 @@ def start(cell: Cell, chosen: OptimizersContainer.Config, load: str = "", **chec
 
 
 def weights(trainer: Trainer) -> Weights:
-    """The whole weights that this rank has something of."""
+    """The whole weights that this rank has something of; MKOR-H's average loss beside them."""
     named = [pair for part in trainer.model_parts for pair in part.named_parameters()]
-    return {canonical_fqn(name): _whole(value.detach()).clone() for name, value in named}
+    found = {canonical_fqn(name): _whole(value.detach()).clone() for name, value in named}
+    for each in trainer.optimizers:
+        if getattr(each, "needs_loss", False):
+            found["loss"] = torch.tensor(each.switch.detector.state_dict()["loss_average"])
+    return found
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -193,11 +238,3 @@ def difference(found: Weights, expected: Weights) -> float:
     assert found.keys() == expected.keys()
     each = torch.stack([(found[name] - expected[name]).abs().max() for name in expected])
     return float(each.nan_to_num(nan=torch.inf).max())
-
-
-def remove(folder: str) -> None:
-    """A temporary folder, on one rank."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for path in Path(folder).rglob("*"):
-            if path.is_file():
-                path.unlink()
