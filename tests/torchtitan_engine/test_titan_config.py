@@ -10,6 +10,7 @@ import torch
 from titan_runs import MODELS
 from torch import Tensor, nn
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.trainer import Trainer
 
 import rankwise
@@ -179,6 +180,15 @@ def test_latent_attention_is_known_as_torchtitan_splits_it() -> None:
     assert down == {"kv": list(range(32)), "k_rope": list(range(32, 40))}
     heads = torch.arange(4 * 28).view(4, 28)
     assert up == {"k": heads[:, :16].flatten().tolist(), "v": heads[:, 16:].flatten().tolist()}
+
+
+def test_names_are_torchtitans_whatever_wraps_a_layer() -> None:
+    model = network()
+    FullAC.Config().build(dump_folder="").apply(model)
+    assert "layers.0._checkpoint_wrapped_module.attention.wo.weight" in dict(model.named_parameters())
+    (built,) = container(model, (".*", "LDAdam", {"exclude": ["layers.0.attention.wo.weight"]}))
+    assert list(built.table.catalog) == built.param_groups[0]["param_names"]
+    assert built.table.routes["layers.0.attention.wo.weight"].rule == "fallback"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
