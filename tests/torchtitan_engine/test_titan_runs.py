@@ -13,7 +13,7 @@ from titan_runs import CASES, CELLS, Weights, difference, merged, optimizer, res
 from rankwise.options.validation import OptionError
 
 OURS = [case for case in CASES if case not in ("adamw", "switched")]
-FEW = ["ldadam", "mkor-h", "switched"]
+FEW = ["ldadam", "mkor-h"]
 IN_CI = {"llama": ("adamw", *FEW), "deepseek": ("adamw", "ldadam")}
 NOISE = 10.0
 """How many times as far from one rank as AdamW."""
@@ -84,11 +84,13 @@ MOVES += [
     ("pp-2", "pp-2"),
     ("ep-2", "ep-2"),
 ]
-MOVED = ["mars-m", "sonew", "ldadam", "mkor-h"]
+MOVED = ["mars-m", "sonew", "ldadam", "mkor-h", "switched"]
+# torch's pipelines rehearse on unwritten memory, and torchtitan counts where its routers send that.
+UNLIKE = "experts-pp-2"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("cell", [name for name, cell in CELLS.items() if cell.world > 1])
+@pytest.mark.parametrize("cell", [name for name, cell in CELLS.items() if cell.world > 1 and name != UNLIKE])
 def test_every_type_follows_one_rank(cell: str) -> None:
     cases = ["adamw", *OURS]
     _follows(cell, cases, _together(cell, cases), tuple(cases))
