@@ -16,7 +16,7 @@ from rankwise.names import CLASSES
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("rankwise", "deepspeed_plugin", "megatron_patches")
-FRAMEWORKS = ("deepspeed", "megatron", "transformers", "accelerate", "transformer_engine")
+FRAMEWORKS = ("deepspeed", "megatron", "transformers", "accelerate", "transformer_engine", "torchtitan")
 PARTS = ("rankwise", "deepspeed_plugin", "megatron_patches", "launch", "configs", "benchmarks")
 
 
@@ -83,6 +83,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.step"),
     # For one framework; imported by nobody but its users.
     "rankwise.hf": (*PAPERS, "rankwise.names", "rankwise.options", "rankwise.routing"),
+    "rankwise.torchtitan": ("rankwise.names", *ROOMS),
     # ``python -m rankwise``: imported by nobody.
     "rankwise.__main__": ("rankwise.launch",),
     "deepspeed_plugin": ("deepspeed_plugin", "rankwise"),
@@ -114,6 +115,7 @@ def violations(module: str, names: list[tuple[int, str]]) -> list[str]:
                 "deepspeed_plugin": ("deepspeed",),
                 "megatron_patches": ("megatron", "transformer_engine"),
                 "rankwise.hf": ("transformers",),
+                "rankwise.torchtitan": ("torchtitan",),
             }
             free = ("rankwise.launch", "rankwise.configs", "benchmarks")
             if layer not in free and not within(name, *home.get(layer, ())):

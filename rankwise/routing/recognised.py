@@ -104,6 +104,15 @@ def _grouped(weight: WeightView) -> Fused | None:
     return Fused((("q", shared * size), ("k", size), ("v", size)), groups=key_heads, heads=(shared, 1, 1))
 
 
+def _grouped_by_share(weight: WeightView) -> Fused | None:
+    """The same, where the module says how many queries share a head of keys, and not how many heads there are."""
+    shared, size = weight.number("heads_per_kv"), weight.number("head_dim")
+    if shared is None or size is None:
+        return None
+    groups = weight.rows // ((shared + 2) * size)
+    return Fused((("q", shared * size), ("k", size), ("v", size)), groups=groups, heads=(shared, 1, 1))
+
+
 def _one_key(weight: WeightView) -> Fused | None:
     """Queries of all heads, then the keys and values that they all share."""
     heads, size = weight.heads, weight.head_size
@@ -264,6 +273,7 @@ TABLE = (
     Recogniser("in_proj", "DisentangledSelfAttention", _per_head(*_QKV)),
     Recogniser("W_pack", "(Baichuan)?Attention", _equal(_QKV, with_heads=True)),
     Recogniser("wqkv", "InternLM2\\w*Attention\\w*", _grouped),
+    Recogniser("wqkv", "(AllGather)?FusedQKVLinear", _grouped_by_share),  # torchtitan's
     Recogniser(
         "Wqkv", "(Mpt|Dbrx|ModernBert)\\w*Attention\\w*|MHA|(Multihead|GroupedQuery|MultiQuery)Attention", _attention
     ),
@@ -271,13 +281,13 @@ TABLE = (
     Recogniser("in_proj_qkvz", "Qwen3NextGatedDeltaNet", _delta_net("q", "k", "v", "z")),
     Recogniser("in_proj_ba", "Qwen3NextGatedDeltaNet", _delta_net("b", "a")),
     Recogniser("in_proj_qkv", _GATED + "GatedDeltaNet", _delta_net_in_parts),
-    Recogniser("kv_a_proj_with_mqa", ".*", _latents(("kv", "kv_lora_rank"), ("k_rope", "qk_rope_head_dim"))),
+    Recogniser("kv_a_proj_with_mqa|wkv_a", ".*", _latents(("kv", "kv_lora_rank"), ("k_rope", "qk_rope_head_dim"))),
     Recogniser(
         "fused_qkv_a_proj_with_mqa",
         ".*",
         _latents(("q", "q_lora_rank"), ("kv", "kv_lora_rank"), ("k_rope", "qk_rope_head_dim")),
     ),
-    Recogniser("kv_b_proj", ".*", _keys_and_values),
+    Recogniser("kv_b_proj|wkv_b", ".*", _keys_and_values),
     Recogniser("gate_up_proj", "Phi4MultimodalAudioMLP", _equal(("up", "gate"))),
     Recogniser("gate_up_proj", "\\w*(MLP|FeedForward|SwiGLU)", _equal(("gate", "up")), kind="Linear"),
     Recogniser("gate_up_proj", "Llama4TextExperts", _equal(("gate", "up"), dim=-1)),

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Capture:
 
     Weights that are frozen or recomputed at each use (parametrizations) are left out. ``torch.autograd.grad`` through
     a captured layer counts as a backward pass: switch ``enabled`` off around it. Forward passes
-    within the transforms of ``torch.func`` are passed over.
+    within the transforms of ``torch.func``, and those by which pipelines find out shapes, are passed over.
 
     Args:
         model: a module to search, or an iterable of modules to hook.
@@ -224,13 +225,15 @@ class Capture:
         if self._window is None and not _in_backward():
             self._drop_what_was_skipped(module)
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
-        hooked = _with_gradient(result, inputs)
+        hooked, rehearsed = _with_gradient(result, inputs), _in_rehearsal()
         for view, record in self._by_module.get(module, ()):
             if not self._wants(record):
                 continue
             rows = None if view.rows is None else view.rows(args, kwargs)
+            # Also in a rehearsal: selective checkpointing wants to see the same operations again.
             call = _input_call(view, record, inputs, rows)
-            hooked.register_hook(partial(self._on_output_grad, call, rows))
+            if not rehearsed:
+                hooked.register_hook(partial(self._on_output_grad, call, rows))
 
     def _on_output_grad(self, call: ModuleCall, rows: slice | None, grad: Tensor | None) -> None:
         if grad is None or not self.enabled or not self._handles or not self._wants(call.record):
@@ -298,6 +301,19 @@ def _in_backward() -> bool:
 def _in_transform() -> bool:
     """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors belong to it."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def _in_rehearsal() -> bool:
+    """Whether ``torch.distributed.pipelining`` finds out shapes, before its first step.
+
+    It runs a stage forward and backward on memory that nobody has written to, and keeps no gradient of it.
+    """
+    if "torch.distributed.pipelining.stage" not in sys.modules or torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
+        frame = frame.f_back
+    return frame is not None
 
 
 def has_compiled() -> bool:

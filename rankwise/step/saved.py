@@ -98,7 +98,9 @@ class SavedStates:
                 key, own = next(keys), found.get(str(self._planner.name_of(tensor)))
                 if own and key in state:
                     state[key] |= own
-        texts = record_texts(self._declared.identity, len(matrices), steps_taken(state), extra, groups)
+        # Some rules keep nothing of a matrix.
+        with_states = sum(map(bool, matrices.values()))
+        texts = record_texts(self._declared.identity, with_states, steps_taken(state), extra, groups)
         saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
         return {**result, "state": state, "param_groups": saved}
 

@@ -126,6 +126,20 @@ def test_goes_on_elsewhere(before: str | None, after: str | None, cases: list[st
             assert _difference(resumed[case], saved[case]) <= (0.0 if before == after else 1e-6), case
 
 
+@pytest.mark.parametrize("case", MATRICES)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_that_began_with_a_checkpoint_is_saved_too(case: str) -> None:
+    """torch's functions have made its states then, before its first step."""
+    run, again = Run(case), Run(case)
+    _states(run)
+    states = _states(run.train(BEFORE), flatten_optimizer_state_dict=True)["optimizer"]
+    again.count = BEFORE
+    again.model.load_state_dict(run.model.state_dict())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(again.model, again.optimizer, states, options=options)
+    assert _difference(again.train(AFTER).weights(), run.train(AFTER).weights()) == 0.0
+
+
 # --- whole dictionaries ----------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from rankwise import MARS, MKOR, LDAdam
@@ -275,6 +276,38 @@ def _stages(rank: int, world: int, together: bool) -> list[dict[str, Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
     return [{name: whole(value) for name, value in part.named_parameters()} for part in parts]
+
+
+def _pipeline(rank: int, world: int, alone: bool) -> dict[str, Tensor]:
+    """Two stages under torch's schedule, which finds out shapes by a pass of its own, or all of it in one process."""
+    torch.manual_seed(0)
+    parts = [Two().double(), Two().double()]
+    model = nn.Sequential(*parts) if alone else parts[rank]
+    optimizer = MKOR(model.named_parameters(), lr=1e-2, update_interval=1, factor_dtype="float64")
+    optimizer.capture(model)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().sum() / 96
+
+    stage = None if alone else PipelineStage(model, rank, world, torch.device("cpu"))
+    schedule = stage and Schedule1F1B(stage, 4, loss, scale_grads=False)
+    for step in range(3):
+        x = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if schedule is None:
+            loss(model(x), x).backward()
+        else:
+            schedule.step(target=x) if rank else schedule.step(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    prefix = "" if alone else f"{rank}."
+    return {f"{prefix}{name}": value.detach() for name, value in model.named_parameters()}
+
+
+def test_statistics_are_those_of_the_batches_alone_in_a_pipeline() -> None:
+    expected = _pipeline(0, 1, True)
+    found = {name: value for weights in run_ranks(2, _pipeline, False) for name, value in weights.items()}
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-12
 
 
 def test_stages_have_groups_of_their_own() -> None:

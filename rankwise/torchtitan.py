@@ -1,0 +1,216 @@
+"""rankwise under torchtitan: importing this module makes its optimizers valid ``optimizer_name`` values.
+
+A configuration names them in ``ParamGroupConfig``; its trainer, containers and checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.trainer import Trainer
+
+from rankwise.names import BY_SPELLING
+from rankwise.options.hints import nearest, shown
+from rankwise.options.validation import OptionError, check_given
+from rankwise.planning.table import idle_allowed
+from rankwise.routing.patterns import checked_later, refuse_unmatched
+from rankwise.routing.roles import attach_info, describe
+from rankwise.sharding import gather_together
+from rankwise.sharding.shards import is_sharded
+from rankwise.step.optimizer import ShardedOptimizer
+
+__all__ = ["OPTIMIZER_NAMES", "build", "is_registered", "register", "unregister"]
+
+OPTIMIZER_NAMES: Mapping[str, str] = {spelling: name for name in BY_SPELLING for spelling in (name, name.lower())}
+"""The optimizer's own spelling by each that is accepted."""
+
+_THEIRS = ("Adam", "AdamW", "DistMuon")
+_IMPLEMENTATION = ("fused", "foreach")
+_KEPT = ("params", "param_names", "fallback")
+_originals: dict[str, Any] = {}
+Facts = dict[str, tuple[bool, list[str]]]
+"""By optimizer: whether it has matrices on a rank, and the names of its parameters there."""
+
+
+# --- one optimizer ----------------------------------------------------------------------------------------------------
+
+
+def build(name: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> ShardedOptimizer:
+    """Construct the optimizer of some param groups.
+
+    Args:
+        name: A key of :data:`OPTIMIZER_NAMES`.
+        groups: As torchtitan makes them: parameters, their names, and each group's ``optimizer_kwargs``.
+        options: Of all groups: ``optimizer_factory_kwargs_by_name``.
+
+    Raises:
+        OptionError: An unknown key, a value outside its range, or options that groups must share and do not.
+    """
+    named = BY_SPELLING[OPTIMIZER_NAMES[name]]
+    # torchtitan writes into every group how its own optimizers are to loop.
+    given = [{key: v for key, v in group.items() if key not in (*_KEPT, *_IMPLEMENTATION)} for group in groups]
+    resolved = [_resolved(OPTIMIZER_NAMES[name], {**options, **own}) for own in given]
+    varying = named.optimizer.options_type.per_group()
+    shared = [{key: v for key, v in own.items() if key not in varying} for own in resolved]
+    for other in shared[1:]:
+        _refuse_difference(OPTIMIZER_NAMES[name], shared[0], other)
+    kept = [{key: group[key] for key in _KEPT if key in group} for group in groups]
+    own = [{key: v for key, v in found.items() if key in varying} for found in resolved]
+    return named.optimizer([{**group, **values} for group, values in zip(kept, own, strict=True)], **shared[0])
+
+
+def _resolved(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor keywords of one group."""
+    named, owner = BY_SPELLING[name], f"optimizer_name='{name}'"
+    resolved = named.complete(given, owner, instead=named.optimizer.__name__)
+    checked = named.optimizer.options_type(**resolved)
+    for key, reason in checked.beyond_engines().items():
+        raise OptionError(
+            f"{owner}: {key}={shown(resolved[key])} is invalid under torchtitan: its trainer runs the backward passes "
+            f"of one batch per step, {reason}; leave it out"
+        )
+    check_given(given, checked.unread(), owner)
+    return resolved
+
+
+def _refuse_difference(name: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    for key in (*first, *other):
+        if key not in first or key not in other or first[key] != other[key]:
+            values = " and ".join(shown(found[key]) if key in found else "nothing" for found in (first, other))
+            raise OptionError(
+                f"optimizer_name='{name}': {key} is invalid, being {values} in two of its param groups: groups of one "
+                f"name are one optimizer, which has one {key}; write the same into all of them, or once into "
+                "optimizer_factory_kwargs_by_name"
+            )
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def is_registered() -> bool:
+    """Whether torchtitan knows the names."""
+    return bool(_originals)
+
+
+def register() -> None:
+    """Make the names known to torchtitan; a second call changes nothing.
+
+    Wraps three methods: one that looks names up, one that builds the optimizers of a model, which MKOR has to know, and
+    one that returns the loss, of which MKOR-H has to hear.
+    """
+    if not _originals:
+        for name, (owner, ours) in _REPLACED.items():
+            _originals[name] = vars(owner)[name]
+            setattr(owner, name, ours)
+
+
+def unregister() -> None:
+    """Undo :func:`register`."""
+    for name in list(_originals):
+        setattr(_REPLACED[name][0], name, _originals.pop(name))
+
+
+def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
+    """As torchtitan's method, with our names, and a message that names the nearest one."""
+    if name in OPTIMIZER_NAMES:
+        return functools.partial(build, name)
+    try:
+        return _originals["_resolve_optimizer_factory"](name)  # type: ignore[no-any-return]
+    except NotImplementedError:
+        near = nearest(name, [*BY_SPELLING, *_THEIRS])
+        hint = f"did you mean '{near}'?" if near else f"rankwise adds {', '.join(BY_SPELLING)}."
+        raise OptionError(
+            f"optimizer_name={shown(name)} is invalid: neither torchtitan nor rankwise has it; {hint}"
+        ) from None
+
+
+@functools.wraps(OptimizersContainer.__init__)
+def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.Module]) -> None:
+    """As torchtitan's constructor, with what our optimizers have to know of the model; alike on all ranks."""
+    for group in config.param_groups:
+        _resolve_optimizer_factory(group.optimizer_name)
+    if not any(group.optimizer_name in OPTIMIZER_NAMES for group in config.param_groups):
+        _originals["__init__"](container, config, model_parts=model_parts)
+        return
+    for part in model_parts:
+        _annotate(part)
+    # A stage may have no matrices, and nothing that a pattern means; some stage must.
+    with idle_allowed(), checked_later():
+        group = dist.group.WORLD if dist.is_initialized() else None
+        everywhere = gather_together(lambda: _built(container, config, model_parts), group)
+    for optimizer in _ours(container):
+        facts = [facts[optimizer.identity] for facts in everywhere if optimizer.identity in facts]
+        if not any(busy for busy, _ in facts):
+            optimizer.table.refuse_if_idle()
+        for key, patterns in optimizer.options.patterns.items():
+            refuse_unmatched(optimizer.declared.name, patterns, [name for _, names in facts for name in names], key)
+
+
+def _built(container: OptimizersContainer, config: Any, model_parts: list[nn.Module]) -> Facts:
+    found: Facts = {}
+    _originals["__init__"](container, config, model_parts=model_parts)
+    for optimizer in _ours(container):
+        if optimizer.needs_capture:
+            mine = next(iter(optimizer.parameters_by_name.values()))
+            optimizer.capture(next(part for part in model_parts if any(p is mine for p in part.parameters())))  # type: ignore[attr-defined]
+        busy, names = found.get(optimizer.identity, (False, []))
+        found[optimizer.identity] = (busy or not optimizer.table.is_idle, [*names, *optimizer.table.catalog])
+    return found
+
+
+def _annotate(part: nn.Module) -> None:
+    """As :func:`rankwise.routing.roles.annotate`, under torchtitan's names, which know of no wrapper."""
+    for parameter, info in describe(part).items():
+        bias = None if info.bias is None else canonical_fqn(info.bias)
+        attach_info(parameter, replace(info, name=canonical_fqn(info.name), bias=bias))
+
+
+def _ours(container: OptimizersContainer) -> list[ShardedOptimizer]:
+    return [optimizer for optimizer in container.optimizers if isinstance(optimizer, ShardedOptimizer)]
+
+
+@functools.wraps(Trainer.forward_backward_step)
+def _forward_backward_step(trainer: Trainer, **batch: Any) -> Tensor:
+    """As torchtitan's method; MKOR-H hears of the loss."""
+    optimizers = _ours(trainer.optimizers)
+    if any(optimizer.needs_capture for optimizer in optimizers) and not trainer.config.training.disable_cuda_graphs:
+        raise OptionError(
+            "training.disable_cuda_graphs=False is invalid with MKOR: it must be True, because a replayed graph runs "
+            "no hooks, and MKOR would learn nothing of the layers' inputs; set it, or choose another optimizer"
+        )
+    loss: Tensor = _originals["forward_backward_step"](trainer, **batch)
+    listening = [optimizer for optimizer in optimizers if optimizer.needs_loss]
+    if listening:
+        heard = _mean_loss(trainer, loss.detach())
+        for optimizer in listening:
+            optimizer.record_loss(heard)
+    return loss
+
+
+def _mean_loss(trainer: Trainer, loss: Tensor) -> Tensor:
+    """Of which the mean over micro-batches and ranks is that of all tokens, on every stage; a collective of stages."""
+    if is_sharded(loss):
+        loss = loss.to_local()  # type: ignore[attr-defined]
+    dims = trainer.parallel_dims
+    if dims.pp_enabled:
+        # The others' is a placeholder.
+        loss = loss.reshape(()).clone() if trainer.pp_has_last_stage else loss.new_zeros(())
+        dist.all_reduce(loss, group=dims.get_mesh("pp").get_group())
+    mesh = dims.get_optional_mesh("loss")
+    # A sum over the tokens of this rank and micro-batch, divided by the tokens of all.
+    return loss * (trainer.gradient_accumulation_steps * (1 if mesh is None else mesh.size()))
+
+
+_REPLACED: Mapping[str, tuple[type, Any]] = {
+    "_resolve_optimizer_factory": (OptimizersContainer, staticmethod(_resolve_optimizer_factory)),
+    "__init__": (OptimizersContainer, _init),
+    "forward_backward_step": (Trainer, _forward_backward_step),
+}
+register()

@@ -1,0 +1,138 @@
+"""torchtitan's own trainer on gloo processes: what it takes to run it without a GPU, a data set and a tokenizer.
+
+Nothing of its models, parallelisms, losses, containers and checkpoints is replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
+
+# What torchtitan asks when it is imported; without a GPU it takes "cuda" for granted.
+with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):
+    import torchtitan.tools.utils as tools
+
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_mask
+from torchtitan import trainer as trainers
+from torchtitan.components import metrics
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.distributed import fsdp
+from torchtitan.distributed import utils as distributed_utils
+from torchtitan.models.common.attention import FlexAttention
+
+__all__ = ["Rows", "NoTokenizer"]
+
+assert tools.device_type == "cpu"
+
+
+class _NoMemory:
+    """Stands for the monitor of a GPU's memory."""
+
+    device_name = "cpu"
+    device_capacity_gib = 0.0
+
+    def get_peak_stats(self) -> metrics.DeviceMemStats:
+        return metrics.DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+    def reset_peak_stats(self) -> None:
+        pass
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float | None, **kwargs: Any) -> Any:
+    """By definition: torch's FlexAttention has no backward pass on CPUs."""
+    mask = create_mask(block_mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], q.device)
+    found = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=kwargs["enable_gqa"])
+    return found, None
+
+
+metrics.build_device_memory_monitor = _NoMemory
+FlexAttention._compiled_flex_attn = staticmethod(_attention)
+
+
+def _no_division(model: nn.Module) -> None:
+    """As torchtitan's, by a sum: it would divide within the reduction, by one, which gloo cannot."""
+    _divide(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _step(schedule: Any, **given: Any) -> None:
+    """Of a pipeline, micro-batches as torchtitan hands them over: torch 2.13 takes whole batches alone."""
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(**given)
+
+
+_divide, fsdp.disable_fsdp_gradient_division = fsdp.disable_fsdp_gradient_division, _no_division
+for _kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+    _kind.step = _step
+# It names the device to the barrier, which gloo refuses.
+distributed_utils.set_pg_timeouts = lambda **_: None
+# Two seconds at the end of every run.
+trainers.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+
+
+class NoTokenizer(BaseTokenizer):
+    """The data are tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        raise NotImplementedError
+
+
+class Rows(BaseDataLoader):
+    """One endless list of rows, of which a step takes the same ones on any number of ranks and micro-batches."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        vocabulary: int = 64
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **kwargs: Any
+    ) -> None:
+        self._vocabulary, self._length = config.vocabulary, seq_len
+        self._ranks, self._rank, self._count = dp_world_size, dp_rank, local_batch_size
+        self._taken = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            first = self._taken + self._rank * self._count
+            self._taken += self._ranks * self._count
+            rows = torch.stack([self._row(number) for number in range(first, first + self._count)])
+            positions = torch.arange(self._length).repeat(self._count, 1)
+            yield {"input": rows[:, :-1].contiguous(), "positions": positions}, rows[:, 1:].contiguous()
+
+    def _row(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randint(0, self._vocabulary, (self._length + 1,), generator=generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._taken = state_dict["taken"]
