@@ -77,6 +77,10 @@ RECORDINGS: Sequence[Recording] = (
         "universal checkpoints/global_step4 checkpoints/universal",
         "A universal checkpoint, for any ranks and ZeRO stage, with the states.",
     ),
+    Recording(
+        "convert checkpoints/universal checkpoints/torch --to torch",
+        "The same for FSDP2 and torch.distributed.checkpoint.",
+    ),
 )
 """In the order in which they make sense: later ones read what earlier ones leave."""
 

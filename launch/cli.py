@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rankwise.launch import looking
 from rankwise.launch.models import ModelFamily
-from rankwise.launch.settings import Framework
+from rankwise.launch.settings import Form, Framework
 from rankwise.names import CLASSES
 from rankwise.version import __version__
 
@@ -298,6 +298,37 @@ def universal(
         highlight=False,
         soft_wrap=True,
     )
+
+
+@app.command(epilog="Example: rankwise convert checkpoints/universal run/step100 --to torch")
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A universal, torch_dist or torch.distributed.checkpoint folder; which, it shows.")
+    ],
+    target: Annotated[Path, typer.Argument(help="Folder to write; a new one.")],
+    to: Annotated[Form, typer.Option(metavar="NAME", help="deepspeed, megatron or torch.")],
+    names: Annotated[
+        Path | None,
+        typer.Option(help='JSON of new names by old: {"model.*": "*"}.', exists=True, dir_okay=False),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(help="For megatron: a checkpoint of the run that goes on.", exists=True, file_okay=False),
+    ] = None,
+) -> None:
+    """Make a checkpoint of our optimizers one of another framework: weights, states, counts and options.
+
+    From a DeepSpeed universal checkpoint (see 'rankwise universal'), a Megatron torch_dist folder (iter_0000100), or
+    torch.distributed.checkpoint of {"model": ..., "optimizer": ...}, as FSDP2 saves it. The model must be the same
+    module code; schedules, random numbers and positions in the data stay behind. See docs/checkpoints.md.
+    """
+    from rankwise.launch.convert import CONVERSION_ERRORS, convert_checkpoint, how_to_load
+
+    try:
+        done = convert_checkpoint(source, target, to, names, like)
+    except CONVERSION_ERRORS as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(f"{done}\n{how_to_load(target, to)}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

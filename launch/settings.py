@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from rankwise.launch.models import ModelFamily
 
-__all__ = ["Framework", "Settings"]
+__all__ = ["Form", "Framework", "Settings"]
 
 Framework = Literal["deepspeed", "megatron"]
+Form = Literal["deepspeed", "megatron", "torch"]
+"""Whose checkpoint it is."""
 
 
 @dataclass(frozen=True)

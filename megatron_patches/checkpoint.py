@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_patches.adam_states import Stored
 from megatron_patches.layouts import MegatronLayout
+from megatron_patches.model_keys import model_keys
 from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
@@ -73,6 +74,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
     if inner is not None:
         inner.plan_ahead(inner.layout_source.units())
     step = _step(inner)
+    weights = {} if is_loading else model_keys(wrapper, model_state)
     state: dict[str, Any] = {TAKEOVER: Takeover(wrapper, model_state)} if is_loading and model_state else {}
     if inner is None:
         return state
@@ -86,6 +88,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
             "members": [sorted(names) for names in wrapper.members],
             "options": options_record(inner),
             "extra": inner.extra_state(),
+            "weights": weights,
         },
         "elements": {str(index): _sharded(piece, is_loading) for index, piece in enumerate(_pieces(wrapper))},
         "matrices": {

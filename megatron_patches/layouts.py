@@ -54,6 +54,10 @@ class MegatronLayout(LayoutSource):
         """By the id of an optimizer's tensor: the model's parameter, and which run of it, flattened, it holds."""
         self.stage_copies = {known.info.name: known.stage_copy for known in parameters.values() if known.stage_copy}
         """Of weights that earlier pipeline stages have too, by name: how many of them do."""
+        self.plain_names = {
+            id(parameter): known.info.name for parameter, known in parameters.items() if not known.expert
+        }
+        """By the id of a parameter that is no expert's: its name."""
         # Those of a model in fp32 are the model's own; else they are copies, or the buffer that the next step clears.
         self.spends_gradients = isinstance(wrapper, DistributedOptimizer | Float16OptimizerWithFloat16Params)
         if isinstance(wrapper, DistributedOptimizer):

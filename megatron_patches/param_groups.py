@@ -11,13 +11,14 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_ide
 
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["RATES", "Group", "match_groups", "share_members"]
+__all__ = ["GROUP_KEYS", "RATES", "Group", "match_groups", "share_members"]
 
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What every version of Megatron tells groups apart by."""
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What users override for some parameters, of which Megatron's own keys know nothing before 0.19."""
-_IDENTITY = tuple(dict.fromkeys((*_KIND, *param_group_identifier_keys, *RATES, "default_config")))
+GROUP_KEYS = tuple(dict.fromkeys((*_KIND, *param_group_identifier_keys, *RATES, "default_config")))
+"""What Megatron and its users tell groups apart by."""
 _NUMBERS = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+|@tp\d+$")
 
 
@@ -72,8 +73,10 @@ def match_groups(current: Sequence[Group], saved: Sequence[Group]) -> list[Mappi
         ValueError: A group could be any of several that differ.
     """
     found: dict[int, int] = {}
-    _pair(found, current, saved, range(len(saved)), _IDENTITY)
-    rest = [other for other in range(len(saved)) if not any(_same(saved[other], group, _IDENTITY) for group in current)]
+    _pair(found, current, saved, range(len(saved)), GROUP_KEYS)
+    rest = [
+        other for other in range(len(saved)) if not any(_same(saved[other], group, GROUP_KEYS) for group in current)
+    ]
     for index in _unpaired(found, current):
         sharing = [other for other in rest if current[index].members & saved[other].members]
         if len(sharing) == 1 and _same(current[index], saved[sharing[0]], _KIND):

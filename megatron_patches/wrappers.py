@@ -90,7 +90,7 @@ class Adoption:
         self._capture(built)
         wrappers = getattr(built, "chained_optimizers", [built])
         for wrapper, members in zip(wrappers, share_members(wrappers, self.groups.pipeline), strict=True):
-            wrapper.members = members
+            wrapper.members, wrapper.pipeline = members, self.groups.pipeline
         device = next((p.device for p in self.parameters), torch.device("cpu"))
         busy = torch.tensor(float(any(not inner.table.is_idle for inner in self._adopted)), device=device)
         dist.all_reduce(busy, dist.ReduceOp.MAX)
@@ -171,6 +171,8 @@ class _Adopted(MegatronOptimizer):
     adoption: Adoption
     members: Sequence[frozenset[str]] = ()
     """Names of the parameters of every param group, on all pipeline stages."""
+    pipeline: dist.ProcessGroup | None = None
+    """One rank of every pipeline stage, this one among them."""
     window = 0
     """Changes with every attempt at a step, so that statistics of one that was skipped are told apart."""
     holds_experts = False

@@ -19,7 +19,7 @@ from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.checkpoints.intact import require_intact
 from deepspeed_plugin.checkpoints.moving import vectors_of
 from deepspeed_plugin.checkpoints.reading import read
-from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER
+from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS
 from rankwise.sharding.state import save_vectors
 from rankwise.step.portable import Vectors
 
@@ -75,7 +75,18 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
     with own_error():
         save_vectors(vectors, target / FOLDER, None)
     common = {key: value for key, value in saved.common.items() if key not in _LAYOUT_KEYS}
-    torch.save({**common, "save": saved.record.get("save")}, target / FOLDER / COMMON)
+    note = {"save": saved.record.get("save"), PARAMETERS: _shapes_by_group(saved)}
+    torch.save({**common, **note}, target / FOLDER / COMMON)
+
+
+def _shapes_by_group(saved: SavedCheckpoint) -> list[dict[str, tuple[int, ...]]]:
+    """Of each param group: its parameters' logical shapes; matrices of a stack by themselves."""
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in saved.common["param_groups"]]
+    for rank in range(len(saved.zero_files)):
+        for record in saved.optimizer(rank)[0]["layout"]:
+            for key, shape, *_ in record["runs"]:
+                found[record["group"]][key] = tuple(shape)
+    return found
 
 
 @torch.no_grad()

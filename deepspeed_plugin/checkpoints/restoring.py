@@ -7,6 +7,7 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from deepspeed_plugin.checkpoints.decide import Wanted
 from deepspeed_plugin.checkpoints.errors import CheckpointError
@@ -123,7 +124,8 @@ def _load_untrained(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> None
     kept = {
         name: value
         for name, value in content["module"].items()
-        if name in buffers or (name not in trained and value.numel())
+        # A module's extra state may be anything.
+        if name in buffers or (name not in trained and (not isinstance(value, Tensor) or value.numel()))
     }
     engine.module.load_state_dict(kept, strict=False)
 

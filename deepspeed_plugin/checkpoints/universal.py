@@ -24,10 +24,12 @@ from deepspeed_plugin.checkpoints.moving import NamedStates, open_engine
 from deepspeed_plugin.checkpoints.reading import read
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["COMMON", "FOLDER", "UniversalCheckpoint", "fill_weights"]
+__all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint", "fill_weights"]
 
 FOLDER, COMMON = "rankwise", "common.pt"
 """Where our states lie in a universal checkpoint, and the file there with what does not depend on the layout."""
+PARAMETERS = "parameters"
+"""Key in that file of the shapes of each param group's parameters."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["ChunkedVector", "StorageError", "load_vectors", "save_vectors", "stored_tensors"]
+__all__ = ["ChunkedVector", "StorageError", "load_vectors", "own_errors", "save_vectors", "stored_tensors"]
 
 
 class StorageError(RuntimeError):
@@ -104,7 +105,7 @@ def save_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
     Raises:
         StorageError: On every rank alike, if any of them could not write.
     """
-    with _own_errors(folder):
+    with own_errors(folder):
         dcp.save(
             dict(state),
             checkpoint_id=folder,
@@ -125,7 +126,7 @@ def load_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
     Raises:
         StorageError: On every rank alike, if any of them could not read.
     """
-    with _own_errors(folder):
+    with own_errors(folder):
         dcp.load(
             dict(state),
             checkpoint_id=folder,
@@ -141,7 +142,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     Raises:
         StorageError: There is nothing to be read.
     """
-    with _own_errors(folder):
+    with own_errors(folder):
         metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name: (stored.size, stored.properties.dtype)
@@ -151,12 +152,13 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 @contextmanager
-def _own_errors(folder: Path) -> Iterator[None]:
+def own_errors(folder: Path) -> Iterator[None]:
+    """What goes wrong with a folder, as a :class:`StorageError`."""
     # torch's own failure is no Exception, and its text lists every rank's traceback.
     try:
         yield
     except CheckpointException as failure:
         rank, (cause, _) = next(iter(failure.failures.items()))
         raise StorageError(f"{folder}: {type(cause).__name__} on rank {rank}: {cause}") from failure
-    except OSError as error:
-        raise StorageError(f"{folder}: {error}") from error
+    except (EOFError, OSError, pickle.UnpicklingError) as error:
+        raise StorageError(f"{folder}: {error}: it was not written to the end, or is damaged") from error

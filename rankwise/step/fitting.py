@@ -13,7 +13,7 @@ from rankwise.planning.misfits import MisfitError, check_shape, refuse_strange
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
-from rankwise.step.by_parameter import COUNT, WITH_STATES, matrices_of, steps_taken, without_matrices
+from rankwise.step.by_parameter import COUNT, RECORD, WITH_STATES, matrices_of, steps_taken, without_matrices
 
 __all__ = ["SavedFit", "in_order_of", "same_groups"]
 
@@ -85,6 +85,9 @@ def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
 
 
 def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
+    if "layout" not in state_dict and any(RECORD in group for group in state_dict["param_groups"]):
+        # torch's functions have put ours in the order of this optimizer, and left the saved list of names as it was.
+        return [[None] * len(group["params"]) for group in state_dict["param_groups"]]
     found: list[list[str | None]] = []
     records: Iterator[Mapping[str, Any]] = iter(state_dict.get("layout", ()))
     for group in state_dict["param_groups"]:

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from rankwise import MARS
+
 BEFORE, AFTER = 3, 3
 Weights = dict[str, Tensor]
 
@@ -188,6 +190,21 @@ def test_asynchronous_saves_are_of_one_step(tmp_path: Path) -> None:
     for case in MATRICES:
         saved = run_ranks(2, _asynchronously, case, str(tmp_path / case))[0]
         assert _difference(run_ranks(2, _resume, "rows-2", [case], str(tmp_path), False)[1][case], saved) == 0.0
+
+
+def test_states_go_to_their_parameters_whatever_their_order() -> None:
+    """torch puts a dictionary in the order of the optimizer that takes it, but leaves its list of names as it was."""
+    models = [nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))) for _ in range(2)]
+    first, second = (
+        MARS(list(model.named_parameters())[::order], variant="muon")
+        for model, order in zip(models, (1, -1), strict=True)
+    )
+    models[0](torch.ones(4, 6)).square().sum().backward()
+    first.step()
+    set_optimizer_state_dict(models[1], second, get_optimizer_state_dict(models[0], first))
+    for own, same in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        for name, value in first.state[own].items():
+            assert torch.equal(second.state[same][name], value), name
 
 
 # --- the step that makes states ---------------------------------------------------------------------------------------
