@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sharded_models import CLASSES, SETTINGS, Network, Run
+from shard_settings import SETTINGS
+from sharded_models import CLASSES, Network, Run
 from torch import Tensor
 
 STEPS = 6
