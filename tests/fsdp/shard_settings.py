@@ -21,11 +21,12 @@ class Setting:
 
     Attributes:
         world: Number of ranks.
-        shard: Shards a model in place; returns which part of a batch this rank computes, and of how many.
+        shard: Shards a model in place, with further arguments of `fully_shard`; returns which part of a batch this
+            rank computes, and of how many.
     """
 
     world: int
-    shard: Callable[[Any, int], tuple[int, int]]
+    shard: Callable[..., tuple[int, int]]
 
 
 def _each(model: Any, **how: Any) -> None:
@@ -73,6 +74,7 @@ def _experts_apart(model: Any, world: int, cut: int = 1, **how: Any) -> tuple[in
         experts = fully_shard(model.experts, mesh=apart["efsdp"], shard_placement_fn=lambda _: Shard(cut), **how)
         # Each has the gradients of two ranks' tokens already.
         experts.set_gradient_divide_factor(float(world))
+        experts.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
         _each(model, mesh=mesh, **how)
     else:
         stack.register_hook(lambda gradient: gradient / world)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from shard_settings import SETTINGS
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rankwise import MARS, MKOR, LDAdam, SONew
@@ -106,6 +107,7 @@ class Run:
         setting: One of `SETTINGS`.
         dtype: Of the weights.
         seed: Of the first weights.
+        policy: Of `fully_shard`, for mixed precision.
         options: Others of the optimizer.
     """
 
@@ -115,13 +117,16 @@ class Run:
         setting: str | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        policy: MixedPrecisionPolicy | None = None,
         **options: Any,
     ) -> None:
         self.model = Network(seed=seed).to(dtype)
         self.part, self.parts = 0, 1
         if setting is not None:
             chosen = SETTINGS[setting]
-            self.part, self.parts = chosen.shard(self.model, chosen.world)
+            self.part, self.parts = chosen.shard(
+                self.model, chosen.world, **({} if policy is None else {"mp_policy": policy})
+            )
         kind, own = CLASSES[case] if isinstance(case, str) else case
         given = {"lr": 1e-2, "weight_decay": 0.1, **own, **options}
         if dtype == torch.float64:
