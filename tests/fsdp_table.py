@@ -15,7 +15,7 @@ def write_down(rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows, as lines of JSON, to the file that ``RANKWISE_FSDP_TABLE`` names, if it names one.
 
     Args:
-        rows: ``type``, ``setting``, ``precision`` (``frameworks`` where those are compared) and figures.
+        rows: ``type``, ``layout``, ``precision`` (``frameworks`` where those are compared) and figures.
     """
     path = os.environ.get("RANKWISE_FSDP_TABLE")
     if path:

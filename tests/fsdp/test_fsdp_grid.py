@@ -51,7 +51,7 @@ def _check(cell: Cell, labels: tuple[str, ...], seeds: int) -> None:
     adamw, *rows = measured(cell, labels, seeds)
     half = cell.precision == "bf16"
     bounds = [(_half_bound if half else _fp32_bound)(row, adamw) for row in rows]
-    write_down([adamw, *rows])
+    write_down({**row, "layout": row["setting"]} for row in (adamw, *rows))
     if half:
         assert adamw["mean"] <= ALLOWED_ADAMW_HALF * cut_response(REFERENCE, "bf16", seeds).mean
     elif seeds == SEEDS:

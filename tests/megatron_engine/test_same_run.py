@@ -61,7 +61,7 @@ def _compared(names: tuple[str, ...]) -> dict[tuple[str, str], Figures]:
             assert all(largest_gap(other[at], ranks[0][at]) == 0.0 for other in ranks[1:])
             figures[name, place] = figures_of(ranks[0][at], _alone(name), _start())
     write_down(
-        {"type": name, "setting": place, "precision": "frameworks", **found._asdict()}
+        {"type": name, "layout": place, "precision": "frameworks", **found._asdict()}
         for (name, place), found in figures.items()
     )
     return figures
