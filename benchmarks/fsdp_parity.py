@@ -37,8 +37,8 @@ _BF16 = """
 `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` against one process that computes with
 bf16 copies of its fp32 weights. Mean difference relative to the mean change, median of {seeds} seeds, and in brackets
 that over AdamW's in the same cell. Allowed: twice AdamW's. **†** marks what is beyond: rules that rounding moves
-further in one process already. After the mark stands the error over the type's own response, which is what one process shows
-when the same samples are cut into smaller micro-batches; allowed there: 3.
+further in one process already. After the mark stands the error over the type's own response, which is what one process
+shows when the same samples are cut into smaller micro-batches; allowed there: 3.
 """
 
 _LARGEST = """
