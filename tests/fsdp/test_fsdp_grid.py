@@ -23,10 +23,7 @@ ALLOWED_ADAMW, ALLOWED_ADAMW_HALF = 1e-5, 4.0
 ILL_CONDITIONED = ("MARS-Shampoo", "MARS-M", "SONew", "SONew, default gamma")
 OURS = tuple(label for label in TYPES if label != REFERENCE)
 CELLS = [*(Cell("fp32", setting) for setting in FP32), *(Cell("bf16", setting) for setting in BF16)]
-USUAL = {
-    Cell("fp32", "experts-2"): ("MARS-M", "SONew", "LDAdam", "MKOR"),
-    Cell("bf16", "rows-2"): ("MARS-AdamW", "LDAdam", "MKOR"),
-}
+USUAL = {Cell("bf16", "rows-2"): ("LDAdam", "MKOR")}
 
 
 def _fp32_bound(row: dict[str, Any], adamw: dict[str, Any]) -> float:

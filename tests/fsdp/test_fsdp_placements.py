@@ -103,11 +103,7 @@ def _drawn(seed: int, mesh_dims: int) -> list[Weight]:
     return found
 
 
-def test_drawn_placements() -> None:
-    _check((3,), [(kind, _drawn(seed, 1)) for kind in KINDS for seed in range(3)])
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (5,), (2, 2), (3, 2), (2, 1, 2), (1, 3)], ids=str)
-def test_many_drawn_placements(mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 1, 2), (1, 3)], ids=str)
+def test_drawn_placements(mesh_shape: tuple[int, ...]) -> None:
     _check(mesh_shape, [(kind, _drawn(seed, len(mesh_shape))) for kind in KINDS for seed in range(20)])

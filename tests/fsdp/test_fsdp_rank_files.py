@@ -11,7 +11,7 @@ from ranks import run_ranks
 from sharded_models import Run
 from torch import Tensor
 
-CASES = ("ldadam", "mkor")
+CASES = ("ldadam",)
 BEFORE, AFTER = 2, 2
 
 
@@ -55,6 +55,6 @@ def test_a_file_of_each_rank(tmp_path: Path) -> None:
     for found, other in zip(run_ranks(2, _resume, tmp_path), expected, strict=True):
         assert all(torch.equal(found[case][name], other[case][name]) for case in CASES for name in other[case])
     # One rank has its own file: it must not wait for the other.
-    for messages in (*run_ranks(2, _refused, tmp_path, [0, 0]), *run_ranks(3, _refused, tmp_path, [0, 1, 1])):
+    for messages in run_ranks(2, _refused, tmp_path, [0, 0]):
         assert all(re.search(r"of rank \d of 2: with parts .* torch.distributed.checkpoint", text) for text in messages)
     assert all("of rank 1 of 2" in text for text in _refused(0, 1, tmp_path, [1]))
