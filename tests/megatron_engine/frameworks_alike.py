@@ -174,3 +174,23 @@ def figures_of(got: Weights, expected: Weights, start: Weights) -> Figures:
     gaps = torch.cat([(got[key] - expected[key]).abs().view(-1) for key in expected])
     most = float(gaps.kthvalue(int(0.99 * gaps.numel())).values)
     return Figures(largest_gap(got, expected) / change, mean(got, expected) / mean(expected, start), most / change)
+
+
+def check_alike(name: str, ours: Figures, stock: Figures, response: float = 0.0) -> None:
+    """Within ten times of what AdamW shows, or the rule itself.
+
+    Args:
+        name: Of the optimizer.
+        ours: Its figures.
+        stock: AdamW's.
+        response: What rounding does to the rule in one process, over the largest change.
+    """
+    # The stock optimizers' own figure must be one of rounding, or ten times of it would be no bound.
+    assert 0.0 < stock.largest < 1e-4
+    if name == "mars-lion":
+        # A rounded zero has a sign: a whole step of that element, from which others follow. One in a thousand does.
+        assert ours.most <= ALLOWED * stock.largest
+    elif name == "sonew":  # An edge beside its threshold is much of a step.
+        assert ours.mean <= ALLOWED * stock.mean
+    else:
+        assert ours.largest <= ALLOWED * max(stock.largest, response)
