@@ -65,9 +65,10 @@ def _on_ranks(rank: int, world: int, mesh_shape: tuple[int, ...], jobs: list[tup
 
 
 def _check(mesh_shape: tuple[int, ...], jobs: list[tuple[str, list[Weight]]]) -> None:
+    alone = [_trained(None, kind, weights) for kind, weights in jobs]
     for outcomes in run_ranks(prod(mesh_shape), _on_ranks, mesh_shape, jobs):
-        for (kind, weights), found in zip(jobs, outcomes, strict=True):
-            for weight, one, other in zip(weights, found, _trained(None, kind, weights), strict=True):
+        for (_, weights), found, expected in zip(jobs, outcomes, alone, strict=True):
+            for weight, one, other in zip(weights, found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-10, msg=lambda text, w=weight: f"{w}: {text}")
 
 
@@ -106,4 +107,4 @@ def _drawn(seed: int, mesh_dims: int) -> list[Weight]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 1, 2), (1, 3)], ids=str)
 def test_drawn_placements(mesh_shape: tuple[int, ...]) -> None:
-    _check(mesh_shape, [(kind, _drawn(seed, len(mesh_shape))) for kind in KINDS for seed in range(20)])
+    _check(mesh_shape, [(kind, _drawn(seed, len(mesh_shape))) for kind in KINDS for seed in range(8)])
