@@ -384,6 +384,18 @@ def megatron_parity(
 
 
 @app.command()
+def fsdp_parity(
+    figures: Annotated[Path, typer.Argument(help="JSON lines written by FSDP2's parity tests.", exists=True)],
+    page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/fsdp-parity.md"),
+) -> None:
+    """Turn the FSDP2 parity tests' figures into a page of the documentation."""
+    from benchmarks.fsdp_parity import fsdp_page
+    from benchmarks.parity import read_figures
+
+    page.write_text(fsdp_page(read_figures(figures, ("precision", "layout", "type"))))
+
+
+@app.command()
 def soak(
     rows: Annotated[Path, typer.Argument(help="JSON lines to add to; what is in it already is not done again.")],
     folder: Annotated[Path, typer.Argument(help="For the checkpoints.")],

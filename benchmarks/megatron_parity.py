@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["megatron_page"]
+__all__ = ["layouts_table", "megatron_page"]
 
 _HEAD = """# Parity under Megatron
 
@@ -73,14 +73,25 @@ def megatron_page(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], figure: str) -> str:
+    return layouts_table(rows, lambda row, _: _number(row[figure]))
+
+
+def layouts_table(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
+    """Layouts in rows and types in columns, in the order that they came in.
+
+    Args:
+        rows: With ``type``, ``layout`` and figures.
+        cell: The text of a row, given AdamW's of the same layout too.
+    """
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
     types = list(dict.fromkeys(row["type"] for row in rows))
-    values = {(row["type"], row["layout"]): row[figure] for row in rows}
+    found = {(row["type"], row["layout"]): row for row in rows}
     lines = ["| layout | " + " | ".join("AdamW" if name == "adam" else name for name in types) + " |"]
     lines.append("|---|" + "---|" * len(types))
     for layout in layouts:
-        cells = (values.get((name, layout)) for name in types)
-        lines.append(f"| {layout} | " + " | ".join("" if cell is None else _number(cell) for cell in cells) + " |")
+        own = [found.get((name, layout)) for name in types]
+        cells = ["" if row is None else cell(row, found[types[0], layout]) for row in own]
+        lines.append(f"| {layout} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

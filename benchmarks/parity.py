@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["parity_page", "read_figures"]
+__all__ = ["half_cell", "number_text", "parity_page", "read_figures"]
 
 _HEAD = """# Parity under DeepSpeed
 
@@ -66,12 +66,17 @@ _STAGE_0 = {"fp32": "no wrapper"}
 Row = Mapping[str, Any]
 
 
-def read_figures(path: Path) -> list[dict[str, Any]]:
-    """Rows the tests appended, one JSON object per line; of a cell measured twice, the last counts."""
+def read_figures(path: Path, keys: Sequence[str] = ("precision", "wrapper", "world", "type")) -> list[dict[str, Any]]:
+    """Rows the tests appended, one JSON object per line; of a cell measured twice, the last counts.
+
+    Args:
+        path: The file.
+        keys: What tells cells apart.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        found[tuple(row[key] for key in ("precision", "wrapper", "world", "type"))] = row
+        found[tuple(row[key] for key in keys)] = row
     return list(found.values())
 
 
@@ -89,10 +94,10 @@ def parity_page(rows: Sequence[Row]) -> str:
             continue
         parts.append(f"\n## {title}\n")
         if precision == "fp32":
-            parts.append(_FP32_TEXT + "\n" + _table(precision, own, lambda row, _: _number(row["largest"])))
+            parts.append(_FP32_TEXT + "\n" + _table(precision, own, lambda row, _: number_text(row["largest"])))
             continue
-        parts.append(_HALF_TEXT.format(seeds=own[0]["seeds"]) + "\n" + _table(precision, own, _half_cell))
-        largest = _table(precision, own, lambda row, _: _number(row["largest"]), sums=False)
+        parts.append(_HALF_TEXT.format(seeds=own[0]["seeds"]) + "\n" + _table(precision, own, half_cell))
+        largest = _table(precision, own, lambda row, _: number_text(row["largest"]), sums=False)
         parts.append(_LARGEST_TEXT + "\n" + largest)
     return "".join(parts)
 
@@ -120,19 +125,21 @@ def _line(cells: Sequence[str]) -> str:
 
 def _worst(rows: Any, key: str) -> str:
     values = [row[key] for row in rows if key in row]
-    return _number(max(values)) if values else "–"
+    return number_text(max(values)) if values else "–"
 
 
-def _half_cell(row: Row, adamw: Row) -> str:
+def half_cell(row: Row, adamw: Row) -> str:
+    """The mean error of a half type, over AdamW's and, where it is held to that, over the type's own response."""
     notes = []
     if row["type"] != "AdamW" and adamw["mean"] > _FP32_ROUNDING:
         notes.append(f"{row['mean'] / adamw['mean']:.1f}")
     if "own_response" in row:
         notes.append(f"† {row['mean'] / row['own_response']:.1f}")
-    return " ".join([_number(row["mean"]), *([f"({' '.join(notes)})"] if notes else [])])
+    return " ".join([number_text(row["mean"]), *([f"({' '.join(notes)})"] if notes else [])])
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """One digit and the power of ten."""
     return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
 
 

@@ -167,10 +167,14 @@ class ShardedParameters(WholeParameters):
         return local_group(list(ranks), **({"backend": "gloo"} if host else {}))
 
     def _slices_together(self) -> TensorParallel | None:
-        """The ranks that have most of the matrices together can compute one together, slice by slice."""
-        if not self._sets:
+        """The ranks that have most of the matrices together can compute one together, slice by slice.
+
+        On a mesh of some of the ranks the others are not known, who would choose other sets.
+        """
+        known = [found for found in self._sets if sum(map(len, found.sets)) == len(self._ranks)]
+        if not known:
             return None
-        chosen = max(self._sets, key=lambda found: (self._sets[found], found.sets))
+        chosen = max(known, key=lambda found: (self._sets[found], found.sets))
         assert self.group is not None
         place = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(self.group))}
         sets = tuple(tuple(place[rank] for rank in ranks) for ranks in chosen.sets)

@@ -59,7 +59,7 @@ def step_slices(
 
     Args:
         stack: (slices, rows * columns), ``C``; read only.
-        states: Of the slices, changed in place.
+        states: Of the slices, all at one count, changed in place.
         matrices: How many matrices they belong to.
         signature: Of the slices.
         group: Param group.

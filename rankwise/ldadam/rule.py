@@ -143,12 +143,23 @@ class LDAdamRule(MatrixRule):
     def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         """The factors of slices that this rank owns."""
         states = [self._subspaces.obtain(task, stack) for task in tasks]
-        matrices = len({task.whole for task in tasks})
+        slices = len(tasks) // len({task.whole for task in tasks})
+        # Matrices whose gradients were missing at different steps are at different counts, alike for all partners.
+        by_past: dict[tuple[int, float], list[int]] = {}
+        for first in range(0, len(tasks), slices):
+            past = int(states[first]["step"]), float(states[first]["beta1"])
+            by_past.setdefault(past, []).extend(range(first, first + slices))
 
         def report(rotation: Tensor) -> None:
             # One of the partners reports for all.
             if self.unit.layout.rank == batch.partners[0]:
                 self._subspaces.report_rotation(rotation)
 
-        group = self.groups[batch.signature.group]
-        return step_slices(stack, states, matrices, batch.signature, group, self._holders(), report)
+        def stepped(places: Sequence[int], own: Tensor) -> Tensor:
+            chosen, group = [states[place] for place in places], self.groups[batch.signature.group]
+            return step_slices(own, chosen, len(places) // slices, batch.signature, group, self._holders(), report)
+
+        if len(by_past) == 1:
+            return stepped(range(len(tasks)), stack)
+        order = torch.tensor([place for places in by_past.values() for place in places], device=stack.device)
+        return torch.cat([stepped(places, stack[places]) for places in by_past.values()])[order.argsort()]

@@ -230,9 +230,12 @@ class HaloExchange:
 
 
 def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -> Iterator[_Member]:
-    """The other fragments of a chain that may hold some of the elements from ``lowest`` to ``highest``."""
+    """The fragments of a chain that may hold some of the elements from ``lowest`` to ``highest``.
+
+    In a block of few columns the fragment itself is one: beside its rows lie its own elements of the rows around them.
+    """
     if any(member.fragment.columns is not None for member in members):
-        yield from (member for place, member in enumerate(members) if place != index and member.last > lowest)
+        yield from (member for member in members if member.last > lowest)
         return
     before, after = index - 1, index + 1
     while before >= 0 and members[before].last > lowest:

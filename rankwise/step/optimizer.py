@@ -36,6 +36,7 @@ from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved import SavedStates
 from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
+from rankwise.step.written_by import refuse_parts_of_others
 
 __all__ = ["ShardedOptimizer"]
 
@@ -421,6 +422,7 @@ class ShardedOptimizer(Optimizer, ABC):
         for hook in hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         by_parameter = "rankwise" not in state_dict
+        refuse_parts_of_others(self.identity, state_dict, self.planner.source)
         state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
         state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
         before = self.declared.structures_of(self.param_groups)

@@ -32,6 +32,7 @@ from rankwise.step.carrying import StateCarrier
 from rankwise.step.fitting import SavedFit
 from rankwise.step.shared_matrices import cut_evenly, owned_parts, whole_states
 from rankwise.step.succeeding import Succession
+from rankwise.step.written_by import WRITTEN_BY, this_rank
 
 __all__ = ["SavedStates"]
 
@@ -73,10 +74,13 @@ class SavedStates:
     def beside_torch(self, groups: Groups, states: States) -> dict[str, Any]:
         """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike."""
         matrices = self._collected() if self._consolidated is None else self._consolidated
+        # Ranks that miss gradients alike have parts of parameters.
+        parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
         return {
             "matrix_states": {key: dict(state) for key, state in matrices.items()},
             "rankwise": self._declared.identity,
             "layout": self._layout_records(groups, states),
+            **parts,
         }
 
     def under_parameters(

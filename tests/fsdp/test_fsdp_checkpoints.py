@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from sharded_models import CLASSES, SETTINGS, Run, whole
+from shard_settings import SETTINGS
+from sharded_models import CLASSES, Run, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

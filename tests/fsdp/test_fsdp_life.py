@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sharded_models import SETTINGS, Network, Run, batch, mixed, whole
+from shard_settings import MIXED, SETTINGS
+from sharded_models import Network, Run, batch, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,7 +217,7 @@ def _in_bf16(rank: int, world: int) -> bool:
         return found
 
     def distance(kind: Callable[[nn.Module], Any]) -> float:
-        rounded, full = trained(kind, mp_policy=mixed()), trained(kind)
+        rounded, full = trained(kind, mp_policy=MIXED), trained(kind)
         return max(float((rounded[name] - full[name]).abs().max()) for name in full)
 
     control = distance(lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-2))

@@ -12,9 +12,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from language_model import Model, PlainTrainer
 from megatron_cells import LENGTH, MAX_LR, Cell, tokens
 from megatron_harness import opened
-from megatron_plain import Model, PlainTrainer
 from megatron_types import EPS, maker
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict

@@ -115,3 +115,22 @@ def test_cuts_between_rows_need_nothing_when_chains_are_rows() -> None:
 def test_replicas_need_nothing() -> None:
     whole = (Fragment("w", (4, 6), 0, 24, 0, 0),)
     assert HaloExchange(Layout((whole, whole), replicated=True), 3, ["w"], CPU, torch.float64).empty
+
+
+def _narrow(rank: int, world: int) -> list[Tensor]:
+    columns = ((0, 3), (3, 5))[rank]
+    width = columns[1] - columns[0]
+    layout = Layout.share([Fragment("w", (4, 5), 0, 4 * width, 0, 0, columns)], dist.group.WORLD)
+    halo = HaloExchange(layout, 4, ["w"], CPU, torch.float64)
+    values = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)[:, slice(*columns)]
+    found = halo([[values.reshape(-1)]])[0][0].rows
+    assert found is not None
+    return list(found)
+
+
+def test_a_halo_may_be_wider_than_what_other_columns_have_of_a_row() -> None:
+    whole = torch.nn.functional.pad(torch.arange(1.0, 21.0, dtype=torch.float64), (4, 4))
+    for (first, last), rows in zip(((0, 3), (3, 5)), run_ranks(2, _narrow), strict=True):
+        for number, (left, right) in enumerate(rows):
+            assert torch.equal(left, whole[5 * number + first :][:4])
+            assert torch.equal(right, whole[5 * number + last + 4 :][:4])
