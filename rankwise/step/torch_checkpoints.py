@@ -20,6 +20,7 @@ from rankwise.step.by_parameter import (
     extras_of,
     matrices_of,
     record_texts,
+    steps_taken,
     under_parameters,
 )
 from rankwise.step.named import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, of_another
@@ -143,9 +144,8 @@ def write_torch(named: NamedCheckpoint, folder: Path) -> None:
         name: {**own.states, "step": torch.tensor(own.step), **matrices.get(name, {})}
         for name, own in named.parameters.items()
     }
-    texts = record_texts(
-        named.identity, len(named.matrices), named.extra, [{"params": group.members} for group in named.groups]
-    )
+    members = [{"params": group.members} for group in named.groups]
+    texts = record_texts(named.identity, len(named.matrices), steps_taken(states), named.extra, members)
     groups = list(_written_groups(named, texts))
     model = {**named.module, **{name: own.weight for name, own in named.parameters.items()}}
     with own_errors(folder):
