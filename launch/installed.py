@@ -16,7 +16,7 @@ from rankwise.version import __version__
 
 __all__ = ["asked_for", "look_at_packages"]
 
-_SHOWN = ("torch", "deepspeed", "megatron-core", "transformers", "accelerate", "triton", "ninja", "numpy", "matplotlib")
+_SHOWN = ("torch", "deepspeed", "megatron-core", "torchtitan", "transformers", "accelerate", "triton", "ninja", "numpy")
 
 
 def asked_for() -> dict[str, tuple[SpecifierSet, str]]:
@@ -27,7 +27,7 @@ def asked_for() -> dict[str, tuple[SpecifierSet, str]]:
         return {}
     found: dict[str, tuple[SpecifierSet, str]] = {}
     for requirement in map(Requirement, lines):
-        extra = next((name for name in ("deepspeed", "megatron", "triton", "dev") if _needs(requirement, name)), "")
+        extra = next((name for name in ("deepspeed", "megatron", "torchtitan", "triton", "dev") if _needs(requirement, name)), "")
         if extra != "dev" and (extra or _needs(requirement, "")):
             found.setdefault(requirement.name.lower(), (requirement.specifier, extra))
     return found

@@ -103,6 +103,7 @@ def look_at_kernels() -> Iterator[Finding]:
 def look_at_frameworks() -> Iterator[Finding]:
     """Whether all frameworks take our optimizers here."""
     yield _tried("FSDP2", "torch.distributed.fsdp", "torch", _fsdp)
+    yield _tried("torchtitan", "torchtitan", "rankwise[torchtitan]", _torchtitan)
     yield _tried("DeepSpeed", "deepspeed", "rankwise[deepspeed]", _deepspeed)
     yield _tried("Megatron", "megatron.core", "rankwise[megatron]", _megatron)
     yield _tried("megatron.training", "megatron.training", "", _pretraining)
@@ -134,6 +135,13 @@ def _fsdp() -> str:
     if missing:
         raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}")
     return f"{fully_shard.__name__}'s parameters are taken as they come; torch.distributed.checkpoint has all states"
+
+
+def _torchtitan() -> str:
+    ours = importlib.import_module("rankwise.torchtitan")
+    if not ours.is_registered():
+        raise RuntimeError("rankwise.torchtitan was imported and its names are not registered")
+    return f"takes {', '.join(dict.fromkeys(ours.OPTIMIZER_NAMES.values()))} as optimizer_name"
 
 
 def _deepspeed() -> str:
