@@ -17,6 +17,7 @@ from rankwise.version import __version__
 __all__ = ["asked_for", "look_at_packages"]
 
 _SHOWN = ("torch", "deepspeed", "megatron-core", "torchtitan", "transformers", "accelerate", "triton", "ninja", "numpy")
+_EXTRAS = ("deepspeed", "megatron", "torchtitan", "triton", "dev")
 
 
 def asked_for() -> dict[str, tuple[SpecifierSet, str]]:
@@ -27,7 +28,7 @@ def asked_for() -> dict[str, tuple[SpecifierSet, str]]:
         return {}
     found: dict[str, tuple[SpecifierSet, str]] = {}
     for requirement in map(Requirement, lines):
-        extra = next((name for name in ("deepspeed", "megatron", "torchtitan", "triton", "dev") if _needs(requirement, name)), "")
+        extra = next((name for name in _EXTRAS if _needs(requirement, name)), "")
         if extra != "dev" and (extra or _needs(requirement, "")):
             found.setdefault(requirement.name.lower(), (requirement.specifier, extra))
     return found

@@ -1,8 +1,10 @@
-"""What ``fully_shard`` does to gradients, for MKOR's statistics: the one place that reads its states."""
+"""What ``fully_shard`` does to gradients: the one place that reads its states."""
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -10,19 +12,29 @@ from torch import nn
 
 from rankwise.options.validation import OptionError
 
-__all__ = ["averaged_over", "seen_alike", "sharded_modules"]
+__all__ = ["averaged_over", "managed_parameters", "seen_alike", "sharded_modules"]
+
+
+def managed_parameters() -> set[int]:
+    """Identities of the parameters that ``fully_shard`` reduces gradients of, which are missing on all ranks alike."""
+    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
+    return {id(parameter.sharded_param) for group in _groups_of(modules) for parameter in group.fsdp_params}
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The parameter groups that ``fully_shard`` has made of a model's modules."""
+    return _groups_of(model.modules())
+
+
+def _groups_of(modules: Iterable[nn.Module]) -> list[Any]:
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
+    for module in modules:
+        if issubclass(type(module), FSDPModule):
+            state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.10 has one
             found += [state._fsdp_param_group] if groups is None else groups
     return [group for group in found if group is not None]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankwise.fsdp.gradient_averages import averaged_over, seen_alike, sharded_modules
+from rankwise.fsdp.gradient_averages import averaged_over, managed_parameters, seen_alike, sharded_modules
 from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
 from rankwise.options.validation import OptionError
 from rankwise.sharding import LayoutError, gather_together, local_group
@@ -56,6 +56,7 @@ class ShardedParameters(WholeParameters):
         self._devices: set[str] = set()
         self._modules: list[Any] = []
         self._mesh: Any = None
+        self._host: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, whole: WholeParameters) -> ShardedParameters:
@@ -156,6 +157,9 @@ class ShardedParameters(WholeParameters):
         if len(ranks) > 1:
             self.group = self._group_of(ranks, None)
             self.tensor_parallel = self._slices_together()
+            alone = not self._names.keys() <= managed_parameters()
+            if any(gather_together(lambda: alone, self.group)):
+                self._host = self.group if self._devices == {"cpu"} else local_group(ranks, backend="gloo")
 
     def _group_of(self, ranks: Sequence[int], known: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """A group of these ranks, one that there is where its messages can carry the parameters' device."""
@@ -191,6 +195,21 @@ class ShardedParameters(WholeParameters):
         return self._mesh
 
     # --- gradients ----------------------------------------------------------------------------------------------
+
+    def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
+        """Where another rank has a gradient of a parameter, this one has one of zeros.
+
+        So it is in one process, which has the whole of experts of which one rank's have seen no token. Where
+        ``fully_shard`` reduces all gradients they are missing alike, and nothing is sent.
+        """
+        if self._host is None:
+            return
+        ordered = sorted(tensors, key=lambda tensor: self._names[id(tensor)])
+        present = torch.tensor([tensor.grad is not None for tensor in ordered], dtype=torch.uint8)
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=self._host)
+        for tensor, somewhere in zip(ordered, present.tolist(), strict=True):
+            if somewhere and tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
 
     def watch(self, model: nn.Module) -> None:
         """Learn from a model's modules what their gradients are divided by."""

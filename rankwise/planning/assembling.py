@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class UnitBuilder:
 
     def __init__(self, declared: Declared, table: ParameterTable, values: GroupValues) -> None:
         self._declared, self._table, self._values = declared, table, values
+        self._compared = False
 
     def build(
         self,
@@ -185,15 +187,32 @@ class UnitBuilder:
         """Say which parameters not all ranks have, where each must have a tensor of all; a collective then."""
         if not source.missing_alike:
             return
-        own = {str(source.name_of(tensor)) for tensor in tensors}
+        own = {str(source.name_of(tensor)): self._sign_of_copy(tensor) for tensor in tensors}
         everyone = gather_together(lambda: own, ranks)
-        odd = sorted(own.union(*everyone) - own.intersection(*everyone))
+        names = [set(theirs) for theirs in everyone]
+        odd = sorted(set().union(*names) - names[0].intersection(*names))
         if odd:
-            without = [rank for rank, names in enumerate(everyone) if odd[0] not in names]
+            without = [rank for rank, theirs in enumerate(names) if odd[0] not in theirs]
             raise LayoutError(
                 f"the optimizers of ranks {without} have no '{odd[0]}', which others have; build it from the same "
                 "parameters on all ranks that share a mesh"
             )
+        for name in own:
+            other = [rank for rank, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
+            if other:
+                raise LayoutError(
+                    f"the parameter '{name}' is no DTensor, and of other values on ranks {other} than on the first: it "
+                    "must be a copy on all ranks that share a mesh; broadcast it, or if each rank has one of its own, "
+                    "as experts are, make it a DTensor with Shard(0) on a mesh of these ranks"
+                )
+        self._compared = True
+
+    def _sign_of_copy(self, tensor: Tensor) -> str:
+        """What all ranks' copies have in common before the first step; "" for others."""
+        if self._compared or is_sharded(tensor) or tensor.is_meta:
+            return ""
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()
 
     def states_of_empty(
         self,

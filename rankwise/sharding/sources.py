@@ -214,6 +214,10 @@ class LayoutSource(ABC):
         """A one-dimensional mesh of all ranks of :attr:`group`, where torch's sharded tensors are to lie on it."""
         return None
 
+    def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
+        """Before a step: see to it that a gradient is missing on all ranks or on none."""
+        return
+
     def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
         """Raise if tensors without gradients are not the model's any more; asked once."""
         return

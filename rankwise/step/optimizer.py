@@ -307,6 +307,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.forget_consolidated()
         unit = self._unit()
         self.saved.deliver(self)
+        if not graphs.is_capturing(unit.device):
+            self.planner.source.agree_on_missing(unit.tensors)
         if self._is_warm_up(unit):
             return
         if self.opening.counts_on_device(unit):

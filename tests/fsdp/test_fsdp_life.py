@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from rankwise import MARS, MKOR, LDAdam
 from rankwise.options.validation import OptionError
@@ -317,3 +317,70 @@ def test_stages_have_groups_of_their_own() -> None:
         for one, other in zip(together[rank], apart[rank], strict=True):
             assert all(float((one[name] - other[name]).abs().max()) <= 1e-6 for name in one)
     assert not torch.equal(together[0][0]["a.weight"], together[2][0]["a.weight"])
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+class WithExperts(nn.Module):
+    """A layer, and experts of which each rank has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.stack = nn.Parameter(torch.arange(4 * 12 * 8).view(4, 12, 8) % 7 / 7.0 - 0.4)
+
+
+def _gradients(model: WithExperts, step: int) -> dict[str, Tensor]:
+    """No token has reached the last two experts at the second step."""
+    generator = torch.Generator().manual_seed(step)
+    found = {name: torch.randn(value.shape, generator=generator) for name, value in model.named_parameters()}
+    if step == 1:
+        found["stack"][2:] = 0.0
+    return found
+
+
+MATRIX_RULES: dict[str, Callable[[Any], Any]] = {
+    "mars-m": lambda named: MARS(named, lr=1e-2, variant="muon", ns_dtype="float32"),
+    "ldadam": lambda named: LDAdam(named, lr=1e-2, rank=3),
+}
+
+
+def _experts(rank: int, world: int, kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = WithExperts()
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        model.stack = nn.Parameter(distribute_tensor(model.stack.detach(), mesh, [Shard(0)]))
+        fully_shard(model, mesh=mesh, ignored_params={model.stack})
+    optimizer = MATRIX_RULES[kind](list(model.named_parameters()))
+    for step in range(4):
+        for name, grad in _gradients(model, step).items():
+            parameter: Any = model.get_parameter(name)
+            cut = isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements) if cut else grad
+        if world > 1 and step == 1 and rank == 1:
+            model.stack.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(value) for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", MATRIX_RULES)
+def test_a_gradient_that_one_rank_alone_has_not_is_one_of_zeros(kind: str) -> None:
+    expected = _experts(0, 1, kind)
+    for found in run_ranks(2, _experts, kind):
+        assert _close(found, expected, 2e-6)
+
+
+def _experts_of_their_own(world: int) -> None:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = Two()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params={model.b.weight})
+    (model(torch.ones(3, 12))).square().mean().backward()
+    LDAdam(model.named_parameters(), lr=1e-2, rank=3).step()
+
+
+def test_plain_parameters_that_are_no_copies_are_refused_on_all_ranks() -> None:
+    for text in run_ranks(2, _refusal, _experts_of_their_own):
+        assert re.search(r"'b.weight' is no DTensor, and of other values on ranks \[1\] .* Shard\(0\)", text), text
