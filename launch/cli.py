@@ -20,7 +20,7 @@ __all__ = ["app", "console"]
 
 app = typer.Typer(
     name="rankwise",
-    help=f"{', '.join(known.__name__ for known in CLASSES)} for DeepSpeed and Megatron.",
+    help=f"{', '.join(known.__name__ for known in CLASSES)} for DeepSpeed, Megatron and FSDP2.",
     epilog="Begin with: rankwise doctor, then rankwise list, then rankwise train",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -65,6 +65,8 @@ def convert_checkpoint(
         StorageError, CheckpointError, OSError: A file is missing, damaged or cannot be written.
     """
     source, target = Path(source), Path(target)
+    if to not in get_args(Form):
+        raise ConversionError(f"to is {to!r}: it must be one of {', '.join(get_args(Form))}")
     _refuse_target(target)
     _refuse_like(to, like)
     form = _recognised(source)
@@ -79,8 +81,9 @@ def convert_checkpoint(
         further = (Path(like), scratch) if like is not None else ()
         _format(to).write(named, folder, *further)
         folder.rename(target)
-    if to == "deepspeed":
-        (target.parent / "latest_universal").write_text(target.name)
+    latest = target.parent / "latest_universal"
+    if to == "deepspeed" and not latest.exists():
+        latest.write_text(target.name)
     left = f"; left behind: {', '.join(named.left[:3])}{', ...' if named.left[3:] else ''}" if named.left else ""
     return (
         f"written: {target}: {len(named.parameters)} parameters and the states of {named.identity} after "
@@ -108,7 +111,7 @@ def how_to_load(target: Path, form: Form) -> str:
 
 
 def _refuse_target(target: Path) -> None:
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConversionError(f"target is {str(target)!r}, which exists: name a new folder, or remove it first")
 
 
@@ -170,7 +173,10 @@ def _beside(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _under_new_names(named: NamedCheckpoint, path: Path) -> NamedCheckpoint:
-    patterns: Any = json.loads(path.read_text())
+    try:
+        patterns: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConversionError(f"{path} is no JSON: {error}") from error
     if not isinstance(patterns, dict) or not all(isinstance(new, str) for new in patterns.values()):
         raise ConversionError(f'{path} must be JSON of new names by old ones: {{"model.*": "*"}}')
     return named.renamed(renaming(patterns, {**named.parameters, **named.module}))

@@ -34,7 +34,8 @@ OPTIMIZER_NAMES: Mapping[str, str] = {spelling: name for name in BY_SPELLING for
 _THEIRS = ("Adam", "AdamW", "DistMuon")
 _IMPLEMENTATION = ("fused", "foreach")
 _KEPT = ("params", "param_names", "fallback")
-_originals: dict[str, Any] = {}
+# A module that is loaded again finds what it has replaced before.
+_originals: dict[str, Any] = globals().get("_originals", {})
 Facts = dict[str, tuple[bool, list[str]]]
 """By optimizer: whether it has matrices on a rank, and the names of its parameters there."""
 
@@ -136,6 +137,7 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
     """As torchtitan's constructor, with what our optimizers have to know of the model; alike on all ranks."""
     for group in config.param_groups:
         _resolve_optimizer_factory(group.optimizer_name)
+    _refuse_unused(config)
     if not any(group.optimizer_name in OPTIMIZER_NAMES for group in config.param_groups):
         _originals["__init__"](container, config, model_parts=model_parts)
         return
@@ -151,6 +153,17 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
             optimizer.table.refuse_if_idle()
         for key, patterns in optimizer.options.patterns.items():
             refuse_unmatched(optimizer.declared.name, patterns, [name for _, names in facts for name in names], key)
+
+
+def _refuse_unused(config: Any) -> None:
+    """Refuse keywords that torchtitan would pass over: it looks them up by the spelling of the groups."""
+    names = list(dict.fromkeys(group.optimizer_name for group in config.param_groups))
+    for name in config.optimizer_factory_kwargs_by_name:
+        if name not in names:
+            raise OptionError(
+                f"optimizer_factory_kwargs_by_name: {shown(name)} is invalid: no group has this optimizer_name; it "
+                f"must be written as in the groups, {', '.join(map(shown, names))}"
+            )
 
 
 def _built(container: OptimizersContainer, config: Any, model_parts: list[nn.Module]) -> Facts:

@@ -126,6 +126,9 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
     vectors: dict[str, Tensor] = {}
     for index, group in enumerate(named.groups):
         members = {name: named.parameters[name] for name in group.members}
+        wide = [name for name, own in members.items() if own.weight.dtype == torch.float64]
+        if wide:
+            raise ConversionError(f"{wide[0]!r} is float64: DeepSpeed keeps float32, so it must be converted before")
         vectors[f"step/{index}"] = torch.tensor(named.one_step(members, "a param group of DeepSpeed"))
         for name, own in members.items():
             vectors |= _vectors(name, own)
@@ -170,17 +173,29 @@ def _write_common(named: NamedCheckpoint, folder: Path, save: str) -> None:
     weights = {name: own.weight for name, own in named.parameters.items()}
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     shapes = [OrderedDict((name, weights[name].shape) for name in group.members) for group in named.groups]
+    tied = _tied(named)
     content = {
         "module": OrderedDict({**weights, **named.module}),
-        "buffer_names": [name for name, value in named.module.items() if isinstance(value, Tensor)],
+        "buffer_names": [n for n, value in named.module.items() if isinstance(value, Tensor) and n not in tied],
         "optimizer": None,
         "param_shapes": shapes,
         **dict.fromkeys(
             ("frozen_param_shapes", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd")
         ),
-        "shared_params": {},
+        "shared_params": tied,
         **{"skipped_steps": 0, "global_steps": named.step, "dp_world_size": 1, "mp_world_size": 1, "ds_config": {}},
         RECORD: {"identity": named.identity, "save": save, "folder": str(folder), "added_info": True},
         UNIVERSAL_CHECKPOINT_INFO: version,
     }
     torch.save(content, folder / "mp_rank_00_model_states.pt")
+
+
+def _tied(named: NamedCheckpoint) -> dict[str, str]:
+    """Further names of parameters, which a checkpoint of torch's shows by their values alone."""
+    found = {}
+    for other, value in named.module.items():
+        for name, own in named.parameters.items():
+            if isinstance(value, Tensor) and value.shape == own.weight.shape and torch.equal(value, own.weight):
+                found[other] = name
+                break
+    return found

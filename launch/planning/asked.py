@@ -150,10 +150,10 @@ def _engine(question: Question, picked: Chosen) -> str:
     """
     ways = [name for name in _MEGATRON_WAYS if (getattr(question, name) or 1) > 1]
     megatron = picked.deepspeed is None or bool(ways)
-    engine = question.engine or ("fsdp" if question.mesh else "megatron" if megatron else "deepspeed")
+    engine = question.engine or ("fsdp" if question.mesh is not None else "megatron" if megatron else "deepspeed")
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it must be one of {', '.join(ENGINES)}")
-    if question.mesh and engine != "fsdp":
+    if question.mesh is not None and engine != "fsdp":
         raise ValueError(f"mesh is {question.mesh!r} and engine is {engine!r}: it needs --engine fsdp")
     if megatron and engine != "megatron":
         given = ", ".join(f"{name} is {getattr(question, name)}" for name in ways) or "flags are given"
@@ -166,7 +166,7 @@ def _on_a_mesh(question: Question, picked: Chosen) -> Asked:
     """Under FSDP2; of a DeepSpeed JSON the optimizer and the batch count."""
     if question.stage is not None:
         raise ValueError(f"stage is {question.stage}, which is ZeRO's; under FSDP2 leave it out")
-    mesh = Mesh.read(question.mesh or f"dp={question.ranks or _RANKS}")
+    mesh = Mesh.read(f"dp={question.ranks or _RANKS}" if question.mesh is None else question.mesh)
     if question.ranks not in (None, mesh.ranks):
         raise ValueError(
             f"ranks is {question.ranks} and mesh is {question.mesh!r}, which has {mesh.ranks}: leave ranks out"

@@ -8,6 +8,7 @@ from math import prod
 
 __all__ = ["COPIES", "ROWS", "TENSOR", "Mesh"]
 
+MOST_RANKS = 1 << 17
 ROWS, COPIES, TENSOR = "rows", "copies", "tensor"
 """What a dimension does to a parameter: ``fully_shard`` cuts its rows, or keeps copies; tensor parallelism cuts it."""
 _MEANINGS = {
@@ -49,6 +50,8 @@ class Mesh:
         if not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise ValueError(f"mesh is {text!r}: {_RULE}")
         found = cls(names, tuple(map(int, sizes)))
+        if found.ranks > MOST_RANKS:
+            raise ValueError(f"mesh is {text!r}: it must have at most {MOST_RANKS:,} ranks, and has {found.ranks:,}")
         if found.meanings not in _ORDERS:
             raise ValueError(f"mesh is {text!r}: {_RULE}, in this order")
         return found

@@ -103,10 +103,12 @@ class NamedCheckpoint:
         with_matrices = {self.owner(key) for key in self.matrices}
         bare = {name for name, own in self.parameters.items() if not own.states and name not in with_matrices}
         _refuse(
-            f"{source}: without optimizer states (save after the first step, with the optimizer; weights alone are "
-            "not converted)",
+            f"{source}: without optimizer states (never trained, or saved before the first step or without the "
+            "optimizer: freeze what is not trained, and leave it out of the optimizer)",
             bare,
         )
+        # They become names of files.
+        _refuse(f"{source}: names that are no names of modules", {n for n in self.parameters if not _is_name(n)})
         wrong = {
             f"{state} of {name}"
             for name, own in self.parameters.items()
@@ -170,6 +172,10 @@ class NamedCheckpoint:
         )
 
 
+def _is_name(name: str) -> bool:
+    return bool(name) and not set(name) & set("/\\") and name not in (".", "..")
+
+
 def of_another(source: Any) -> ConversionError:
     """What is wrong with a checkpoint that none of ours wrote.
 
@@ -206,6 +212,8 @@ def renaming(patterns: Mapping[str, str], names: Mapping[str, Any]) -> Callable[
     """
     rules: list[tuple[re.Pattern[str], str]] = []
     for old, new in patterns.items():
+        if not _is_name(new) or "[" in new:
+            raise ConversionError(f"{old!r}: {new!r} is invalid: it must be a parameter's name, without '/' and '['")
         if old.count("*") != new.count("*"):
             raise ConversionError(f"{old!r}: {new!r} is invalid: both must have as many '*'")
         rules.append((re.compile("(.+?)".join(map(re.escape, old.split("*")))), new))

@@ -275,3 +275,18 @@ def test_whole_states_of_adamw_are_not_taken_for_ours() -> None:
     """torch fills our dictionary with what it finds of the same names, and leaves what says that it is ours."""
     for texts in run_ranks(2, _adamws, ["ldadam", "mars-adamw", "mkor"]):
         assert all("was written by another optimizer than rankwise's" in text for text in texts), texts
+
+
+def test_mkor_h_goes_on_after_its_switch(tmp_path: Path) -> None:
+    """It has dropped the states of matrices that a new one asks for."""
+    options = {"hybrid_min_steps": 2, "hybrid_patience": 1, "hybrid_beta": 10.0}
+    first, second = Run("mkor-h", **options).train(4), Run("mkor-h", **options)
+    assert first.optimizer.switch.is_over
+    dcp.save(_states(first), checkpoint_id=tmp_path, no_dist=True)
+    states, second.count = _states(second), first.count
+    dcp.load(states, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    set_state_dict(
+        second.model, second.optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+    )
+    assert _difference(second.train(3).weights(), first.train(3).weights()) == 0.0
+    assert not second.optimizer.matrix_states

@@ -176,6 +176,8 @@ def test_shards_are_as_large_as_planned(text: str) -> None:
         (["--mesh", "dp=4,pp=2"], "'pp' is none of dp, .* pipeline stages are planned one by one"),
         (["--mesh", "tp=2,dp=4"], "in this order"),
         (["--mesh", "dp=0"], "with sizes of at least 1"),
+        (["--mesh", "dp=99999999999"], "at most 131,072 ranks, and has 99,999,999,999"),
+        (["--mesh", ""], "'' is none of dp"),
         (["--mesh", "dp=two"], "it must be dp=64, dp=8,tp=8"),
         (["--mesh", "dp=4", "--ranks", "8"], "ranks is 8 and mesh is 'dp=4', which has 4: leave ranks out"),
         (["--mesh", "dp=4", "--stage", "3"], "stage is 3, which is ZeRO's; under FSDP2 leave it out"),

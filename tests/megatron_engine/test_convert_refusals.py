@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,47 @@ def test_new_names(saved: Path, target: Path) -> None:
     for text, said in (
         ({"absent.*": "*"}, "no parameter of the checkpoint matches"),
         ({"*.weight": "same"}, "as many"),
+        ({"0.weight": "../../evil"}, "must be a parameter's name"),
+        ({"0.weight": "1.weight[0]"}, "must be a parameter's name"),
+        ({"0.weight": ""}, "must be a parameter's name"),
         ({"0.weight": "x", "1.weight": "x"}, "would be called"),
         (["no", "map"], "JSON of new names"),
     ):
         names.write_text(json.dumps(text))
         _refused(saved, target.parent / "other", said, names=names)
+    names.write_text("{")
+    _refused(saved, target.parent / "other", "names.json is no JSON", names=names)
+
+
+def test_no_framework_of_that_name(saved: Path, target: Path) -> None:
+    _refused(saved, target, "to is 'fsdp': it must be one of deepspeed, megatron, torch", to="fsdp")
+
+
+def test_deepspeed_has_no_room_for_float64(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    double = nn.Sequential(nn.Linear(6, 8)).double()
+    monkeypatch.setattr(torch, "ones", partial(torch.ones, dtype=torch.float64))
+    monkeypatch.setitem(globals(), "_model", lambda: double)
+    _refused(_save(tmp_path / "saved", _ldadam), target, "'0.weight' is float64: DeepSpeed keeps float32")
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.embed(x) + self.head(x))
+
+
+def test_weights_of_two_names_are_known_for_one(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed takes a weight that it does not know for tied for one that ZeRO does not cut."""
+    monkeypatch.setitem(globals(), "_model", _Tied)
+    (target.parent / "latest_universal").write_text("earlier")
+    convert_checkpoint(_save(tmp_path / "saved", _ldadam), target, "deepspeed")
+    content = torch.load(target / "mp_rank_00_model_states.pt", weights_only=False)
+    assert content["shared_params"] == {"head.weight": "embed.weight"} and content["buffer_names"] == []
+    assert (target.parent / "latest_universal").read_text() == "earlier", "that is another run's"
 
 
 def test_an_interrupted_conversion_leaves_nothing(saved: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

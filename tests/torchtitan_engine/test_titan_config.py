@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,22 @@ def test_groups_have_their_own_options_and_share_the_rest() -> None:
     assert built.options.comm_dtype == "bfloat16"
     assert (first["lr"], first["rank"], first["weight_decay"]) == (1e-3, 4, 0.0)
     assert (second["lr"], second["rank"], second["weight_decay"]) == (0.1, LDAdam.options_type().rank, 0.1)
+
+
+@pytest.mark.parametrize("name", ["ldadam", "LDAdamm", "MKOR"])
+def test_shared_options_of_no_group_are_refused(name: str) -> None:
+    """torchtitan looks them up by the very spelling of the groups, and would pass over them."""
+    with pytest.raises(OptionError, match=rf"'{name}' is invalid: no group .* in the groups, 'LDAdam'"):
+        container(network(), (".*", "LDAdam", {}), optimizer_factory_kwargs_by_name={name: {"rank": 3}})
+
+
+def test_a_module_that_is_loaded_again_wraps_nothing_twice() -> None:
+    importlib.reload(plugin)
+    (built,) = container(network(), (".*", "LDAdam", {"rank": 3}))
+    assert built.param_groups[0]["rank"] == 3
+    plugin.unregister()
+    assert not plugin.is_registered() and OptimizersContainer.__init__.__module__.startswith("torchtitan")
+    plugin.register()
 
 
 def test_two_types_by_pattern_step_as_they_do_alone() -> None:
