@@ -90,7 +90,7 @@ def plan(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="NAME=N,..", help="FSDP2's: dp=8,tp=8, or rep=2,shard=8.", rich_help_panel=_SIZES),
+        typer.Option(metavar="NAME=N,..", help="FSDP2's: dp=64,tp=8.", rich_help_panel=_SIZES),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="All of them; 8, or the mesh's.", rich_help_panel=_SIZES)
@@ -141,7 +141,7 @@ def plan(
     ] = 0.4,
     max_state_gb: Annotated[
         float | None,
-        typer.Option(min=0, metavar="X", help="GiB of states on the fullest rank.", rich_help_panel=_ANSWER),
+        typer.Option(min=0, metavar="X", help="GiB on the fullest rank; not met: status 1.", rich_help_panel=_ANSWER),
     ] = None,
     max_overhead: Annotated[
         str | None, typer.Option(metavar="X%", help="Share of a training step.", rich_help_panel=_ANSWER)
@@ -157,10 +157,7 @@ def plan(
         bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=_ANSWER)
     ] = False,
 ) -> None:
-    """What every rank will hold, send and compute: no GPU, no processes.
-
-    Megatron's flags follow after --. A limit not met is status 1, and a way out.
-    """
+    """What every rank will hold, send and compute; Megatron's flags follow after --."""
     from rankwise.launch.drawing import HOW_TO_DRAW, pyplot_if_installed
     from rankwise.launch.planning import presentation
     from rankwise.launch.planning.asked import Question, answered

@@ -5,8 +5,9 @@ Nothing of its models, parallelisms, losses, containers and checkpoints is repla
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -68,17 +69,24 @@ def _no_division(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _step(schedule: Any, **given: Any) -> None:
-    """Of a pipeline, micro-batches as torchtitan hands them over: torch 2.13 takes whole batches alone."""
-    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
-        stage.has_backward = True
-        stage.clear_runtime_states()
-    schedule._step_microbatches(**given)
+def _taking_micro_batches(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule's ``step`` that takes micro-batches, too, as torchtitan has them: torch 2.13 takes whole batches."""
+
+    @functools.wraps(step)
+    def wrapper(schedule: Any, *args: Any, **given: Any) -> Any:
+        if not any(name.endswith("_mbs") for name in given):
+            return step(schedule, *args, **given)
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        return schedule._step_microbatches(**given)
+
+    return wrapper
 
 
 _divide, fsdp.disable_fsdp_gradient_division = fsdp.disable_fsdp_gradient_division, _no_division
 for _kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-    _kind.step = _step
+    _kind.step = _taking_micro_batches(_kind.step)
 # It names the device to the barrier, which gloo refuses.
 distributed_utils.set_pg_timeouts = lambda **_: None
 # Two seconds at the end of every run.
