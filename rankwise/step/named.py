@@ -173,7 +173,7 @@ class NamedCheckpoint:
 
 
 def _is_name(name: str) -> bool:
-    return bool(name) and not set(name) & set("/\\") and name not in (".", "..")
+    return name != "" and not set(name) & set("/\\") and name not in (".", "..")
 
 
 def of_another(source: Any) -> ConversionError:
