@@ -16,7 +16,8 @@ OURS = [case for case in CASES if case not in ("adamw", "switched")]
 FEW = ["ldadam", "mkor-h"]
 IN_CI = ("adamw", *FEW)
 NOISE = 10.0
-"""How many times as far from one rank as AdamW."""
+"""How many times as far from one rank as AdamW; under pipelines, which cut batches into micro-batches, or as one rank
+that cuts them, too, where that is more."""
 BASES = {"deepseek": "experts-one", "llama": "one"}
 
 
@@ -34,8 +35,10 @@ def _follows(cell: str, cases: list[str], found: dict[str, Weights], known: tupl
     expected = _alone(base, known)
     control = difference(found["adamw"], expected["adamw"])
     assert control < 1e-3
+    cut = _alone("micro-one", known) if cell.startswith("pp") else expected
     for case in cases:
-        assert difference(found[case], expected[case]) <= NOISE * control, case
+        allowed = NOISE * max(control, difference(cut[case], expected[case]))
+        assert difference(found[case], expected[case]) <= allowed, case
 
 
 # --- in CI ------------------------------------------------------------------------------------------------------------

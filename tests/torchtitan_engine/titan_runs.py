@@ -116,6 +116,7 @@ def _degrees(**degrees: int) -> dict[str, int]:
 
 CELLS: dict[str, Cell] = {
     "one": Cell(1, batch=ROWS),
+    "micro-one": Cell(1, batch=2),
     "fsdp-2": Cell(2, parallel=_degrees(shard=2)),
     "hsdp-4": Cell(4, parallel=_degrees(shard=2, replicate=2)),
     "ddp-2": Cell(2, parallel=_degrees(shard=1, replicate=2)),
