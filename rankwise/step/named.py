@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,7 +100,7 @@ class NamedCheckpoint:
         members = [name for group in self.groups for name in group.members]
         _refuse(f"{source}: parameters in no param group", set(self.parameters) - set(members))
         _refuse(f"{source}: parameters of a param group without a weight", set(members) - set(self.parameters))
-        _refuse(f"{source}: parameters in two param groups", {name for name in members if members.count(name) > 1})
+        _refuse(f"{source}: parameters in two param groups", _repeated(members))
         with_matrices = {self.owner(key) for key in self.matrices}
         bare = {name for name, own in self.parameters.items() if not own.states and name not in with_matrices}
         _refuse(
@@ -148,7 +149,7 @@ class NamedCheckpoint:
         names = {name: rename(name) for name in self.parameters}
         module = {rename(name): value for name, value in self.module.items()}
         taken = [*names.values(), *module]
-        _refuse("several parameters would be called", {name for name in taken if taken.count(name) > 1})
+        _refuse("several parameters would be called", _repeated(taken))
 
         def key(old: str) -> str:
             name = base_name(old, names)
@@ -228,6 +229,10 @@ def renaming(patterns: Mapping[str, str], names: Mapping[str, Any]) -> Callable[
     unused = (text for text, (rule, _) in zip(patterns, rules, strict=True) if not any(map(rule.fullmatch, names)))
     _refuse("names that no parameter of the checkpoint matches", set(unused))
     return rename
+
+
+def _repeated(names: list[str]) -> set[str]:
+    return {name for name, times in Counter(names).items() if times > 1}
 
 
 def _refuse(problem: str, names: set[str]) -> None:
