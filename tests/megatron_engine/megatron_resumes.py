@@ -11,6 +11,7 @@ from megatron_harness import Result, opened, trained
 from megatron_types import maker
 from ranks import run_ranks
 
+import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 
 __all__ = ["AFTER", "BEFORE", "Job", "resume", "save"]
@@ -46,6 +47,7 @@ def resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]]) -> list[Re
 
 def _main(action: str, folder: Path) -> None:
     """Two ranks do the jobs that lie beside the checkpoints, and leave there what they found."""
+    megatron_patches.apply()
     jobs: list[Job] = torch.load(folder / "jobs", weights_only=False)
     if action == "save":
         found = run_ranks(2, save, jobs, folder)[0]

@@ -37,23 +37,24 @@ pytestmark = [
 ]
 
 
-def _under(checkout: str | None, action: str, folder: Path) -> list[Result]:
+def _under(checkout: str | None, action: str, folder: Path) -> tuple[list[Result], str]:
+    """What was found, and the error in its place."""
     path = os.pathsep.join(filter(None, [checkout, str(HERE.parent), str(HERE)]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(HERE / "megatron_resumes.py"), action, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return torch.load(folder / action, weights_only=False)
+    return (torch.load(folder / action, weights_only=False), "") if done.returncode == 0 else ([], done.stderr)
 
 
 @functools.cache
-def _moved(folder: Path, forth: bool) -> dict[tuple[str, str], tuple[Result, Result]]:
+def _moved(folder: Path, forth: bool) -> tuple[dict[tuple[str, str], tuple[Result, Result]], str]:
     folder.mkdir()
     jobs: list[Job] = [(name, CELLS[label]) for name, label in JOBS]
     torch.save(jobs, folder / "jobs")
-    whole = _under(None if forth else CHECKOUT, "save", folder)
-    again = _under(CHECKOUT if forth else None, "resume", folder)
-    return dict(zip(JOBS, zip(whole, again, strict=True), strict=True))
+    whole, failure = _under(None if forth else CHECKOUT, "save", folder)
+    assert not failure, failure[-6000:]
+    again, failure = _under(CHECKOUT if forth else None, "resume", folder)
+    return dict(zip(JOBS, zip(whole, again, strict=not failure), strict=not failure)), failure
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "label"), JOBS)
 @pytest.mark.parametrize("forth", [True, False], ids=["forth", "back"])
 def test_goes_on_under_another_version(folder: Path, name: str, label: str, forth: bool) -> None:
-    whole, again = _moved(folder / str(forth), forth)[name, label]
+    moved, failure = _moved(folder / str(forth), forth)
+    if "has no common.pt" in failure:
+        pytest.skip("see test_what_an_older_version_cannot_read_is_named")
+    assert not failure, failure[-6000:]
+    whole, again = moved[name, label]
     assert again.losses == pytest.approx(whole.losses, rel=1e-5)
     assert largest_gap(again.weights, whole.weights) <= ROUNDING
+
+
+def test_what_an_older_version_cannot_read_is_named(folder: Path) -> None:
+    """Megatron's own optimizers end there, too, in an AttributeError."""
+    _, failure = _moved(folder / "False", False)
+    written = (folder / "False" / "0" / "common.pt").exists()
+    assert ("has no common.pt" in failure) is not written
+    assert written or "go on with the version that wrote it, or a later one" in failure
