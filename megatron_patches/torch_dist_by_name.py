@@ -177,7 +177,8 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
     if record["identity"] != named.identity:
         raise ConversionError(f"{like} is of {record['identity']}, and what is to be converted of {named.identity}")
     step = named.one_step(named.parameters, "an optimizer of Megatron")
-    entries = load_sharded_metadata(str(like))
+    # From 0.19 on, what is common is an object among the others.
+    entries = {key: e for key, e in load_sharded_metadata(str(like)).items() if e.key != "common_state"}
     values = _values(named, record, entries, scratch)
     kept = [key for key, entry in entries.items() if key not in values and isinstance(entry, ShardedTensor)]
     values |= mapped_tensors(like, kept, scratch)
