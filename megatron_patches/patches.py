@@ -108,6 +108,8 @@ def _optimizer_config(stock: Function) -> Function:
             config.optimizer = name
             config.rankwise = given_options(args, name)
             config.rankwise_layer_wise = args.rankwise_layer_wise
+            config.rankwise_log_norms = args.rankwise_log_norms
+            config.rankwise_log_interval = getattr(args, "log_interval", 1)
             config.rankwise_override_checkpoint = getattr(args, "override_opt_param_scheduler", False)
         return config, overrides
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.monitor import remember
+from megatron_patches.norms import BY
 from megatron_patches.parameter_names import describe_model
 from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
@@ -58,12 +59,17 @@ class RankwiseConfig(OptimizerConfig):
         rankwise_override_checkpoint: On resuming, let the options in ``rankwise`` count where a checkpoint's differ, as
             ``--override-opt_param-scheduler`` does. By default the checkpoint's count, as Megatron has it for the
             hyper-parameters of its own optimizers, and one line says so.
+        rankwise_log_norms: ``"layer"`` or ``"weight"``: norms of updates and weights among what ``read_health()`` tells
+            and Megatron's writers get, for each transformer layer or each weight.
+        rankwise_log_interval: Steps from one that is measured to the next; in Megatron's own loop ``--log-interval``.
     """
 
     rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
     rankwise_layer_wise: bool = False
     rankwise_tp_mode: str = "exact"
     rankwise_override_checkpoint: bool = False
+    rankwise_log_norms: str | None = None
+    rankwise_log_interval: int = 1
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -78,6 +84,7 @@ class RankwiseConfig(OptimizerConfig):
                     f"RankwiseConfig: {key}={getattr(self, key)!r} is invalid: it must be True or False; the default "
                     "is False"
                 )
+        _check_norms(self.rankwise_log_norms, self.rankwise_log_interval)
         if self.optimizer in NAMES:
             tp_mode(self, resolve(self.optimizer, self.rankwise))
             refuse_settings(self, self.optimizer)
@@ -99,6 +106,19 @@ class RankwiseConfig(OptimizerConfig):
             config_overrides,
             use_gloo_process_groups=use_gloo_process_groups,
             pg_collection=pg_collection,
+        )
+
+
+def _check_norms(by: Any, interval: Any) -> None:
+    if by is not None and by not in BY:
+        raise OptionError(
+            f"RankwiseConfig: rankwise_log_norms={by!r} is invalid: it must be one of {', '.join(BY)}, or None; leave "
+            "it out to measure nothing"
+        )
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise OptionError(
+            f"RankwiseConfig: rankwise_log_interval={interval!r} is invalid: it must be a number of steps, at least 1; "
+            "write e.g. 100"
         )
 
 
