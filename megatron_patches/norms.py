@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_patches.layouts import MegatronLayout
+from rankwise.options.validation import OptionError
 from rankwise.planning.unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["BY", "Norms", "next_iteration"]
+__all__ = ["BY", "Norms", "check_norms", "next_iteration"]
 
 BY = ("layer", "weight")
 """What is measured together: all weights of a transformer layer (and of each module outside), or each by itself."""
 _LAYER = re.compile(r"^(.*?layers\.\d+)\.")
+
+
+def check_norms(by: Any, interval: Any) -> None:
+    """Check what is to be measured, and how often.
+
+    Args:
+        by: One of :data:`BY`; None for nothing.
+        interval: Steps.
+
+    Raises:
+        OptionError: A value outside its range.
+    """
+    if by is not None and by not in BY:
+        raise OptionError(
+            f"RankwiseConfig: rankwise_log_norms={by!r} is invalid: it must be one of {', '.join(BY)}, or None; leave "
+            "it out to measure nothing"
+        )
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise OptionError(
+            f"RankwiseConfig: rankwise_log_interval={interval!r} is invalid: it must be a number of steps, at least 1; "
+            "write e.g. 100"
+        )
 
 
 class _Plan(NamedTuple):

@@ -30,7 +30,7 @@ from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.monitor import health_of
 from megatron_patches.norms import Norms
-from megatron_patches.offloading import Offloading
+from megatron_patches.offloading import Offloading, let_others_move
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.records import plain_names
@@ -187,6 +187,8 @@ class _Adopted(MegatronOptimizer):
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
         self.adoption.adopt(self)
+        if self.optimizer is not None:
+            let_others_move(self.optimizer, self.offload_to_cpu, self.restore_from_cpu)
         by = getattr(self.config, "rankwise_log_norms", None)
         if by is not None:
             self.norms = Norms(by, self.config.rankwise_log_interval, self.adoption.groups.whole_stage)
