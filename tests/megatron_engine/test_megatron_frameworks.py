@@ -224,7 +224,7 @@ def test_states_of_every_type_leave_for_rollouts_and_come_back() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("zebra", {}), "replace_adam: name='zebra' is invalid: it must be one of mars-adamw"),
+        (("zebra", {}), "replace_adam: name='zebra' is invalid: it must be one of mars, mars-adamw"),
         (("mars-m", {"rank": 4}), "optimizer 'mars-m' has no option 'rank'"),
     ],
 )
