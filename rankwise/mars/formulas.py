@@ -38,8 +38,8 @@ MatrixVariant = Literal["shampoo", "muon"]
 """``"shampoo"``: MARS-Shampoo of the first paper. ``"muon"``: MARS-M of the second. Both use Newton-Schulz."""
 
 Scale = Literal["published", "rms", "spectral", "unit_rms_norm", "shape_scaling"]
-"""``"published"``: as the variant's paper has it. ``"rms"``: as large as AdamW's updates. The others: as Megatron's
-``--muon-scale-mode`` has them."""
+"""``"published"``: as the variant's paper has it. ``"rms"``: as large as AdamW's updates. The others: by the
+usual names of Muon's scale modes."""
 
 _SHAMPOO_EPS = 1e-8
 _MUON_EPS = 1e-7

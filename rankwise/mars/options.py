@@ -52,9 +52,9 @@ class MARSOptions(Options):
         Choice("published", "rms", "spectral", "unit_rms_norm", "shape_scaling"),
         'Factor of orthogonalised updates. "published": the variant\'s. "rms": 0.2 sqrt(max(rows, columns)) of each '
         "whole logical matrix, as in Moonlight (arXiv 2502.16982): a root mean square of 0.2, about AdamW's, so that "
-        'its lr suits matrices and fallback alike; with "muon" that is the published one. As Megatron\'s '
-        '--muon-scale-mode has them: "spectral", sqrt(max(rows, columns)); "unit_rms_norm", sqrt(rows / columns), for '
-        'rates that are to suit any width; "shape_scaling", sqrt(max(1, rows / columns)).',
+        'its lr suits matrices and fallback alike; with "muon" that is the published one. By the '
+        'usual names of Muon\'s scale modes: "spectral", sqrt(max(rows, columns)); "unit_rms_norm", '
+        'sqrt(rows / columns), for rates that are to suit any width; "shape_scaling", sqrt(max(1, rows / columns)).',
     )
     betas: tuple[float, float] = shared.betas((0.95, 0.99), "Decay rates; Lion, Shampoo and Muon use the first alone.")
     eps: float = shared.eps("Added to the bias-corrected root.")
