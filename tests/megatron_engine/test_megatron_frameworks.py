@@ -115,7 +115,7 @@ def _moved_to_the_host(optimizer: Any) -> set[str]:
             for weight in group:
                 weight.data = weight.data.to("cpu", copy=True)
         inner = wrapper.optimizer
-        before = {id(value) for state in _states(inner) for value in state.values()}
+        before = {id(value): value for state in _states(inner) for value in state.values()}  # kept alive
         if all(hasattr(inner, name) for name in ("sub_optimizers", "inner_param_to_orig_param", "state")):
             for part in inner.sub_optimizers:
                 for parameter, state in part.state.items():
@@ -127,6 +127,8 @@ def _moved_to_the_host(optimizer: Any) -> set[str]:
                     if name in state:
                         state[name] = state[name].to("cpu", copy=True)
         left |= {name for state in _states(inner) for name, value in state.items() if id(value) not in before}
+        # Counts lie on the host already.
+        assert not any(id(value) in before and value.dim() for state in _states(inner) for value in state.values())
     return left
 
 
