@@ -13,7 +13,7 @@ from megatron_patches.apex import detect_apex
 from megatron_patches.patches import PatchError, apply, check, revert
 
 if TYPE_CHECKING:
-    from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
+    from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer, replace_adam
 
 __all__ = [
     "NAMES",
@@ -23,11 +23,12 @@ __all__ = [
     "check",
     "detect_apex",
     "get_megatron_optimizer",
+    "replace_adam",
     "revert",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("NAMES", "RankwiseConfig", "get_megatron_optimizer"):
+    if name in ("NAMES", "RankwiseConfig", "get_megatron_optimizer", "replace_adam"):
         return getattr(importlib.import_module("megatron_patches.registry"), name)
     raise AttributeError(f"module 'megatron_patches' has no attribute '{name}'")

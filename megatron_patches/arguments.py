@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from megatron_patches.norms import BY
 from megatron_patches.registry import NAMES, option_names, resolve
 from megatron_patches.resuming import flag_of
 from megatron_patches.support import SupportError, refused_flags
@@ -19,6 +20,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["OptionFlag", "add_flags", "flags", "given_options"]
 
 LAYER_WISE = "--rankwise-layer-wise"
+LOG_NORMS = "--rankwise-log-norms"
 _STOCK_NAME = "adam"
 # How the names of arguments begin that Megatron's own optimizers read and ours do not.
 _UNREAD = ("adam_", "sgd_", "muon_", "lion_", "soap_", "adaptive_muon_")
@@ -104,6 +106,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Whole parameters dealt out over the data-parallel ranks by Megatron's layer-wise optimizer, without "
         "--use-distributed-optimizer.",
     )
+    group.add_argument(
+        LOG_NORMS,
+        choices=BY,
+        help="Norms of updates and weights on the writers every --log-interval iterations, for each transformer layer "
+        "or each weight.",
+    )
     parse = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
@@ -124,10 +132,11 @@ def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for flag in flags():
         if hasattr(args, flag.dest) and name not in flag.names:
             parser.error(f"argument {flag.option}: it is invalid with --optimizer {name}: {_owners(flag, name)}")
-    if args.rankwise_layer_wise and not ours:
-        parser.error(
-            f"argument {LAYER_WISE}: it is invalid with --optimizer {name}: it needs one of {', '.join(NAMES)}"
-        )
+    for flag_text, given in ((LAYER_WISE, args.rankwise_layer_wise), (LOG_NORMS, args.rankwise_log_norms)):
+        if given and not ours:
+            parser.error(
+                f"argument {flag_text}: it is invalid with --optimizer {name}: it needs one of {', '.join(NAMES)}"
+            )
     args.rankwise_optimizer = name if ours else None
     if not ours:
         return

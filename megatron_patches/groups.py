@@ -78,16 +78,19 @@ class ParallelGroups:
         group = self._find("ep", lambda: parallel_state.get_expert_model_parallel_group(False))
         return 0 if group is None else dist.get_rank(group)
 
+    @property
+    def whole_stage(self) -> dist.ProcessGroup:
+        """All ranks of this rank's pipeline stage."""
+        group: dist.ProcessGroup = self._find(
+            "tp_dp_cp", lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        )
+        return group
+
     def stage(self, expert: bool) -> dist.ProcessGroup:
         """Every rank that holds a piece or a copy of this rank's parameters. A collective of those ranks."""
         if self.tensor(expert)[1] == 1:
             return self._data(expert)
-        if not expert:
-            group: dist.ProcessGroup = self._find(
-                "tp_dp_cp", lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            )
-            return group
-        return self._expert_stage()
+        return self._expert_stage() if expert else self.whole_stage
 
     def _tensor_group(self, expert: bool) -> dist.ProcessGroup | None:
         found: dist.ProcessGroup | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,16 @@ class MegatronLayout(LayoutSource):
     def parameter_name(self, parameter: Parameter) -> str:
         """A parameter of the model, by its name in the whole model."""
         return self._parameters[parameter].info.name
+
+    def knows(self, parameter: Parameter) -> bool:
+        """Whether a parameter is one of the model's, held on this rank or not."""
+        return parameter in self._parameters
+
+    def main_weights(self) -> Iterator[tuple[Tensor, Parameter, slice]]:
+        """The optimizer's tensors, and the runs of the model's flattened parameters that they hold."""
+        for tensors in self.units():
+            for tensor, _ in tensors:
+                yield (tensor, *self.held[id(tensor)])
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors of the one ``step()`` call, and the position of their group."""

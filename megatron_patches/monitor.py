@@ -34,7 +34,8 @@ def health_of(wrappers: Sequence[Any]) -> dict[str, float]:
         wrappers: Ours, around the parts of one model.
 
     Returns:
-        See :meth:`rankwise.step.optimizer.ShardedOptimizer.read_health`; of a model with experts theirs begin
+        See :meth:`rankwise.step.optimizer.ShardedOptimizer.read_health` and, where they were asked for,
+        :meth:`megatron_patches.norms.Norms.read`; of a model with experts theirs begin
         with ``experts/``, and those of further parts with ``part<n>/``.
     """
     found: dict[str, float] = {}
@@ -43,7 +44,8 @@ def health_of(wrappers: Sequence[Any]) -> dict[str, float]:
         if not isinstance(inner, ShardedOptimizer):
             continue
         prefix = "experts/" if wrapper.holds_experts else f"part{index}/" if "matrices_updated" in found else ""
-        found |= {prefix + name: value for name, value in inner.read_health().items()}
+        norms = {} if wrapper.norms is None else wrapper.norms.read()
+        found |= {prefix + name: value for name, value in {**inner.read_health(), **norms}.items()}
     return found
 
 

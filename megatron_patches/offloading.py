@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["Offloading", "is_on_device"]
+__all__ = ["Offloading", "is_on_device", "let_others_move"]
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -69,3 +69,31 @@ class Offloading:
         yield from self._inner.state.values()
         yield from self._inner.matrix_states.values()
         yield from self._inner.matrix_states.loaded.values()
+
+
+class _AllStates:
+    """What a framework takes for a part of Megatron's hybrid optimizer: asked for its states, all have been moved."""
+
+    def __init__(self, offload: Callable[[], None]) -> None:
+        self._offload = offload
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        self._offload()
+        return {}
+
+
+def let_others_move(inner: Any, offload: Callable[[], None], restore: Callable[[], None]) -> None:
+    """Answer frameworks that take an optimizer to the host and back by themselves, as verl and ms-swift do.
+
+    They know Adam's two states by name, and Megatron's hybrid optimizer by three attributes, whose parts they go
+    through one after the other and whose ``_move_new_state_to_right_device`` they call in the end.
+
+    Args:
+        inner: The optimizer; given these attributes.
+        offload: Moves all of its states.
+        restore: Moves them back.
+    """
+    inner.sub_optimizers = (_AllStates(offload),)
+    inner.inner_param_to_orig_param = {}
+    inner._move_new_state_to_right_device = restore

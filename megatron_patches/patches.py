@@ -108,6 +108,8 @@ def _optimizer_config(stock: Function) -> Function:
             config.optimizer = name
             config.rankwise = given_options(args, name)
             config.rankwise_layer_wise = args.rankwise_layer_wise
+            config.rankwise_log_norms = args.rankwise_log_norms
+            config.rankwise_log_interval = getattr(args, "log_interval", 1)
             config.rankwise_override_checkpoint = getattr(args, "override_opt_param_scheduler", False)
         return config, overrides
 
@@ -139,6 +141,19 @@ def _training_log(stock: Function) -> Function:
         return result
 
     return training_log
+
+
+def _clip_qk(stock: Function) -> Function:
+    @functools.wraps(stock)
+    def clip_qk(model: Any, log_max_only: bool = False) -> Any:
+        from megatron_patches.qk_clip import main_weights_follow
+
+        if log_max_only:
+            return stock(model, log_max_only)
+        with main_weights_follow(model):
+            return stock(model)
+
+    return clip_qk
 
 
 def _content_metadata(stock: Function) -> Function:
@@ -193,6 +208,15 @@ PATCHES: tuple[Patch, ...] = (
         reason="Megatron takes our states for a format of its own that belongs to one tensor- and pipeline-parallel "
         "size, and has no word for those written without the distributed optimizer",
         replace=_content_metadata,
+        command_line=False,
+    ),
+    Patch(
+        module="megatron.core.optimizer.qk_clip",
+        name="clip_qk",
+        parameters=("model", "log_max_only"),
+        tested=_TESTED,
+        reason="Megatron scales a full-precision copy as if it had the weight's shape, which a shard has not",
+        replace=_clip_qk,
         command_line=False,
     ),
     Patch(

@@ -21,6 +21,8 @@ from torch import nn
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.monitor import remember
+from megatron_patches.norms import check_norms
+from megatron_patches.overrides import from_conditions, suited
 from megatron_patches.parameter_names import describe_model
 from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
@@ -30,7 +32,7 @@ from rankwise.planning.table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "resolve"]
+__all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "replace_adam", "resolve"]
 
 NAMES: Mapping[str, Named] = BY_NAME
 """Optimizer class and preset options of each ``--optimizer`` name."""
@@ -40,6 +42,10 @@ _STOCK_NAMES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_mu
 # These come from Megatron's own settings.
 _MEGATRON_OPTIONS = ("lr", "weight_decay")
 _stock_factory: Callable[..., MegatronOptimizer] = stock.get_megatron_optimizer
+# What the fields of RankwiseConfig that Megatron's own class has not begin with.
+_OUR_FIELDS = "rankwise"
+_in_place_of_adam: list[RankwiseConfig] = []
+"""Of :func:`replace_adam`, at most one."""
 
 
 @dataclasses.dataclass
@@ -58,12 +64,17 @@ class RankwiseConfig(OptimizerConfig):
         rankwise_override_checkpoint: On resuming, let the options in ``rankwise`` count where a checkpoint's differ, as
             ``--override-opt_param-scheduler`` does. By default the checkpoint's count, as Megatron has it for the
             hyper-parameters of its own optimizers, and one line says so.
+        rankwise_log_norms: ``"layer"`` or ``"weight"``: norms of updates and weights among what ``read_health()`` tells
+            and Megatron's writers get, for each transformer layer or each weight.
+        rankwise_log_interval: Steps from one that is measured to the next; in Megatron's own loop ``--log-interval``.
     """
 
     rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
     rankwise_layer_wise: bool = False
     rankwise_tp_mode: str = "exact"
     rankwise_override_checkpoint: bool = False
+    rankwise_log_norms: str | None = None
+    rankwise_log_interval: int = 1
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -78,6 +89,7 @@ class RankwiseConfig(OptimizerConfig):
                     f"RankwiseConfig: {key}={getattr(self, key)!r} is invalid: it must be True or False; the default "
                     "is False"
                 )
+        check_norms(self.rankwise_log_norms, self.rankwise_log_interval)
         if self.optimizer in NAMES:
             tp_mode(self, resolve(self.optimizer, self.rankwise))
             refuse_settings(self, self.optimizer)
@@ -187,15 +199,20 @@ def get_megatron_optimizer(
         OptionError: A bad option, or a model with nothing to update.
         SupportError: A setting that cannot work, with the nearest one that does.
     """
+    config = _chosen(config)
     name = config.optimizer
     if name not in NAMES:
         return _stock_factory(config, model_chunks, *args, **kwargs)
+    from_conditions(config, kwargs)
     options = resolve(name, getattr(config, "rankwise", {}))
     refuse_settings(config, name)
     refuse_wrapping(model_chunks, name)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
     adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)
+    cls = NAMES[name].optimizer
+    declared = cls.declares(cls.__name__, cls.options_type(**options))
+    given["config_overrides"] = suited(given.get("config_overrides"), config, declared, adoption.parameters)
     layer_wise = getattr(config, "rankwise_layer_wise", False)
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
     known = copy.copy(config)
@@ -203,7 +220,7 @@ def get_megatron_optimizer(
     if layer_wise:
         known.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
     with idle_allowed(), checked_later(), _our_wrappers(functools.partial(_build, name, options), adoption):
-        built = _stock_factory(known, model_chunks, *args, **kwargs)
+        built = _stock_factory(**{**given, "config": known})
         if layer_wise:
             collection = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
             known.bf16 = config.bf16
@@ -211,6 +228,43 @@ def get_megatron_optimizer(
     adoption.finish(built)
     remember(built, name, groups.pipeline)
     return built
+
+
+def replace_adam(name: str | None, options: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    """Build one of our optimizers wherever Megatron's factory is asked for ``"adam"``, in this process.
+
+    For frameworks that know a closed list of names or construct Megatron's ``OptimizerConfig`` themselves: they go on
+    believing in Adam, and check their settings as for it. Does not call :func:`megatron_patches.apply`.
+
+    Args:
+        name: A key of :data:`NAMES`; None builds Adam again.
+        options: As ``rankwise`` of :class:`RankwiseConfig`.
+        settings: Further fields of that class which begin with ``rankwise_``.
+
+    Raises:
+        OptionError: An optimizer nobody knows, an unknown key, or a value outside its range.
+        SupportError: A setting that cannot work, with the nearest one that does.
+    """
+    if name is None:
+        _in_place_of_adam.clear()
+        return
+    if name not in NAMES:
+        raise OptionError(f"replace_adam: name={name!r} is invalid: it must be one of {', '.join(NAMES)}, or None")
+    known = [f.name for f in dataclasses.fields(RankwiseConfig) if f.name.startswith(_OUR_FIELDS + "_")]
+    for key in settings:
+        if key not in known:
+            raise OptionError(f"replace_adam: {key} is no setting: those are {', '.join(known)}")
+    _in_place_of_adam[:] = [RankwiseConfig(optimizer=name, rankwise=dict(options or {}), **settings)]
+
+
+def _chosen(config: OptimizerConfig) -> OptimizerConfig:
+    if config.optimizer != "adam" or not _in_place_of_adam:
+        return config
+    template, config = _in_place_of_adam[0], copy.copy(config)
+    for field in dataclasses.fields(template):
+        if field.name == "optimizer" or field.name.startswith(_OUR_FIELDS):
+            setattr(config, field.name, copy.copy(getattr(template, field.name)))
+    return config
 
 
 def _build(name: str, options: Mapping[str, Any], params: Any, lr: float, weight_decay: float, **_: Any) -> Any:

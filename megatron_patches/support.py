@@ -105,9 +105,15 @@ def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
         name: The optimizer's name.
 
     Raises:
-        SupportError: Megatron's or torch's FSDP.
+        SupportError: Megatron's or torch's FSDP, or experts that lie in one tensor.
     """
     for chunk in chunks:
+        if any(type(module).__name__ == "GroupedMLP" for module in chunk.modules()):
+            raise SupportError(
+                f"--moe-grouped-gemm without Transformer Engine (experts are a GroupedMLP) is invalid with --optimizer "
+                f"{name}: all experts of a rank lie in one tensor, which would be taken for one matrix; use "
+                "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
+            )
         for base in type(chunk).__mro__:
             flag = _FSDP_WRAPPERS.get(base.__name__)
             if flag is not None:

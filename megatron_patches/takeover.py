@@ -74,9 +74,9 @@ class Takeover:
             else NamedPlaces(self.wrapper, self._model_state, stored, self._layout.layer_wise)
         )
         heirs = self._inner.saved.succession.heirs(self._inner.param_groups)
-        held = {id(parameter): run for _, parameter, run in self._held()}
+        held = {id(parameter): run for _, parameter, run in self._layout.main_weights()}
         whole = {id(parameter): parameter for parameter in places.parameters}
-        for _, parameter, _ in self._held():
+        for _, parameter, _ in self._layout.main_weights():
             whole.setdefault(id(parameter), parameter)
         for index, parameter in whole.items():
             name = self._layout.parameter_name(parameter)
@@ -137,7 +137,7 @@ class Takeover:
         further = read.get("further", {})
         scaler = further.get("grad_scaler") or next(_under(common, "grad_scaler"), None)
         self._scaler = scaler if getattr(self.wrapper, "grad_scaler", None) else None
-        for tensor, parameter, run in self._held():
+        for tensor, parameter, run in self._layout.main_weights():
             for state in (WEIGHT, *MOMENTS):
                 value = self._values.get((id(parameter), state), tensor)
                 if value.numel() != tensor.numel():
@@ -196,9 +196,9 @@ class Takeover:
         """Full-precision weights, moments that mean the same, counts; the model's weights have been loaded."""
         inner = self._inner
         assert inner is not None
-        parameters = {id(tensor): parameter for tensor, parameter, _ in self._held()}
+        parameters = {id(tensor): parameter for tensor, parameter, _ in self._layout.main_weights()}
         rounded = []
-        for tensor, parameter, run in self._held():
+        for tensor, parameter, run in self._layout.main_weights():
             name = self._layout.parameter_name(parameter)
             if WEIGHT in self._lacking.get(name, ()):
                 tensor.copy_(parameter.detach().reshape(-1)[run].view_as(tensor))
@@ -221,12 +221,6 @@ class Takeover:
         layout = self._inner.layout_source
         assert isinstance(layout, MegatronLayout)
         return layout
-
-    def _held(self) -> Iterator[tuple[Tensor, Parameter, slice]]:
-        """The optimizer's tensors, and the runs of the model's parameters that they hold."""
-        for tensors in self._layout.units():
-            for tensor, _ in tensors:
-                yield (tensor, *self._layout.held[id(tensor)])
 
 
 def _rounded(names: Sequence[str]) -> str:

@@ -29,7 +29,8 @@ from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.monitor import health_of
-from megatron_patches.offloading import Offloading
+from megatron_patches.norms import Norms
+from megatron_patches.offloading import Offloading, let_others_move
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.records import plain_names
@@ -180,10 +181,17 @@ class _Adopted(MegatronOptimizer):
     _offloading: Offloading | None = None
     backward_scale: Tensor | None = None
     """The loss scale during the last backward pass."""
+    norms: Norms | None = None
+    """Of updates and weights, where they are asked for."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
         self.adoption.adopt(self)
+        if self.optimizer is not None:
+            let_others_move(self.optimizer, self.offload_to_cpu, self.restore_from_cpu)
+        by = getattr(self.config, "rankwise_log_norms", None)
+        if by is not None:
+            self.norms = Norms(by, self.config.rankwise_log_interval, self.adoption.groups.whole_stage)
 
     def read_health(self) -> dict[str, float]:
         """What happened since the last reading; every rank must call it. See :func:`health_of`."""
@@ -215,6 +223,15 @@ class _Adopted(MegatronOptimizer):
         if not self.is_stub_optimizer:
             self.backward_scale = self.get_loss_scale().clone()
         return bool(super().prepare_grads())
+
+    def step_with_ready_grads(self) -> bool:
+        """As Megatron's; at the log interval it is measured."""
+        if self.norms is None or self.is_stub_optimizer:
+            return bool(super().step_with_ready_grads())
+        self.norms.begin(self.optimizer)
+        done = bool(super().step_with_ready_grads())
+        self.norms.end(self.optimizer)
+        return done
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """This rank's states, to be loaded into the same layout.

@@ -37,8 +37,9 @@ __all__ = [
 MatrixVariant = Literal["shampoo", "muon"]
 """``"shampoo"``: MARS-Shampoo of the first paper. ``"muon"``: MARS-M of the second. Both use Newton-Schulz."""
 
-Scale = Literal["published", "rms"]
-"""``"published"``: as the variant's paper has it. ``"rms"``: as large as AdamW's updates."""
+Scale = Literal["published", "rms", "spectral", "unit_rms_norm", "shape_scaling"]
+"""``"published"``: as the variant's paper has it. ``"rms"``: as large as AdamW's updates. The others: by the
+usual names of Muon's scale modes."""
 
 _SHAMPOO_EPS = 1e-8
 _MUON_EPS = 1e-7
@@ -84,7 +85,10 @@ def shape_factor(variant: MatrixVariant, rows: int, cols: int, scale: Scale = "p
     ``"shampoo"``: :math:`\sqrt{\max(1, rows / cols)}`, as in the authors' code (the paper has none). ``"muon"``, and
     either with the scale ``"rms"``: :math:`0.2 \sqrt{\max(rows, cols)}` (arXiv 2502.16982, section 2.2). The entries of
     an orthogonal factor have the root mean square :math:`1 / \sqrt{\max(rows, cols)}`: it becomes 0.2, about that of
-    AdamW's updates.
+    AdamW's updates. ``"spectral"`` makes it 1, by :math:`\sqrt{\max(rows, cols)}`; ``"unit_rms_norm"``,
+    :math:`\sqrt{rows / cols}`, lets inputs and outputs of any width change alike (the operator norm between root mean
+    squares is 1), which learning rates that are carried to other widths rest on; ``"shape_scaling"`` is
+    :math:`\sqrt{\max(1, rows / cols)}`.
 
     Args:
         variant: Which of the two rules.
@@ -104,10 +108,15 @@ def shape_factor(variant: MatrixVariant, rows: int, cols: int, scale: Scale = "p
             f"variant must be 'shampoo' or 'muon', got {variant!r}; 'adamw' and 'lion' are not matrix rules"
         )
     if scale not in get_args(Scale):
-        raise ValueError(f"scale must be 'published' or 'rms', got {scale!r}; 'published' is the default")
-    if variant == "shampoo" and scale == "published":
+        known = ", ".join(map(repr, get_args(Scale)))
+        raise ValueError(f"scale must be one of {known}, got {scale!r}; 'published' is the default")
+    if scale == "published":
+        scale = "shape_scaling" if variant == "shampoo" else "rms"
+    if scale == "shape_scaling":
         return math.sqrt(max(1.0, rows / cols))
-    return 0.2 * math.sqrt(max(rows, cols))
+    if scale == "unit_rms_norm":
+        return math.sqrt(rows / cols)
+    return (0.2 if scale == "rms" else 1.0) * math.sqrt(max(rows, cols))
 
 
 def norm_offset(variant: MatrixVariant, beta1: float, eps: float | None = None) -> float:

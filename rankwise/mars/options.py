@@ -49,10 +49,12 @@ class MARSOptions(Options):
     )
     scale: str = option(
         "published",
-        Choice("published", "rms"),
+        Choice("published", "rms", "spectral", "unit_rms_norm", "shape_scaling"),
         'Factor of orthogonalised updates. "published": the variant\'s. "rms": 0.2 sqrt(max(rows, columns)) of each '
         "whole logical matrix, as in Moonlight (arXiv 2502.16982): a root mean square of 0.2, about AdamW's, so that "
-        'its lr suits matrices and fallback alike; with "muon" that is the published one.',
+        'its lr suits matrices and fallback alike; with "muon" that is the published one. By the '
+        'usual names of Muon\'s scale modes: "spectral", sqrt(max(rows, columns)); "unit_rms_norm", '
+        'sqrt(rows / columns), for rates that are to suit any width; "shape_scaling", sqrt(max(1, rows / columns)).',
     )
     betas: tuple[float, float] = shared.betas((0.95, 0.99), "Decay rates; Lion, Shampoo and Muon use the first alone.")
     eps: float = shared.eps("Added to the bias-corrected root.")
@@ -81,8 +83,8 @@ class MARSOptions(Options):
     lr_1d: float | None = option(
         None,
         OrNone(Number()),
-        'Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon" and scale "rms": lr). The '
-        "ratio to lr is kept under schedules.",
+        'Learning rate of the AdamW fallback. None: lr / 2, as in the published runs ("muon", and any scale but '
+        '"published": lr). The ratio to lr is kept under schedules.',
     )
     betas_1d: tuple[float, float] = shared.betas((0.9, 0.95), "Decay rates of the fallback.")
     weight_decay_1d: float = option(
@@ -114,7 +116,7 @@ class MARSOptions(Options):
     @property
     def fallback_ratio(self) -> float:
         """The fallback's rate over lr where none is given."""
-        return 1.0 if self.variant == "muon" or self.scale == "rms" else 0.5
+        return 1.0 if self.variant == "muon" or self.scale != "published" else 0.5
 
     def unread(self) -> Mapping[str, tuple[str, str]]:
         """The scale and the polynomials, by variants without a matrix rule."""

@@ -98,8 +98,25 @@ def test_the_step_is_the_formula() -> None:
 def test_what_was_published_stays_the_default() -> None:
     assert shape_factor("shampoo", 40, 10) == 2.0
     assert shape_factor("muon", 40, 10) == shape_factor("muon", 40, 10, "rms") == shape_factor("shampoo", 10, 40, "rms")
-    with pytest.raises(ValueError, match="scale must be 'published' or 'rms', got 'adamw'"):
+    with pytest.raises(ValueError, match="scale must be one of 'published', 'rms', .*, got 'adamw'"):
         shape_factor("muon", 2, 2, "adamw")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", ["shampoo", "muon"])
+@pytest.mark.parametrize(
+    ("scale", "tall", "wide"),
+    # rows, columns: (40, 10) and (10, 40); what NVIDIA's get_muon_scale_factor gives for Megatron's modes.
+    [("spectral", 40**0.5, 40**0.5), ("unit_rms_norm", 2.0, 0.5), ("shape_scaling", 2.0, 1.0)],
+)
+def test_megatrons_modes_are_those_of_either_variant(variant: Any, scale: Any, tall: float, wide: float) -> None:
+    assert (shape_factor(variant, 40, 10, scale), shape_factor(variant, 10, 40, scale)) == (tall, wide)
+    as_rms = _changes(lists, torch.float64, variant=variant, scale="rms", ns_dtype="float64")
+    changes = _changes(lists, torch.float64, variant=variant, scale=scale, ns_dtype="float64")
+    for name, matrices in MATRICES.items():
+        for (rows, columns), place in matrices:
+            factor = shape_factor(variant, rows, columns, scale) / (0.2 * max(rows, columns) ** 0.5)
+            torch.testing.assert_close(changes[name][place], as_rms[name][place] * factor, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(changes["vector"], as_rms["vector"])
 
 
 @pytest.mark.parametrize("variant", ["adamw", "lion"])

@@ -52,6 +52,12 @@ def test_a_model_under_fsdp_is_refused(kind: str) -> None:
         get_megatron_optimizer(RankwiseConfig(optimizer="ldadam", lr=1e-3), [type("Theirs", (wrapper,), {})()])
 
 
+def test_experts_in_one_tensor_are_refused() -> None:
+    model = nn.Sequential(type("GroupedMLP", (nn.Module,), {})())
+    with pytest.raises(SupportError, match="--moe-grouped-gemm without .* with --optimizer mars-m.*one matrix; use"):
+        get_megatron_optimizer(RankwiseConfig(optimizer="mars-m", lr=1e-3), [model])
+
+
 def test_settings_only_some_versions_have_are_refused() -> None:
     for field in ("optimizer_cuda_graph", "use_layer_wise_distributed_optimizer"):
         config = RankwiseConfig(optimizer="ldadam", lr=1e-3)
