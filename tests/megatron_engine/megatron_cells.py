@@ -37,6 +37,7 @@ class Cell:
     Attributes:
         tp, pp, ep: Sizes of tensor, pipeline and expert parallelism; the rest of the world is data parallel.
         vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
+        cp: Size of context parallelism, with an attention of the tests' own.
         sp: Whether sequence parallelism goes with tensor parallelism.
         precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale); ``fp64`` where Megatron is told that it is fp32.
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
@@ -60,6 +61,7 @@ class Cell:
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    cp: int = 1
     sp: bool = False
     precision: str = "fp32"
     use_distributed_optimizer: bool = False
@@ -106,6 +108,7 @@ class Cell:
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "expert_model_parallel_size": self.ep,
+            "context_parallel_size": self.cp,
             "pipeline_dtype": dtype,
             # As Megatron's arguments demand for two interleaved stages, each of which is the other's neighbour on both
             # sides: in one batch of messages, those for one side would be taken for those of the other.

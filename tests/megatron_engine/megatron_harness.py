@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from context_parallel import batch_of_this_rank, with_gathering_attention
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -111,6 +112,10 @@ class Trainer:
         )
 
     def _layers(self, vp_stage: int | None) -> Any:
+        layers = self._local_layers(vp_stage)
+        return with_gathering_attention(layers) if self.cell.cp > 1 else layers
+
+    def _local_layers(self, vp_stage: int | None) -> Any:
         cell = self.cell
         if cell.dense_layers:
             return get_gpt_decoder_block_spec(
@@ -246,12 +251,14 @@ def _forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, 
     batch = next(batches)
     inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     positions = torch.arange(LENGTH).expand_as(inputs)
-    return model(inputs, positions, None, labels=labels), _loss
+    mine = batch_of_this_rank(inputs=inputs, labels=labels, positions=positions)
+    return model(mine["inputs"], mine["positions"], None, labels=mine["labels"]), _loss
 
 
 def _loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's part of the loss, which Megatron multiplies by the context-parallel size, and the mean as reported."""
     loss = per_token.float().mean()
-    return loss, {"loss": loss.detach().clone()}
+    return loss / mpu.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
 @contextmanager
@@ -267,7 +274,7 @@ def opened(
         make_optimizer: Builds the optimizer.
         kind: Another class of trainers, with a model of its own.
     """
-    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep)
+    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.cp)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
         _end_groups()
@@ -277,6 +284,7 @@ def opened(
             pipeline_model_parallel_size=cell.pp,
             virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
             expert_model_parallel_size=cell.ep,
+            context_parallel_size=cell.cp,
         )
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)

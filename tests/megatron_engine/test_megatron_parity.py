@@ -40,21 +40,34 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2": (2, {"pp": 2, "tied": True}),
     "PP2 interleaved": (2, {"pp": 2, "vpp": 2, "microbatches": 4, **DEEP}),
     "EP2": (2, {"ep": 2, **MOE}),
+    "CP2": (2, {"cp": 2}),
     "TP2 DP2": (4, {"tp": 2, "sp": True}),
+}
+# Context parallelism beside everything else; experts are shared out over its ranks.
+CONTEXT: dict[str, tuple[int, dict[str, Any]]] = {
+    "CP4": (4, {"cp": 4}),
+    "CP2 DP2": (4, {"cp": 2}),
+    "CP2 TP2": (4, {"cp": 2, "tp": 2, **BIASED}),
+    "CP2 TP2 SP": (4, {"cp": 2, "tp": 2, "sp": True}),
+    "CP2 PP2": (4, {"cp": 2, "pp": 2, "tied": True}),
+    "CP2 PP2 interleaved": (4, {"cp": 2, "pp": 2, "vpp": 2, "microbatches": 4, **DEEP}),
+    "CP2 EP2": (2, {"cp": 2, "ep": 2, **MOE}),
+    "CP2 EP2 DP2": (4, {"cp": 2, "ep": 2, **MOE}),
+    "CP2 EP2 TP2": (4, {"cp": 2, "ep": 2, "tp": 2, "sp": True, **MOE}),
 }
 WRAPPERS = {"plain": {}, "distributed": OVERLAPPED, "layer-wise": {"optimizer": LAYER_WISE}}
 # Number of ranks and cell, by place and wrapper. Three ranks cut matrices in the middle of a row; the global batch does
 # not divide by three, so that only prescribed gradients make sense there.
 LAYOUTS: dict[str, tuple[int, Cell]] = {
     f"{place}, {wrapper}": (ranks, Cell(clip=0.0, **sizes, **options))
-    for place, (ranks, sizes) in PLACES.items()
+    for place, (ranks, sizes) in (PLACES | CONTEXT).items()
     for wrapper, options in WRAPPERS.items()
 } | {"DP3, distributed": (3, Cell(clip=0.0, uneven=True, **DISTRIBUTED))}
 SAME_ONLY = ("DP3, distributed",)
 # Every place, wrapper and way to cut a parameter once; the whole grid is exhaustive.
 FP32 = (
     *("DP2, distributed", "TP2, plain", "TP2 SP, distributed", "PP2, plain", "PP2 interleaved, distributed"),
-    *("EP2, distributed", "DP3, distributed", "TP2 DP2, layer-wise"),
+    *("EP2, distributed", "CP2, distributed", "DP3, distributed", "TP2 DP2, layer-wise"),
 )
 HALF = tuple(label for label in LAYOUTS if label not in SAME_ONLY)
 BF16 = ("DP2, plain", "TP2 SP, distributed", "DP2, layer-wise")
