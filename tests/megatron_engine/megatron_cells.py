@@ -54,6 +54,9 @@ class Cell:
         hidden: Width of the model; feed-forward layers are twice as wide.
         clip: Largest gradient norm; 0 for none.
         uneven: Whether micro-batches may differ in size, where gradients are prescribed.
+        transformer_engine: Whether the layers are Transformer Engine's, as its spec has them; it, or the stand-in, must
+            be there.
+        fp8: Whether they are told to work in 8 bits, with delayed scaling.
         optimizer: Further fields of the optimizer's config.
     """
 
@@ -81,6 +84,8 @@ class Cell:
     hidden: int = HIDDEN
     clip: float = 1.0
     uneven: bool = False
+    transformer_engine: bool = False
+    fp8: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -132,6 +137,9 @@ class Cell:
                 "moe_router_load_balancing_type": "aux_loss" if self.aux_loss else "none",
                 "moe_aux_loss_coeff": self.aux_loss,
             }
+        if self.transformer_engine:
+            layout |= {"moe_grouped_gemm": bool(self.moe), "fp8": "hybrid" if self.fp8 else None}
+            layout |= {"fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
         if self.latent:
             return MLATransformerConfig(**{**model, "num_query_groups": HEADS, **LATENT}, **layout, **off)
         return TransformerConfig(**model, **layout, **off)

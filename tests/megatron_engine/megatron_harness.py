@@ -15,7 +15,11 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -112,6 +116,12 @@ class Trainer:
         )
 
     def _layers(self, vp_stage: int | None) -> Any:
+        if self.cell.transformer_engine:
+            return get_gpt_layer_with_transformer_engine_spec(
+                num_experts=self.cell.moe or None,
+                moe_grouped_gemm=bool(self.cell.moe),
+                multi_latent_attention=self.cell.latent,
+            )
         layers = self._local_layers(vp_stage)
         return with_gathering_attention(layers) if self.cell.cp > 1 else layers
 
@@ -256,7 +266,7 @@ def _forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, 
 
 
 def _loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's part of the loss, which Megatron multiplies by the context-parallel size, and the mean as reported."""
+    """This rank's part of the loss, which Megatron multiplies by the context-parallel size; its mean, as reported."""
     loss = per_token.float().mean()
     return loss / mpu.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 

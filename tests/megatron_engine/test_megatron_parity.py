@@ -26,6 +26,7 @@ from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
 from megatron_weights import cuts, reduced_gradient
 from ranks import run_ranks
 from torch import Tensor
+from with_stand_in import run_with_stand_in
 
 from megatron_patches.cpu import cpu_megatron
 
@@ -53,14 +54,24 @@ CONTEXT: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2 PP2 interleaved": (4, {"cp": 2, "pp": 2, "vpp": 2, "microbatches": 4, **DEEP}),
     "CP2 EP2": (2, {"cp": 2, "ep": 2, **MOE}),
     "CP2 EP2 DP2": (4, {"cp": 2, "ep": 2, **MOE}),
-    "CP2 EP2 TP2": (4, {"cp": 2, "ep": 2, "tp": 2, "sp": True, **MOE}),
+}
+# Layers of Transformer Engine's spec, against one process of Megatron's own.
+ENGINE: dict[str, tuple[int, dict[str, Any]]] = {
+    f"TE {place}": (ranks, {**sizes, "transformer_engine": True})
+    for place, (ranks, sizes) in {
+        **{place: PLACES[place] for place in ("DP2", "TP2", "TP2 SP", "PP2", "EP2", "CP2")},
+        **{place: CONTEXT[place] for place in ("CP2 TP2 SP", "CP2 EP2 DP2")},
+        "TP2 SP with biases": (2, {"tp": 2, "sp": True, **BIASED}),
+        "TP2 SP recomputed": (2, {"tp": 2, "sp": True, "recompute": True}),
+        "TP2 SP with experts": (2, {"tp": 2, "sp": True, **MOE}),
+    }.items()
 }
 WRAPPERS = {"plain": {}, "distributed": OVERLAPPED, "layer-wise": {"optimizer": LAYER_WISE}}
 # Number of ranks and cell, by place and wrapper. Three ranks cut matrices in the middle of a row; the global batch does
 # not divide by three, so that only prescribed gradients make sense there.
 LAYOUTS: dict[str, tuple[int, Cell]] = {
     f"{place}, {wrapper}": (ranks, Cell(clip=0.0, **sizes, **options))
-    for place, (ranks, sizes) in (PLACES | CONTEXT).items()
+    for place, (ranks, sizes) in (PLACES | CONTEXT | ENGINE).items()
     for wrapper, options in WRAPPERS.items()
 } | {"DP3, distributed": (3, Cell(clip=0.0, uneven=True, **DISTRIBUTED))}
 SAME_ONLY = ("DP3, distributed",)
@@ -68,11 +79,15 @@ SAME_ONLY = ("DP3, distributed",)
 FP32 = (
     *("DP2, distributed", "TP2, plain", "TP2 SP, distributed", "PP2, plain", "PP2 interleaved, distributed"),
     *("EP2, distributed", "CP2, distributed", "DP3, distributed", "TP2 DP2, layer-wise"),
+    "TE TP2 SP, distributed",
 )
 HALF = tuple(label for label in LAYOUTS if label not in SAME_ONLY)
 BF16 = ("DP2, plain", "TP2 SP, distributed", "DP2, layer-wise")
 ALLOWED = 10.0
 DISCONTINUOUS = ("mars-lion", "sonew")
+# Of the way that all weights go, what a few that rounding pushes over an edge may go elsewhere: less than one in ten
+# thousand. In fp32 alone, where the same gradients show that the sharded rule is exact.
+BESIDE_AN_EDGE = 1e-4
 
 
 class Figures(NamedTuple):
@@ -165,7 +180,8 @@ def _figures(precision: str, label: str, steps: int) -> dict[str, Figures]:
     world, cell = LAYOUTS[label]
     cell = replace(cell, precision=precision)
     recorded = _recorded(_alone(cell), names, steps)
-    results = run_ranks(world, _cells, [(name, cell) for name in names], recorded, steps)[0]
+    call = (world, _cells, ([(name, cell) for name in names], recorded, steps))
+    results = (run_with_stand_in(call)[0] if cell.transformer_engine else run_ranks(*call[:2], *call[2]))[0]
     found = {}
     for name, (same, own) in zip(names, results, strict=True):
         start, end, _ = recorded[name]
@@ -193,7 +209,7 @@ def _check(name: str, label: str, precision: str, steps: int = STEPS) -> None:
         bound = _response(_alone(replace(LAYOUTS[label][1], precision=precision)), name, steps).largest
     assert ours.same <= bound
     if precision == "bf16" or name in DISCONTINUOUS:
-        assert ours.mean <= ALLOWED * stock.mean
+        assert ours.mean <= max(ALLOWED * stock.mean, BESIDE_AN_EDGE if precision == "fp32" else 0.0)
     else:
         alone = _alone(replace(LAYOUTS[label][1], precision=precision))
         # What moves the stock optimizer must be rounding, or ten times of it would be no bound.
