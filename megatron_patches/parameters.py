@@ -19,6 +19,14 @@ from rankwise.sharding.sources import Slice
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 
 _LINEAR = re.compile(r"(Column|Row)ParallelLinear$|^TE\w*Linear$|^Linear$")
+# Transformer Engine's layers hold what is a module of its own among Megatron's, under whose names their states are kept:
+# checkpoints go from one to the other, as Megatron's own do.
+_INSIDE_OTHERS = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    (re.compile(r"linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r"\1_layernorm.\2"),
+    (re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r"experts.local_experts.\3.\1.\2"),
+)
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -274,4 +282,7 @@ def _global_name(name: str, prefixes: Mapping[str, str]) -> str:
         prefix = ".".join(parts[:end])
         if prefix in prefixes:
             parts[end - 1] = prefixes[prefix].rsplit(".", 1)[-1]
-    return ".".join(parts)
+    found = ".".join(parts)
+    for inside, name in _INSIDE_OTHERS:
+        found = inside.sub(name, found)
+    return found

@@ -23,19 +23,19 @@ class Recipe:
         return isinstance(self, DelayedScaling)
 
 
-@dataclass
 class DelayedScaling(Recipe):
-    """Scales from a history of largest values, which is state of the module."""
+    """Scales from a history of largest values, which is state of the module. Unknown settings are passed over."""
 
-    margin: int = 0
-    fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
-    amax_compute_algo: Any = "max"
-    override_linear_precision: Any = (False, False, False)
-    scaling_factor_compute_algo: Any = None
-    reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+    def __init__(
+        self,
+        margin: int = 0,
+        fp8_format: Format = Format.HYBRID,
+        amax_history_len: int = 1024,
+        amax_compute_algo: Any = "max",
+        **_: Any,
+    ) -> None:
+        self.margin, self.fp8_format = margin, fp8_format
+        self.amax_history_len, self.amax_compute_algo = amax_history_len, amax_compute_algo
 
 
 @dataclass
