@@ -108,19 +108,19 @@ def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
         SupportError: Megatron's or torch's FSDP; weights that are cut once more and gathered before they are used.
     """
     for chunk in chunks:
-        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-            shards = getattr(get_model_config(chunk), field, 1) or 1
-            if shards > 1:
-                raise SupportError(
-                    f"{field}={shards} is invalid with --optimizer {name}: weights are then cut by rows over ranks "
-                    "that Megatron counts as data parallel, each of which would take its rows for the matrix; use 1"
-                )
         for base in type(chunk).__mro__:
             flag = _FSDP_WRAPPERS.get(base.__name__)
             if flag is not None:
                 raise SupportError(
                     f"{flag} (the model is a {base.__name__}) is invalid with --optimizer {name}: {_FSDP_REASON}; "
                     f"{_FSDP_FIX}"
+                )
+        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+            shards = getattr(get_model_config(chunk), field, 1) or 1
+            if shards > 1:
+                raise SupportError(
+                    f"{field}={shards} is invalid with --optimizer {name}: weights are then cut by rows over ranks "
+                    "that Megatron counts as data parallel, each of which would take its rows for the matrix; use 1"
                 )
 
 

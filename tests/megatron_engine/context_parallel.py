@@ -5,6 +5,7 @@ It gathers keys and values over the context-parallel group; all else of the mode
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from gathered_attention import attention
@@ -37,5 +38,7 @@ def with_gathering_attention(layers: Any) -> Any:
 
 def batch_of_this_rank(**tensors: Tensor) -> dict[str, Tensor]:
     """This rank's tokens of (sequences, tokens) tensors."""
-    found: dict[str, Tensor] = get_batch_on_this_cp_rank(tensors)
+    # 0.20 asks whether samples are cut over different numbers of ranks.
+    asked = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+    found: dict[str, Tensor] = get_batch_on_this_cp_rank(tensors, **asked)
     return found

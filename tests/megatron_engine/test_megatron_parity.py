@@ -85,9 +85,10 @@ HALF = tuple(label for label in LAYOUTS if label not in SAME_ONLY)
 BF16 = ("DP2, plain", "TP2 SP, distributed", "DP2, layer-wise")
 ALLOWED = 10.0
 DISCONTINUOUS = ("mars-lion", "sonew")
-# Of the way that all weights go, what a few that rounding pushes over an edge may go elsewhere: less than one in ten
-# thousand. In fp32 alone, where the same gradients show that the sharded rule is exact.
-BESIDE_AN_EDGE = 1e-4
+# Of the way that all weights go, what those that rounding pushes over an edge, and all that follows, may go elsewhere:
+# where attention is another than Megatron's, which rounds by more than samples do that are cut otherwise. In fp32 alone:
+# there the same gradients show that the sharded rule is exact, and the other types that its own are.
+BESIDE_AN_EDGE = 1e-2
 
 
 class Figures(NamedTuple):
@@ -209,7 +210,9 @@ def _check(name: str, label: str, precision: str, steps: int = STEPS) -> None:
         bound = _response(_alone(replace(LAYOUTS[label][1], precision=precision)), name, steps).largest
     assert ours.same <= bound
     if precision == "bf16" or name in DISCONTINUOUS:
-        assert ours.mean <= max(ALLOWED * stock.mean, BESIDE_AN_EDGE if precision == "fp32" else 0.0)
+        cell = LAYOUTS[label][1]
+        apart = precision == "fp32" and (cell.cp > 1 or cell.transformer_engine)
+        assert ours.mean <= max(ALLOWED * stock.mean, BESIDE_AN_EDGE if apart else 0.0)
     else:
         alone = _alone(replace(LAYOUTS[label][1], precision=precision))
         # What moves the stock optimizer must be rounding, or ten times of it would be no bound.

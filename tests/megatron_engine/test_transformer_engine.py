@@ -44,6 +44,7 @@ def engine(folder: Path) -> Engine:
     saved, resumed = _kept_and_resumed(folder, USUAL)
     calls: dict[str, Call] = {
         **{f"routes: {label}": (2, _routes, (replace(cell, **ENGINE), "mars-m")) for label, cell in ROUTED.items()},
+        "routes: in 8 bits": (2, _routes, (KEPT["EP2 in 8 bits"], "mkor")),
         "statistics": (2, _watched, (list(WATCHED.values()),)),
         "saved": saved,
         "resumed": resumed,
@@ -80,6 +81,14 @@ def test_every_parameter_takes_the_rule_and_name_it_has_among_megatrons_own(engi
     first = "mlp.linear_fc1" if label != "EP2" else "mlp.experts.local_experts.3.linear_fc1"
     inner = [key for key in found if key.startswith(f"decoder.layers.1.{first}.weight")]
     assert inner and {found[key][1] for key in inner} == {"matrix"}
+
+
+def test_mkor_leaves_experts_to_its_backend_whose_tokens_are_filled_up(engine: Engine) -> None:
+    """As products in few bits want: zeros would count as tokens."""
+    found = engine["routes: in 8 bits"][0]
+    experts = {key: rule for key, (shape, rule, _) in found.items() if "experts" in key and len(shape) == 2}
+    assert len(experts) == 16 and set(experts.values()) == {"fallback"}
+    assert {rule for key, (_, rule, _) in found.items() if "linear_qkv.weight" in key} == {"matrix"}
 
 
 # --- MKOR's statistics ------------------------------------------------------------------------------------------------
