@@ -19,8 +19,8 @@ from rankwise.sharding.sources import Slice
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 
 _LINEAR = re.compile(r"(Column|Row)ParallelLinear$|^TE\w*Linear$|^Linear$")
-# Transformer Engine's layers hold what is a module of its own among Megatron's, under whose names their states are kept:
-# checkpoints go from one to the other, as Megatron's own do.
+# Transformer Engine's layers hold what is a module of its own among Megatron's, under whose name it goes: checkpoints
+# move from one to the other, as Megatron's do.
 _INSIDE_OTHERS = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
@@ -177,8 +177,8 @@ def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, tupl
             continue
         if getattr(module, "single_grouped_weight", False):
             raise LayoutError(
-                f"{type(module).__name__} keeps its experts' weights as one parameter (single_grouped_weight=True), which "
-                "no layout of ours describes. Unset NVTE_GROUPED_LINEAR_SINGLE_PARAM, so that each has its own."
+                f"{type(module).__name__} keeps its experts' weights as one parameter (single_grouped_weight=True), "
+                "which no layout of ours describes. Unset NVTE_GROUPED_LINEAR_SINGLE_PARAM, so that each has its own."
             )
         kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
         mode = "column" if "ColumnParallel" in kinds else "row" if "RowParallel" in kinds else module.parallel_mode

@@ -40,5 +40,5 @@ def batch_of_this_rank(**tensors: Tensor) -> dict[str, Tensor]:
     """This rank's tokens of (sequences, tokens) tensors."""
     # 0.20 asks whether samples are cut over different numbers of ranks.
     asked = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
-    found: dict[str, Tensor] = get_batch_on_this_cp_rank(tensors, **asked)
+    found: dict[str, Tensor] = get_batch_on_this_cp_rank(tensors, cp_group=mpu.get_context_parallel_group(), **asked)
     return found

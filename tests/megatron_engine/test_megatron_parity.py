@@ -86,8 +86,8 @@ BF16 = ("DP2, plain", "TP2 SP, distributed", "DP2, layer-wise")
 ALLOWED = 10.0
 DISCONTINUOUS = ("mars-lion", "sonew")
 # Of the way that all weights go, what those that rounding pushes over an edge, and all that follows, may go elsewhere:
-# where attention is another than Megatron's, which rounds by more than samples do that are cut otherwise. In fp32 alone:
-# there the same gradients show that the sharded rule is exact, and the other types that its own are.
+# where attention is not Megatron's, and rounds by more than samples do that are cut otherwise. In fp32 alone: there the
+# same gradients show that the sharded rule is exact, and the other types that the cell's own gradients are.
 BESIDE_AN_EDGE = 1e-2
 
 
