@@ -5,9 +5,10 @@
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
-# PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS, ISA=avx2 or default (train and
-# test as on a processor that has AVX2 but nothing wider, or nothing beyond every x86-64's; torch's libraries and our own
-# code both).
+# PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS, TESTS (files and folders of the
+# suite), MEGATRON=PATH (a checkout of Megatron-LM to test against: our tests of Megatron, unless TESTS names others),
+# ISA=avx2 or default (train and test as on a processor that has AVX2 but nothing wider, or nothing beyond every
+# x86-64's; torch's libraries and our own code both).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -17,6 +18,8 @@ OPTIMIZER ?= mars-m
 FRAMEWORK ?= deepspeed
 ARGS ?=
 PYTEST_ARGS ?=
+MEGATRON ?=
+TESTS ?= $(if $(MEGATRON),tests/megatron_engine)
 WORKERS ?= 2
 # By file, in the order of the files: results that tests share stay in one worker, and what takes long comes first.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -29,6 +32,9 @@ ifneq ($(ISA),)
 LIMITS := $(LIMITS_$(ISA))
 $(if $(LIMITS),,$(error ISA=$(ISA) is invalid: it must be avx2 or default))
 endif
+
+# Found before the installed one; its scripts are run by the exhaustive tests.
+CHECKOUT := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)) RANKWISE_MEGATRON_LM=$(abspath $(MEGATRON)))
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.setup-done
@@ -51,7 +57,7 @@ train: setup
 	$(LIMITS) $(BIN)/rankwise train --framework $(FRAMEWORK) --optimizer adamw --optimizer "$(OPTIMIZER)" $(ARGS)
 
 test: setup
-	$(LIMITS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(PYTEST_ARGS)
+	$(LIMITS) $(CHECKOUT) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PARALLEL) $(TESTS) $(PYTEST_ARGS)
 
 # Not the frameworks, and nothing that starts ranks.
 QUICK := tests/test_architecture.py $(addprefix tests/,mars sonew ldadam mkor options routing sharding statistics updates planning step)

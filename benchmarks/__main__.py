@@ -395,6 +395,23 @@ def fsdp_parity(
     page.write_text(fsdp_page(read_figures(figures, ("precision", "layout", "type"))))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def versions(
+    context: typer.Context,
+    checkout: Annotated[
+        list[Path] | None, typer.Option(help="Folder that holds `megatron`; several times. Without: the installed one.")
+    ] = None,
+    page: Annotated[Path, typer.Option(help="Markdown page whose table is filled.")] = Path("docs/support.md"),
+) -> None:
+    """Run the tests of Megatron against versions of it; arguments of pytest may follow. Fills the table of versions."""
+    from benchmarks.versions import RECORDS, load, merged, ran, with_versions
+
+    for folder in checkout or [None]:
+        records = merged(load(), *ran(folder, context.args))
+        RECORDS.write_text(json.dumps(records, indent=1) + "\n")
+        page.write_text(with_versions(page.read_text(), records))
+
+
 @app.command()
 def soak(
     rows: Annotated[Path, typer.Argument(help="JSON lines to add to; what is in it already is not done again.")],

@@ -131,7 +131,7 @@ def _recognised(folder: Path) -> Form:
     # Whether a framework is installed matters only if the checkpoint is its own.
     signs: dict[Form, bool] = {
         "deepspeed": (folder / "zero").is_dir(),
-        "megatron": (folder / ".metadata").is_file() and (folder / "common.pt").is_file(),
+        "megatron": (folder / ".metadata").is_file() and (folder / "metadata.json").is_file(),
         "torch": (folder / ".metadata").is_file(),
     }
     for form in get_args(Form):

@@ -67,8 +67,13 @@ class Stored:
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
         """What the states are called there. Muon's momentum is an average, as Adam's first; that of SGD is a sum."""
-        is_muon = any("momentum_beta" in group for group in _groups(self.common))
+        is_muon = any(map(_is_muon, _groups(self.common)))
         return {**_NAMES, "exp_avg": ("exp_avg", _MUON)} if is_muon else _NAMES
+
+
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    """Its coefficient has had two names, the second of which SGD's has, too, beside its dampening."""
+    return "momentum_beta" in group or ("momentum" in group and "dampening" not in group)
 
 
 class AskedState(NamedTuple):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import (
-    load_common_state_dict,
     load_sharded_metadata,
     load_tensors_metadata,
 )
@@ -31,7 +30,7 @@ from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
 from megatron_patches.takeover import TAKEOVER, Takeover, find_takeovers, taken_over
-from megatron_patches.whole_files import require_whole
+from megatron_patches.whole_files import common_state, require_whole
 from rankwise.sharding import Fragment
 from rankwise.step.carrying import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
@@ -222,11 +221,11 @@ def _leave_out_divided_otherwise(
 
 def _common_state(requested: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
     if any(find_records(requested)):
-        return load_common_state_dict(folder)
+        return common_state(folder)
     if not requested.get("optimizer"):
         return {}
     try:
-        return load_common_state_dict(folder)
+        return common_state(folder)
     except Exception:  # noqa: BLE001 - nothing of ours is wanted: what is wrong is for Megatron to say.
         return {}
 

@@ -36,7 +36,7 @@ _SETTINGS_APART = (*GROUP_KEYS, "params", RECORD)
 
 def is_megatron(folder: Path) -> bool:
     """Whether a folder holds a ``torch_dist`` checkpoint, whoever's optimizer it was."""
-    return (folder / ".metadata").is_file() and (folder / "common.pt").is_file()
+    return (folder / ".metadata").is_file() and (folder / "metadata.json").is_file()
 
 
 @contextmanager

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.package_info import __version__
 from torch.distributed.checkpoint import FileSystemReader
 
 from rankwise.sharding import together
 
-__all__ = ["require_whole"]
+__all__ = ["common_state", "require_whole"]
+
+
+def common_state(folder: str) -> Mapping[str, Any]:
+    """What all ranks share of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+
+    Raises:
+        ValueError: A later version of Megatron wrote it, where this one does not look.
+    """
+    try:
+        found: Mapping[str, Any] = load_common_state_dict(folder)
+    except Exception as error:
+        if (Path(folder) / ".metadata").is_file() and not (Path(folder) / "common.pt").exists():
+            raise ValueError(
+                f"{folder} has no common.pt, without which megatron-core {__version__} reads no checkpoint: 0.19 and "
+                "later write it elsewhere; go on with the version that wrote it, or a later one"
+            ) from error
+        raise
+    return found
 
 
 def require_whole(folder: str) -> None:

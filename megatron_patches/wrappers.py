@@ -305,7 +305,9 @@ class LayerWise(_Healthy, LayerWiseDistributedOptimizer):
         config: OptimizerConfig,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(optimizers, config, pg_collection)
+        # It makes the fp32 copies itself, of what a rank keeps; some versions take no wrapper then.
+        given = [wrapper.optimizer for wrapper in optimizers] if config.bf16 else optimizers
+        super().__init__(given, config, pg_collection)
         for optimizer in self.chained_optimizers:
             adoption.adopt(optimizer, layer_wise=True)
 

@@ -145,8 +145,9 @@ def test_tests_that_pages_name_exist() -> None:
 
 
 def test_what_is_supported_is_tested() -> None:
-    rows = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.count("|") == 5]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    rows = [line for line in (ROOT / "docs/support.md").read_text().splitlines() if line.count("|") >= 5]
+    # Megatron's rows go on with what ran on each version.
+    cells = [[cell.strip() for cell in row.strip("|").split("|")][:4] for row in rows]
     cells = [row for row in cells if row[1] not in ("state", "---")]
     assert len(cells) > 40
     for what, state, _, test in cells:

@@ -19,6 +19,8 @@ from benchmarks.model_plans import section_of
 from benchmarks.options_page import options_page
 from benchmarks.recordings import RECORDINGS
 from benchmarks.site_hooks import pages_of_sources, rewritten
+from benchmarks.versions import load as load_versions
+from benchmarks.versions import with_versions
 from rankwise.configs import MODELS
 from rankwise.launch.cli import app
 from rankwise.names import CLASSES
@@ -54,6 +56,18 @@ def test_what_the_plan_says_of_configurations_for_models_is_on_the_page(model: s
     """`python -m benchmarks plans` writes the page anew."""
     pytest.importorskip("megatron.core")
     assert section_of(model, tmp_path) in (DOCS / "model-plans.md").read_text()
+
+
+def test_what_ran_against_versions_of_megatron_is_on_the_page() -> None:
+    """`python -m benchmarks versions` runs and writes it."""
+    pytest.importorskip("megatron.core")
+    from megatron_patches.patches import PATCHES
+
+    records, page = load_versions(), (DOCS / "support.md").read_text()
+    assert with_versions(page, records) == page
+    assert {".".join(version.split(".")[:2]) for version in records} == set(PATCHES[0].tested)
+    failed = [(v, test) for v, record in records.items() for test, n in record["tests"].items() if n["failed"]]
+    assert not failed
 
 
 def test_every_command_is_recorded() -> None:

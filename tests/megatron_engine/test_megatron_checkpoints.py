@@ -11,14 +11,12 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron_cells import DISTRIBUTED, MOE, Cell
 from megatron_harness import Result, Trainer, largest_gap, opened, trained
+from megatron_resumes import resume, save
 from megatron_types import TYPES, maker
 from ranks import run_ranks
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
-
-BEFORE, AFTER = 3, 3
-Job = tuple[str, Cell]
 
 SAME: dict[str, tuple[int, Cell]] = {
     "DP2": (2, Cell()),
@@ -51,30 +49,6 @@ ALL_MOVES = MOVES | CONTEXT_MOVES
 LARGEST_MOVE = 1e-6
 
 
-def _save(rank: int, world: int, jobs: list[Job], folder: Path) -> list[Result | None]:
-    """Train, save, train on: what an uninterrupted run gives."""
-    found = []
-    with cpu_megatron():
-        for index, (name, cell) in enumerate(jobs):
-            target = folder / str(index)
-            target.mkdir(exist_ok=True)
-            with opened(cell, maker(name)) as trainer:
-                trained(trainer, BEFORE)
-                trainer.save(target)
-                found.append(trained(trainer, AFTER))
-    return found
-
-
-def _resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]]) -> list[Result | None]:
-    found = []
-    with cpu_megatron():
-        for name, cell, source in jobs:
-            with opened(cell, maker(name)) as trainer:
-                trainer.load(source)
-                found.append(trained(trainer, AFTER))
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("megatron")
@@ -93,8 +67,8 @@ def _bitwise(folder: Path, jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str,
     cells = [(name, SAME[label][1]) for name, label in jobs]
     target = folder / str(len(jobs))
     target.mkdir()
-    whole = run_ranks(2, _save, cells, target)[0]
-    again = run_ranks(2, _resume, [(*cell, target / str(index)) for index, cell in enumerate(cells)])[0]
+    whole = run_ranks(2, save, cells, target)[0]
+    again = run_ranks(2, resume, [(*cell, target / str(index)) for index, cell in enumerate(cells)])[0]
     return dict(zip(jobs, zip(whole, again, strict=True), strict=True))
 
 
@@ -121,8 +95,8 @@ def test_experts_of_the_last_stage_resume_bitwise(folder: Path) -> None:
     cell = Cell(pp=2, ep=2, dense_layers=1, **MOE, **DISTRIBUTED)
     target = folder / "experts"
     target.mkdir()
-    whole = run_ranks(4, _save, [("ldadam", cell)], target)[0][0]
-    again = run_ranks(4, _resume, [("ldadam", cell, target / "0")])[0][0]
+    whole = run_ranks(4, save, [("ldadam", cell)], target)[0][0]
+    again = run_ranks(4, resume, [("ldadam", cell, target / "0")])[0][0]
     assert again.losses == whole.losses
     assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
 
@@ -132,9 +106,9 @@ def _moved(folder: Path, label: str, names: tuple[str, ...]) -> list[tuple[Resul
     (world, cell), (other_world, other) = ALL_MOVES[label]
     target = folder / "-".join((label.replace(" ", "-"), *names))
     target.mkdir()
-    whole = run_ranks(world, _save, [(name, cell) for name in names], target)[0]
+    whole = run_ranks(world, save, [(name, cell) for name in names], target)[0]
     jobs = [(name, other, target / str(index)) for index, name in enumerate(names)]
-    return list(zip(whole, run_ranks(other_world, _resume, jobs)[0], strict=True))
+    return list(zip(whole, run_ranks(other_world, resume, jobs)[0], strict=True))
 
 
 @pytest.mark.parametrize("label", MOVES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.mamba import MambaModel
-from megatron.core.ssm import mamba_block
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -52,7 +52,8 @@ class HybridTrainer(Trainer):
     """Trains Megatron's hybrid model: every other layer is no ``TransformerLayer``."""
 
     def _chunk(self, stage: int) -> nn.Module:
-        mamba_block.TENorm = WrappedTorchNorm
+        # Its module differs by version, and finds no norm where Transformer Engine is not installed.
+        sys.modules[MambaStack.__module__].TENorm = WrappedTorchNorm  # type: ignore[attr-defined]
         return super()._chunk(stage)
 
     def _model(self, stage: int, vp_stage: int | None) -> nn.Module:

@@ -23,6 +23,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import megatron_patches
+from megatron_patches.adam_states import Stored
 from megatron_patches.cpu import cpu_megatron
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -300,3 +301,18 @@ def test_buffers_of_another_layout_are_refused_on_all_ranks_before_anything_chan
         assert REFUSED[move] in error and "--dist-ckpt-optim-fully-reshardable" in error
         assert "--no-load-optim" in error
         assert unchanged
+
+
+@pytest.mark.parametrize(
+    ("group", "is_average"),
+    [
+        ({"lr": 0.1, "momentum_beta": 0.9}, True),
+        ({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, True),
+        ({"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False}, False),
+        ({"lr": 0.1, "betas": (0.9, 0.95)}, False),
+    ],
+    ids=["Muon 0.1", "Muon", "SGD", "Adam"],
+)
+def test_muons_momentum_is_an_average_and_sgds_a_sum(group: dict[str, Any], is_average: bool) -> None:
+    names = Stored({}, {"optimizer": [{"optimizer": {"param_groups": [group]}}]}).names
+    assert ("momentum_buffer" in names["exp_avg"]) is is_average

@@ -1,0 +1,60 @@
+"""Trains, saves and trains on; resumes what was saved. As a script: with the Megatron that its path finds first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from megatron_cells import Cell
+from megatron_harness import Result, opened, trained
+from megatron_types import maker
+from ranks import run_ranks
+
+import megatron_patches
+from megatron_patches.cpu import cpu_megatron
+
+__all__ = ["AFTER", "BEFORE", "Job", "resume", "save"]
+
+BEFORE, AFTER = 3, 3
+Job = tuple[str, Cell]
+
+
+def save(rank: int, world: int, jobs: list[Job], folder: Path) -> list[Result | None]:
+    """Train, save, train on: what an uninterrupted run gives. Each job's checkpoint has its number for a name."""
+    found = []
+    with cpu_megatron():
+        for index, (name, cell) in enumerate(jobs):
+            target = folder / str(index)
+            target.mkdir(exist_ok=True)
+            with opened(cell, maker(name)) as trainer:
+                trained(trainer, BEFORE)
+                trainer.save(target)
+                found.append(trained(trainer, AFTER))
+    return found
+
+
+def resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]]) -> list[Result | None]:
+    """Go on from checkpoints."""
+    found = []
+    with cpu_megatron():
+        for name, cell, source in jobs:
+            with opened(cell, maker(name)) as trainer:
+                trainer.load(source)
+                found.append(trained(trainer, AFTER))
+    return found
+
+
+def _main(action: str, folder: Path) -> None:
+    """Two ranks do the jobs that lie beside the checkpoints, and leave there what they found."""
+    megatron_patches.apply()
+    jobs: list[Job] = torch.load(folder / "jobs", weights_only=False)
+    if action == "save":
+        found = run_ranks(2, save, jobs, folder)[0]
+    else:
+        found = run_ranks(2, resume, [(*job, folder / str(index)) for index, job in enumerate(jobs)])[0]
+    torch.save(found, folder / action)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Path(sys.argv[2]))
