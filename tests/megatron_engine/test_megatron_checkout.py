@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from with_stand_in import STAND_IN
 
 from megatron_patches.registry import NAMES
 
@@ -58,15 +59,30 @@ FLAGS = {
 LINE = re.compile(r"iteration +(\d+)/ .* learning rate: (\S+) .* lm loss: (\S+) .* grad norm: (\S+)")
 
 
-def pretrain(checkout: Path, work: Path, *arguments: str, ranks: int = 2) -> dict[int, tuple[str, str, str]]:
-    """Run the script; learning rate, loss and gradient norm of each step it took, as it printed them."""
+def pretrain(
+    checkout: Path, work: Path, *arguments: str, ranks: int = 2, stand_in: bool = False
+) -> dict[int, tuple[str, str, str]]:
+    """Run the script; learning rate, loss and gradient norm of each step it took, as it printed them.
+
+    Args:
+        checkout: Its folder.
+        work: Where it is run.
+        arguments: Beside those of the model.
+        ranks: Number of processes.
+        stand_in: Whether there is a stand-in for Transformer Engine.
+    """
     lent = work / "lent"
     lent.mkdir(exist_ok=True)
     source = "import typing\ntyping.override = getattr(typing, 'override', lambda f: f)\n"
     (lent / "sitecustomize.py").write_text(source)
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent)]))
+    theirs = [str(STAND_IN), str(STAND_IN.parent)] if stand_in else []
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent), *theirs]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "rankwise.launch.cli", "megatron", "--cpu", "--ranks", str(ranks)]
+    if stand_in:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(STAND_IN.with_name("checkout_with_stand_in.py"))]
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     done = subprocess.run(
         [*command, str(checkout / "pretrain_gpt.py"), *MODEL.split(), *arguments],
         cwd=work,
@@ -116,6 +132,24 @@ def test_pretrain_gpt_trains_saves_and_resumes(checkout: Path, name: str, layout
     assert before.keys() == after.keys() and any(key.startswith("optimizer.rankwise") for key in before)
     different = [key for key in before if not torch.equal(before[key], after[key]) and "rng" not in key]
     assert different == []
+
+
+@pytest.mark.parametrize("name", IN_BOTH)
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_context_parallel_runs_print_what_one_rank_prints(checkout: Path, name: str, tmp_path: Path) -> None:
+    """With a stand-in for Transformer Engine, as Megatron's own attention knows no context parallelism."""
+    given = ["--optimizer", name, *FLAGS.get(name, "").split(), "--use-distributed-optimizer"]
+    alone = pretrain(checkout, tmp_path, *given, ranks=1, stand_in=True)
+    cut = pretrain(checkout, tmp_path, *given, "--context-parallel-size", "2", "--save", "cut", stand_in=True)
+    assert list(cut) == list(alone) == list(range(1, STEPS + 1))
+    for step, (rate, loss, norm) in alone.items():
+        assert cut[step][0] == rate
+        assert float(cut[step][1]) == pytest.approx(float(loss), rel=1e-3)
+        assert float(cut[step][2]) == pytest.approx(float(norm), rel=1e-2, abs=2e-3)
+    again = pretrain(
+        checkout, tmp_path, *given, "--context-parallel-size", "2", "--load", "cut", "--ckpt-step", "10", stand_in=True
+    )
+    assert {step: cut[step] for step in again if step != 12} == {step: again[step] for step in again if step != 12}
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from megatron_cells import BIASED, DISTRIBUTED, MOE, Cell
 from megatron_harness import Result, largest_gap, opened
+from megatron_resumes import Job, resume, save
 from megatron_statistics import Seen, inner_optimizers
 from megatron_types import TYPES, maker
 from ranks import run_ranks
-from test_megatron_checkpoints import LARGEST_MOVE, Job, _resume, _save
+from test_megatron_checkpoints import LARGEST_MOVE
 from test_megatron_mkor import _watched, alone, gap
 from torch.distributed.checkpoint import FileSystemReader
 from with_stand_in import Call, run_with_stand_in
@@ -137,7 +138,7 @@ ALL: list[Job] = [(name, cell) for name in TYPES for cell in KEPT.values()]
 
 def _kept_and_resumed(folder: Path, jobs: list[Job]) -> tuple[Call, Call]:
     resumed = [(*job, folder / str(index)) for index, job in enumerate(jobs)]
-    return (2, _save, (jobs, folder)), (2, _resume, (resumed,))
+    return (2, save, (jobs, folder)), (2, resume, (resumed,))
 
 
 def _check_bitwise(jobs: list[Job], saved: list[Result], again: list[Result]) -> None:
@@ -170,12 +171,12 @@ def test_checkpoints_go_to_megatrons_own_layers_and_back(tmp_path: Path, label: 
     theirs = replace(own, **ENGINE)
     for folder in ("own", "engine"):
         (tmp_path / folder).mkdir()
-    whole = run_ranks(2, _save, [(name, own)], tmp_path / "own")[0][0]
+    whole = run_ranks(2, save, [(name, own)], tmp_path / "own")[0][0]
     there, back = run_with_stand_in(
-        (2, _resume, ([(name, theirs, tmp_path / "own" / "0")],)), (2, _save, ([(name, theirs)], tmp_path / "engine"))
+        (2, resume, ([(name, theirs, tmp_path / "own" / "0")],)), (2, save, ([(name, theirs)], tmp_path / "engine"))
     )
     assert largest_gap(there[0][0].weights, whole.weights) <= LARGEST_MOVE
-    again = run_ranks(2, _resume, [(name, own, tmp_path / "engine" / "0")])[0][0]
+    again = run_ranks(2, resume, [(name, own, tmp_path / "engine" / "0")])[0][0]
     assert largest_gap(again.weights, back[0][0].weights) <= LARGEST_MOVE
 
 
