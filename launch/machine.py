@@ -107,6 +107,7 @@ def look_at_frameworks() -> Iterator[Finding]:
     yield _tried("DeepSpeed", "deepspeed", "rankwise[deepspeed]", _deepspeed)
     yield _tried("Megatron", "megatron.core", "rankwise[megatron]", _megatron)
     yield _tried("megatron.training", "megatron.training", "", _pretraining)
+    yield _tried("Transformer Engine", "transformer_engine", "transformer-engine[pytorch]", _transformer_engine)
 
 
 def _tried(name: str, module: str, package: str, serve: Callable[[], str]) -> Finding:
@@ -155,6 +156,15 @@ def _deepspeed() -> str:
 def _megatron() -> str:
     patches = importlib.import_module("megatron_patches").check(command_line=False)
     return f"{len(patches)} functions to replace, all as expected; distributed, layer-wise, fp32 and bf16 wrappers"
+
+
+def _transformer_engine() -> str:
+    if importlib.util.find_spec("megatron") is None:
+        return "used by Megatron alone, which is not installed"
+    broken = importlib.import_module("megatron_patches.transformer_engine").broken_contract()
+    if broken:
+        raise RuntimeError("; ".join(broken))
+    return "its layers and Megatron's wrappers of them have the parameters, attributes and calls that are relied on"
 
 
 def _pretraining() -> str:

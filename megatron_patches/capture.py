@@ -46,8 +46,17 @@ def _weights(
             continue
         if name == "weight":
             yield parameter, None
-        elif name.startswith("weight") and index.isdigit():
+        elif name.startswith("weight") and index.isdigit() and not _filled_up(module):
             yield parameter, int(index)
+
+
+def _filled_up(module: nn.Module) -> bool:
+    """Whether Megatron adds rows of zeros to every expert's tokens, as products in few bits want.
+
+    They would count as tokens, as many as fall to each rank. MKOR leaves these experts to its first-order rule.
+    """
+    config = getattr(module, "config", None)
+    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def _view(module: nn.Module, weight: Parameter, index: int | None, known: ModelParameter) -> LinearView:

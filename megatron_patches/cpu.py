@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PRETRAIN_FLAGS", "cpu_megatron", "cpu_pretraining"]
+__all__ = ["PRETRAIN_FLAGS", "cpu_megatron", "cpu_pretraining", "import_megatron"]
 
 PRETRAIN_FLAGS: tuple[str, ...] = (
     "--distributed-backend=gloo",
@@ -51,8 +51,9 @@ def cpu_megatron() -> Iterator[None]:
     """Lets megatron-core of this process run on CPU tensors and gloo groups; everything is undone on leaving.
 
     Covers tensor, sequence, pipeline (also interleaved), expert and data parallelism, the distributed optimizer with
-    both overlaps, recomputation, fp32, bf16 and fp16, and ``dist_checkpointing``. Context parallelism, Transformer
-    Engine, fp8 and CUDA graphs stay out of reach. The scope belongs to the thread that enters it; scopes may be nested.
+    both overlaps, recomputation, fp32, bf16 and fp16, and ``dist_checkpointing``. Context parallelism needs an
+    attention that is not Megatron's own; Transformer Engine, fp8 and CUDA graphs stay out of reach. The scope belongs
+    to the thread that enters it; scopes may be nested.
 
     Raises:
         ModuleNotFoundError: megatron-core is not installed.
@@ -60,7 +61,7 @@ def cpu_megatron() -> Iterator[None]:
     # Before anything is replaced, so that nothing imported keeps a replacement: the compiler lists all of torch.cuda.
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     rules = trace_rules.get_torch_obj_rule_map()
-    _import("megatron.core.models.gpt")
+    import_megatron("megatron.core.models.gpt")
     with ExitStack() as stack:
         # New process groups make the compiler draw up its list once more.
         _set(stack, trace_rules, "get_torch_obj_rule_map", functools.cache(lambda: rules))
@@ -84,10 +85,10 @@ def cpu_pretraining() -> Iterator[None]:
     Raises:
         ModuleNotFoundError: megatron-core or megatron.training is not importable.
     """
-    _import("megatron.core")
+    import_megatron("megatron.core")
     with ExitStack() as stack:
         _lend_dataset_helpers(stack)
-        initialize = _import("megatron.training.initialize")
+        initialize = import_megatron("megatron.training.initialize")
         stack.enter_context(cpu_megatron())
         _set(stack, torch.cuda, "is_available", lambda: True)
         _set(stack, initialize, "_compile_dependencies", lambda: None)
@@ -297,7 +298,7 @@ def _lend_dataset_helpers(stack: ExitStack) -> None:
             return
 
 
-def _import(name: str) -> ModuleType:
+def import_megatron(name: str) -> ModuleType:
     """Import a module of Megatron; recent ones name Triton kernels, which are never run here, without asking first."""
     try:
         return importlib.import_module(name)

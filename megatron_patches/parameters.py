@@ -19,6 +19,14 @@ from rankwise.sharding.sources import Slice
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 
 _LINEAR = re.compile(r"(Column|Row)ParallelLinear$|^TE\w*Linear$|^Linear$")
+# Transformer Engine's layers hold what is a module of its own among Megatron's, under whose name it goes: checkpoints
+# move from one to the other, as Megatron's do.
+_INSIDE_OTHERS = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    (re.compile(r"linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r"\1_layernorm.\2"),
+    (re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r"experts.local_experts.\3.\1.\2"),
+)
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -167,6 +175,11 @@ def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, tupl
     for module in model.modules():
         if not hasattr(module, "parallel_mode"):
             continue
+        if getattr(module, "single_grouped_weight", False):
+            raise LayoutError(
+                f"{type(module).__name__} keeps its experts' weights as one parameter (single_grouped_weight=True), "
+                "which no layout of ours describes. Unset NVTE_GROUPED_LINEAR_SINGLE_PARAM, so that each has its own."
+            )
         kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
         mode = "column" if "ColumnParallel" in kinds else "row" if "RowParallel" in kinds else module.parallel_mode
         for name, parameter in module.named_parameters(recurse=False):
@@ -210,10 +223,12 @@ def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
                 special.append((parameter, Role.HEAD))
             elif "Embedding" in kind:
                 special.append((parameter, Role.EMBEDDING))
-            elif "Norm" in kind or local.startswith("layer_norm_"):
+            elif local.startswith("layer_norm_"):
                 yield parameter, Role.NORM
-            elif _LINEAR.search(kind):
+            elif _LINEAR.search(kind):  # Before norms: Transformer Engine's TELayerNormColumnParallelLinear is both.
                 yield parameter, Role.LINEAR
+            elif "Norm" in kind:
+                yield parameter, Role.NORM
             elif "Conv" in kind:
                 yield parameter, Role.CONV
     yield from special
@@ -224,9 +239,13 @@ def _biases(model: nn.Module) -> dict[Parameter, str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
     for module in model.modules():
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        if _LINEAR.search(type(module).__name__) and isinstance(weight, Parameter) and isinstance(bias, Parameter):
-            found[weight] = names[bias]
+        if not _LINEAR.search(type(module).__name__):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            kind = name.rstrip("0123456789")
+            bias = getattr(module, f"bias{name.removeprefix(kind)}", None)
+            if kind == "weight" and isinstance(bias, Parameter):
+                found[weight] = names[bias]
     return found
 
 
@@ -263,4 +282,7 @@ def _global_name(name: str, prefixes: Mapping[str, str]) -> str:
         prefix = ".".join(parts[:end])
         if prefix in prefixes:
             parts[end - 1] = prefixes[prefix].rsplit(".", 1)[-1]
-    return ".".join(parts)
+    found = ".".join(parts)
+    for inside, name in _INSIDE_OTHERS:
+        found = inside.sub(name, found)
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import nn
 
 from rankwise.options.fields import Options
@@ -98,14 +98,15 @@ def refused_flags(args: argparse.Namespace, default: Callable[[str], Any]) -> It
 
 
 def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
-    """Check how the model is wrapped.
+    """Check how the model is wrapped and cut.
 
     Args:
         chunks: The model chunks.
         name: The optimizer's name.
 
     Raises:
-        SupportError: Megatron's or torch's FSDP, or experts that lie in one tensor.
+        SupportError: Megatron's or torch's FSDP, experts that lie in one tensor, or weights that are cut once more and
+            gathered before they are used.
     """
     for chunk in chunks:
         if any(type(module).__name__ == "GroupedMLP" for module in chunk.modules()):
@@ -120,6 +121,13 @@ def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
                 raise SupportError(
                     f"{flag} (the model is a {base.__name__}) is invalid with --optimizer {name}: {_FSDP_REASON}; "
                     f"{_FSDP_FIX}"
+                )
+        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+            shards = getattr(get_model_config(chunk), field, 1) or 1
+            if shards > 1:
+                raise SupportError(
+                    f"{field}={shards} is invalid with --optimizer {name}: weights are then cut by rows over ranks "
+                    "that Megatron counts as data parallel, each of which would take its rows for the matrix; use 1"
                 )
 
 
@@ -162,16 +170,25 @@ def refuse_settings(config: OptimizerConfig, name: str) -> None:
                 )
 
 
-def refuse_without_statistics(model: TransformerConfig, blocks: bool) -> None:
+def refuse_without_statistics(chunk: nn.Module, blocks: bool) -> None:
     """Check a model of whose layers MKOR needs the inputs and output gradients.
 
     Args:
-        model: The model's config.
+        chunk: One of its chunks.
         blocks: Whether every tensor-parallel shard is a matrix of its own.
 
     Raises:
         SupportError: The flag, the reason and the nearest setting that works.
     """
+    model = get_model_config(chunk)
+    for name, module in chunk.named_modules():
+        fused = hasattr(module, "_make_fused_impl") or getattr(module, "_with_fused_impl", False)
+        if fused and hasattr(module, "linear_fc1"):
+            raise SupportError(
+                f"--use-transformer-engine-op-fuser is invalid for MKOR: '{name}' ({type(module).__name__}) runs its "
+                "layers as one operation, which shows no module hook their inputs, from which MKOR's statistics come; "
+                "leave it out"
+            )
     if blocks and model.sequence_parallel:
         raise SupportError(
             "tp_mode='block' is invalid for MKOR with --sequence-parallel: a shard's statistics need all tokens, of "

@@ -18,7 +18,6 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -122,7 +121,7 @@ class Adoption:
         describe = linear_views(self.parameters)
         optimizers = [inner for inner in self._adopted if inner.needs_capture]
         for chunk in self.chunks if optimizers else ():
-            refuse_without_statistics(get_model_config(chunk), self.groups.block(False) is not None)
+            refuse_without_statistics(chunk, self.groups.block(False) is not None)
         with idle_allowed():
             for inner in optimizers:
                 inner.capture(model, window=partial(getattr, self._adopted[inner], "window"), describe=describe)

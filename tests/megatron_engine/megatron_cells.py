@@ -37,6 +37,7 @@ class Cell:
     Attributes:
         tp, pp, ep: Sizes of tensor, pipeline and expert parallelism; the rest of the world is data parallel.
         vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
+        cp: Size of context parallelism, with an attention of the tests' own.
         sp: Whether sequence parallelism goes with tensor parallelism.
         precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale); ``fp64`` where Megatron is told that it is fp32.
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
@@ -53,6 +54,9 @@ class Cell:
         hidden: Width of the model; feed-forward layers are twice as wide.
         clip: Largest gradient norm; 0 for none.
         uneven: Whether micro-batches may differ in size, where gradients are prescribed.
+        transformer_engine: Whether the layers are Transformer Engine's, as its spec has them; it, or the stand-in, must
+            be there.
+        fp8: Whether they are told to work in 8 bits, with delayed scaling.
         optimizer: Further fields of the optimizer's config.
     """
 
@@ -60,6 +64,7 @@ class Cell:
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    cp: int = 1
     sp: bool = False
     precision: str = "fp32"
     use_distributed_optimizer: bool = False
@@ -79,6 +84,8 @@ class Cell:
     hidden: int = HIDDEN
     clip: float = 1.0
     uneven: bool = False
+    transformer_engine: bool = False
+    fp8: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -106,6 +113,7 @@ class Cell:
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "expert_model_parallel_size": self.ep,
+            "context_parallel_size": self.cp,
             "pipeline_dtype": dtype,
             # As Megatron's arguments demand for two interleaved stages, each of which is the other's neighbour on both
             # sides: in one batch of messages, those for one side would be taken for those of the other.
@@ -129,6 +137,9 @@ class Cell:
                 "moe_router_load_balancing_type": "aux_loss" if self.aux_loss else "none",
                 "moe_aux_loss_coeff": self.aux_loss,
             }
+        if self.transformer_engine:
+            layout |= {"moe_grouped_gemm": bool(self.moe), "fp8": "hybrid" if self.fp8 else None}
+            layout |= {"fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
         if self.latent:
             return MLATransformerConfig(**{**model, "num_query_groups": HEADS, **LATENT}, **layout, **off)
         return TransformerConfig(**model, **layout, **off)

@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from context_parallel import batch_of_this_rank, with_gathering_attention
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -111,6 +116,16 @@ class Trainer:
         )
 
     def _layers(self, vp_stage: int | None) -> Any:
+        if self.cell.transformer_engine:
+            return get_gpt_layer_with_transformer_engine_spec(
+                num_experts=self.cell.moe or None,
+                moe_grouped_gemm=bool(self.cell.moe),
+                multi_latent_attention=self.cell.latent,
+            )
+        layers = self._local_layers(vp_stage)
+        return with_gathering_attention(layers) if self.cell.cp > 1 else layers
+
+    def _local_layers(self, vp_stage: int | None) -> Any:
         cell = self.cell
         if cell.dense_layers:
             return get_gpt_decoder_block_spec(
@@ -234,9 +249,12 @@ class Trainer:
 
     def load(self, folder: Path, optimizer_format: str | None = None) -> None:
         """Continue from a checkpoint, of this layout or another one."""
-        state = dist_checkpointing.load(self.sharded_state(True, optimizer_format), str(folder))
+        # Layers of Transformer Engine's ask for extra states, which Megatron's own have not saved.
+        strict = not self.cell.transformer_engine
+        handling = "assume_ok_unexpected" if strict else "log_all"
+        state = dist_checkpointing.load(self.sharded_state(True, optimizer_format), str(folder), strict=handling)
         for index, chunk in enumerate(self.chunks):
-            bare(chunk).load_state_dict(state["model" if len(self.chunks) == 1 else f"model{index}"])
+            bare(chunk).load_state_dict(state["model" if len(self.chunks) == 1 else f"model{index}"], strict)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
         self.step = state["iteration"]
@@ -246,12 +264,14 @@ def _forward_step(batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, 
     batch = next(batches)
     inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     positions = torch.arange(LENGTH).expand_as(inputs)
-    return model(inputs, positions, None, labels=labels), _loss
+    mine = batch_of_this_rank(inputs=inputs, labels=labels, positions=positions)
+    return model(mine["inputs"], mine["positions"], None, labels=mine["labels"]), _loss
 
 
 def _loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's part of the loss, which Megatron multiplies by the context-parallel size; its mean, as reported."""
     loss = per_token.float().mean()
-    return loss, {"loss": loss.detach().clone()}
+    return loss / mpu.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
 @contextmanager
@@ -267,7 +287,7 @@ def opened(
         make_optimizer: Builds the optimizer.
         kind: Another class of trainers, with a model of its own.
     """
-    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep)
+    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.cp)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
         _end_groups()
@@ -277,6 +297,7 @@ def opened(
             pipeline_model_parallel_size=cell.pp,
             virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
             expert_model_parallel_size=cell.ep,
+            context_parallel_size=cell.cp,
         )
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)

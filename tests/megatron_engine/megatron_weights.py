@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
+from transformer_engine_names import cut_by_name, is_of_transformer_engine, local_name
 
 EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -56,11 +57,19 @@ def cuts(model: nn.Module, tied: bool) -> Iterator[tuple[nn.Parameter, Cut]]:
         expert = not getattr(parameter, "allreduce", True)
         rank, size = _tensor_rank(expert)
         shape, dim, index = list(parameter.shape), None, None
-        if getattr(parameter, "tensor_model_parallel", False) and size > 1:
-            dim = parameter.partition_dim
+        dim, strips = _dimension(model, name, parameter) if size > 1 else (None, 1)
+        if dim is not None:
             shape[dim] *= size
-            index = _positions(shape[dim], parameter.partition_stride, rank, size)
+            index = _positions(shape[dim], strips, rank, size)
         yield parameter, Cut(_unsharded_name(model, name, tied), tuple(shape), dim, index)
+
+
+def _dimension(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int | None, int]:
+    if is_of_transformer_engine(model, name):
+        return cut_by_name(model, name)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None, 1
+    return parameter.partition_dim, parameter.partition_stride
 
 
 def _tensor_rank(expert: bool) -> tuple[int, int]:
@@ -75,6 +84,7 @@ def _positions(length: int, stride: int, rank: int, size: int) -> Tensor:
 
 
 def _unsharded_name(model: nn.Module, name: str, tied: bool) -> str:
+    name = local_name(name)
     if tied and name == TIED_COPY:
         return TIED
     if found := LAYER.search(name):

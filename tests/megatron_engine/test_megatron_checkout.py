@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from with_stand_in import STAND_IN
 
 from megatron_patches.registry import NAMES
 
@@ -58,15 +59,30 @@ FLAGS = {
 LINE = re.compile(r"iteration +(\d+)/ .* learning rate: (\S+) .* lm loss: (\S+) .* grad norm: (\S+)")
 
 
-def pretrain(checkout: Path, work: Path, *arguments: str, ranks: int = 2) -> dict[int, tuple[str, str, str]]:
-    """Run the script; learning rate, loss and gradient norm of each step it took, as it printed them."""
+def pretrain(
+    checkout: Path, work: Path, *arguments: str, ranks: int = 2, stand_in: bool = False
+) -> dict[int, tuple[str, str, str]]:
+    """Run the script; learning rate, loss and gradient norm of each step it took, as it printed them.
+
+    Args:
+        checkout: Its folder.
+        work: Where it is run.
+        arguments: Beside those of the model.
+        ranks: Number of processes.
+        stand_in: Whether there is a stand-in for Transformer Engine.
+    """
     lent = work / "lent"
     lent.mkdir(exist_ok=True)
     source = "import typing\ntyping.override = getattr(typing, 'override', lambda f: f)\n"
     (lent / "sitecustomize.py").write_text(source)
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent)]))
+    theirs = [str(STAND_IN), str(STAND_IN.parent)] if stand_in else []
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent), *theirs]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "rankwise.launch.cli", "megatron", "--cpu", "--ranks", str(ranks)]
+    if stand_in:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(STAND_IN.with_name("checkout_with_stand_in.py"))]
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     done = subprocess.run(
         [*command, str(checkout / "pretrain_gpt.py"), *MODEL.split(), *arguments],
         cwd=work,
@@ -116,6 +132,23 @@ def test_pretrain_gpt_trains_saves_and_resumes(checkout: Path, name: str, layout
     assert before.keys() == after.keys() and any(key.startswith("optimizer.rankwise") for key in before)
     different = [key for key in before if not torch.equal(before[key], after[key]) and "rng" not in key]
     assert different == []
+
+
+@pytest.mark.parametrize("name", IN_BOTH)
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_context_parallel_runs_begin_as_megatrons_own_and_resume(checkout: Path, name: str, tmp_path: Path) -> None:
+    """With a stand-in for Transformer Engine, as Megatron's own attention knows no context parallelism."""
+    cut = ["--use-distributed-optimizer", "--context-parallel-size", "2"]
+    given = ["--optimizer", name, *FLAGS.get(name, "").split(), *cut]
+    stock = pretrain(checkout, tmp_path, "--optimizer", "adam", *cut, stand_in=True)
+    first = pretrain(checkout, tmp_path, *given, "--save", "first", stand_in=True)
+    assert list(first) == list(range(1, STEPS + 1)) and first[1] == stock[1]
+    losses = [float(loss) for _, loss, _ in first.values()]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    second = pretrain(checkout, tmp_path, *given, "--load", "first", "--ckpt-step", "10", stand_in=True)
+    # The second logged loss of a resumed run is not that step's, its own Adam's neither.
+    second[12] = (second[12][0], first[12][1], second[12][2])
+    assert second == {step: first[step] for step in range(11, STEPS + 1)}
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)

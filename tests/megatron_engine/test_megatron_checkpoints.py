@@ -27,6 +27,7 @@ SAME: dict[str, tuple[int, Cell]] = {
     "PP2 interleaved distributed": (2, Cell(pp=2, vpp=2, layers=4, microbatches=4, **DISTRIBUTED)),
     "EP2 distributed": (2, Cell(ep=2, **MOE, **DISTRIBUTED)),
     "DP2 layer-wise": (2, Cell(optimizer={"rankwise_layer_wise": True})),
+    "CP2 distributed": (2, Cell(cp=2, **DISTRIBUTED)),
 }
 # From, to: fp32, so that nothing but the order of sums differs.
 MOVES: dict[str, tuple[tuple[int, Cell], tuple[int, Cell]]] = {
@@ -35,7 +36,15 @@ MOVES: dict[str, tuple[tuple[int, Cell], tuple[int, Cell]]] = {
     "DP2 to TP2 DP2": ((2, Cell(**DISTRIBUTED)), (4, Cell(tp=2, **DISTRIBUTED))),
     "TP2 DP2 to one": ((4, Cell(tp=2, **DISTRIBUTED)), (1, Cell())),
     "PP2 to DP2": ((2, Cell(pp=2, **DISTRIBUTED)), (2, Cell(**DISTRIBUTED))),
+    "CP2 to DP2": ((2, Cell(cp=2, **DISTRIBUTED)), (2, Cell(**DISTRIBUTED))),
 }
+CONTEXT_MOVES: dict[str, tuple[tuple[int, Cell], tuple[int, Cell]]] = {
+    "DP2 to CP2": ((2, Cell(**DISTRIBUTED)), (2, Cell(cp=2, **DISTRIBUTED))),
+    "CP2 to CP4": ((2, Cell(cp=2, **DISTRIBUTED)), (4, Cell(cp=4))),
+    "CP4 to CP2 TP2": ((4, Cell(cp=4)), (4, Cell(cp=2, tp=2, **DISTRIBUTED))),
+    "CP2 to one": ((2, Cell(cp=2)), (1, Cell())),
+}
+ALL_MOVES = MOVES | CONTEXT_MOVES
 # Measured at most 3e-7 of a weight of order one, five roundings in fp32; the stock optimizer shows the same.
 LARGEST_MOVE = 1e-6
 
@@ -94,7 +103,7 @@ def test_experts_of_the_last_stage_resume_bitwise(folder: Path) -> None:
 
 @functools.cache
 def _moved(folder: Path, label: str, names: tuple[str, ...]) -> list[tuple[Result, Result]]:
-    (world, cell), (other_world, other) = MOVES[label]
+    (world, cell), (other_world, other) = ALL_MOVES[label]
     target = folder / "-".join((label.replace(" ", "-"), *names))
     target.mkdir()
     whole = run_ranks(world, save, [(name, cell) for name in names], target)[0]
@@ -117,7 +126,7 @@ def test_buffers_in_8_bits_move(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("label", MOVES)
+@pytest.mark.parametrize("label", ALL_MOVES)
 def test_all_resume_on_another_layout(folder: Path, label: str) -> None:
     for name, (whole, again) in zip(TYPES, _moved(folder, label, tuple(TYPES)), strict=True):
         assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE, name

@@ -80,6 +80,8 @@ VECTORS: dict[str, Cell] = {
     "PP2 with biases": Cell(pp=2, **BIASED),
     "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, microbatches=4, **OVERLAPPED),
     "EP2": Cell(ep=2, **MOE, **DISTRIBUTED),
+    "CP2 with biases": Cell(cp=2, **BIASED, **DISTRIBUTED),
+    "CP2 EP2": Cell(cp=2, ep=2, **MOE),
 }
 
 
@@ -118,7 +120,7 @@ def test_every_linear_layer_is_seen_with_all_its_tokens() -> None:
         for seen in (first, second):
             experts = {key: count for key, (_, _, count) in seen.vectors.items() if "experts" in key}
             assert {count for key, (_, _, count) in seen.vectors.items() if key not in experts} == {float(TOKENS)}
-            for layer in ("0", "1") if label == "EP2" else ():
+            for layer in ("0", "1") if "EP2" in label else ():
                 counts = [n for key, n in experts.items() if key.startswith(f"decoder.layers.{layer}") and "fc1" in key]
                 assert len(counts) == 4 and sum(counts) == 2 * TOKENS
 

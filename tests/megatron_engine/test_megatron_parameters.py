@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from megatron_patches.parameters import ModelParameter, describe_chunks
+from rankwise.routing.roles import Role
+from rankwise.sharding import LayoutError
 
 OUTPUTS, INPUTS, WAYS, RANK = 8, 6, 2, 1
 
@@ -91,6 +93,29 @@ def test_what_is_cut(module: Linear, weight_dim: int | None, bias_dim: int | Non
             assert parameter.info.shape == shapes[dim]
         else:
             assert parameter.info.shape == (OUTPUTS if dim is None else WAYS * OUTPUTS,)
+
+
+class TELayerNormColumnParallelLinear(Linear):
+    """With a norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__("column")
+        self.layer_norm_weight = nn.Parameter(torch.ones(INPUTS))
+
+
+def test_a_norm_inside_makes_no_norm_of_the_weight() -> None:
+    roles = {name: parameter.info.role for name, parameter in described(TELayerNormColumnParallelLinear()).items()}
+    assert roles == {"weight": Role.LINEAR, "bias": Role.LINEAR, "layer_norm_weight": Role.NORM}
+
+
+def test_weights_of_experts_have_their_biases() -> None:
+    found = described(TEColumnParallelGroupedLinear("column", experts=2))
+    assert [found[f"weight{number}"].info.bias for number in range(2)] == ["0.bias0", "0.bias1"]
+
+
+def test_weights_of_all_experts_in_one_parameter_are_refused() -> None:
+    with pytest.raises(LayoutError, match="single_grouped_weight=True.*Unset NVTE_GROUPED_LINEAR_SINGLE_PARAM"):
+        described(TEGroupedLinear("column", single_grouped_weight=True))
 
 
 def test_copies_of_a_duplicated_weight_are_told_apart() -> None:

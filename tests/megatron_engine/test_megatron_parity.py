@@ -26,6 +26,7 @@ from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
 from megatron_weights import cuts, reduced_gradient
 from ranks import run_ranks
 from torch import Tensor
+from with_stand_in import run_with_stand_in
 
 from megatron_patches.cpu import cpu_megatron
 
@@ -40,26 +41,54 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2": (2, {"pp": 2, "tied": True}),
     "PP2 interleaved": (2, {"pp": 2, "vpp": 2, "microbatches": 4, **DEEP}),
     "EP2": (2, {"ep": 2, **MOE}),
+    "CP2": (2, {"cp": 2}),
     "TP2 DP2": (4, {"tp": 2, "sp": True}),
+}
+# Context parallelism beside everything else; experts are shared out over its ranks.
+CONTEXT: dict[str, tuple[int, dict[str, Any]]] = {
+    "CP4": (4, {"cp": 4}),
+    "CP2 DP2": (4, {"cp": 2}),
+    "CP2 TP2": (4, {"cp": 2, "tp": 2, **BIASED}),
+    "CP2 TP2 SP": (4, {"cp": 2, "tp": 2, "sp": True}),
+    "CP2 PP2": (4, {"cp": 2, "pp": 2, "tied": True}),
+    "CP2 PP2 interleaved": (4, {"cp": 2, "pp": 2, "vpp": 2, "microbatches": 4, **DEEP}),
+    "CP2 EP2": (2, {"cp": 2, "ep": 2, **MOE}),
+    "CP2 EP2 DP2": (4, {"cp": 2, "ep": 2, **MOE}),
+}
+# Layers of Transformer Engine's spec, against one process of Megatron's own.
+ENGINE: dict[str, tuple[int, dict[str, Any]]] = {
+    f"TE {place}": (ranks, {**sizes, "transformer_engine": True})
+    for place, (ranks, sizes) in {
+        **{place: PLACES[place] for place in ("DP2", "TP2", "TP2 SP", "PP2", "EP2", "CP2")},
+        **{place: CONTEXT[place] for place in ("CP2 TP2 SP", "CP2 EP2 DP2")},
+        "TP2 SP with biases": (2, {"tp": 2, "sp": True, **BIASED}),
+        "TP2 SP recomputed": (2, {"tp": 2, "sp": True, "recompute": True}),
+        "TP2 SP with experts": (2, {"tp": 2, "sp": True, **MOE}),
+    }.items()
 }
 WRAPPERS = {"plain": {}, "distributed": OVERLAPPED, "layer-wise": {"optimizer": LAYER_WISE}}
 # Number of ranks and cell, by place and wrapper. Three ranks cut matrices in the middle of a row; the global batch does
 # not divide by three, so that only prescribed gradients make sense there.
 LAYOUTS: dict[str, tuple[int, Cell]] = {
     f"{place}, {wrapper}": (ranks, Cell(clip=0.0, **sizes, **options))
-    for place, (ranks, sizes) in PLACES.items()
+    for place, (ranks, sizes) in (PLACES | CONTEXT | ENGINE).items()
     for wrapper, options in WRAPPERS.items()
 } | {"DP3, distributed": (3, Cell(clip=0.0, uneven=True, **DISTRIBUTED))}
 SAME_ONLY = ("DP3, distributed",)
 # Every place, wrapper and way to cut a parameter once; the whole grid is exhaustive.
 FP32 = (
     *("DP2, distributed", "TP2, plain", "TP2 SP, distributed", "PP2, plain", "PP2 interleaved, distributed"),
-    *("EP2, distributed", "DP3, distributed", "TP2 DP2, layer-wise"),
+    *("EP2, distributed", "CP2, distributed", "DP3, distributed", "TP2 DP2, layer-wise"),
+    "TE TP2 SP, distributed",
 )
 HALF = tuple(label for label in LAYOUTS if label not in SAME_ONLY)
 BF16 = ("DP2, plain", "TP2 SP, distributed", "DP2, layer-wise")
 ALLOWED = 10.0
 DISCONTINUOUS = ("mars-lion", "sonew")
+# Of the way that all weights go, what those that rounding pushes over an edge, and all that follows, may go elsewhere:
+# where attention is not Megatron's, and rounds by more than samples do that are cut otherwise. In fp32 alone: there the
+# same gradients show that the sharded rule is exact, and the other types that the cell's own gradients are.
+BESIDE_AN_EDGE = 1e-2
 
 
 class Figures(NamedTuple):
@@ -152,7 +181,8 @@ def _figures(precision: str, label: str, steps: int) -> dict[str, Figures]:
     world, cell = LAYOUTS[label]
     cell = replace(cell, precision=precision)
     recorded = _recorded(_alone(cell), names, steps)
-    results = run_ranks(world, _cells, [(name, cell) for name in names], recorded, steps)[0]
+    call = (world, _cells, ([(name, cell) for name in names], recorded, steps))
+    results = (run_with_stand_in(call)[0] if cell.transformer_engine else run_ranks(*call[:2], *call[2]))[0]
     found = {}
     for name, (same, own) in zip(names, results, strict=True):
         start, end, _ = recorded[name]
@@ -180,7 +210,9 @@ def _check(name: str, label: str, precision: str, steps: int = STEPS) -> None:
         bound = _response(_alone(replace(LAYOUTS[label][1], precision=precision)), name, steps).largest
     assert ours.same <= bound
     if precision == "bf16" or name in DISCONTINUOUS:
-        assert ours.mean <= ALLOWED * stock.mean
+        cell = LAYOUTS[label][1]
+        apart = precision == "fp32" and (cell.cp > 1 or cell.transformer_engine)
+        assert ours.mean <= max(ALLOWED * stock.mean, BESIDE_AN_EDGE if apart else 0.0)
     else:
         alone = _alone(replace(LAYOUTS[label][1], precision=precision))
         # What moves the stock optimizer must be rounding, or ten times of it would be no bound.
