@@ -10,6 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
+from deepspeed_plugin.auto_tp import is_cut
 from deepspeed_plugin.experts import are_cut_alike, are_native
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
@@ -114,7 +115,7 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
     if is_pipeline(engine):
         cut = engine.mpu.get_slice_parallel_world_size()
     else:
-        cut = max(engine.mp_world_size, engine.autotp_size())
+        cut = 1 if is_cut(engine) else engine.mp_world_size
     if cut > 1:
         _refuse(
             name,
