@@ -24,7 +24,7 @@ from rankwise.sharding import LayoutError, together
 from rankwise.sharding.sources import TensorParallel
 from rankwise.statistics.views import LinearShape, LinearView, SummedPart, views_of
 
-__all__ = ["Uncut", "is_cut", "linear_views", "recall", "shards", "tensor_parallel", "uncut"]
+__all__ = ["Uncut", "is_cut", "linear_views", "recall", "shards", "tensor_parallel", "tensor_ranks", "uncut"]
 
 _SAMPLES = 64
 """Elements of a weight that are looked at again once it is cut."""
@@ -48,7 +48,12 @@ class Uncut(NamedTuple):
 
 def is_cut(engine: DeepSpeedEngine) -> bool:
     """Whether AutoTP cuts the weights of an engine's model."""
-    return int(engine.autotp_size()) > 1
+    return tensor_ranks(engine) > 1
+
+
+def tensor_ranks(engine: DeepSpeedEngine) -> int:
+    """Over how many ranks AutoTP cuts every weight; 1 without it."""
+    return max(int(engine.autotp_size()), 1)
 
 
 def uncut(model: nn.Module, shape_of: Callable[[Tensor], Any]) -> None:
@@ -127,10 +132,7 @@ def _compare(before: Uncut, parameter: Parameter, shard: Shard) -> None:
     runs = [(0, 0, flat.numel())] if shard.is_whole else list(shard.positions())
     if not runs:
         return
-    starts, places, lengths = torch.tensor(runs, device=positions.device).sort(0)[0].unbind(1)
-    order = torch.tensor(runs, device=positions.device)
-    order = order[order[:, 0].argsort()]
-    starts, places, lengths = order.unbind(1)
+    starts, places, lengths = torch.tensor(sorted(runs), device=positions.device).t().contiguous()
     at = (torch.searchsorted(starts, positions, right=True) - 1).clamp(min=0)
     inside = (positions >= starts[at]) & (positions < starts[at] + lengths[at])
     here = (places[at] + positions - starts[at])[inside]

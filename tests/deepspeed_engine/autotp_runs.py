@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,9 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.module_inject.layers import GatherReplacedLayerParams, TensorParallel_Layer
+from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.utils import groups
-from ds_harness import REFERENCE, REFERENCE_PARAMS, TYPES
+from ds_harness import REFERENCE, REFERENCE_PARAMS, TYPES, in_float64
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -93,7 +94,7 @@ class Cell:
         cut: Tensor-parallel ranks.
         params: Of the type, beside those of the other tests.
         config: Further keys of DeepSpeed's configuration.
-        dtype: "fp32", "bf16" or "fp16".
+        dtype: "fp64", "fp32", "bf16" or "fp16".
         steps: Optimizer steps.
     """
 
@@ -112,7 +113,7 @@ class Cell:
         return {"type": self.name, "params": {**params, **self.params}}
 
     def config_on(self, world: int) -> dict[str, Any]:
-        half = {} if self.dtype == "fp32" else {self.dtype: {"enabled": True}}
+        half = {self.dtype: {"enabled": True}} if self.dtype in ("bf16", "fp16") else {}
         cut: dict[str, Any] = {"autotp_size": self.cut}
         if self.model == "phi3":
             cut["partition_config"] = PHI3
@@ -126,6 +127,8 @@ class Cell:
             **half,
             **self.config,
         }
+        if self.dtype == "fp64":
+            found["zero_optimization"] = {"reduce_scatter": False, **found["zero_optimization"]}
         return {**found, "tensor_parallel": cut} if self.cut > 1 else found
 
 
@@ -140,7 +143,7 @@ def model_of(cell: Cell, seed: int = 0) -> nn.Module:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.02)
-    return model
+    return model.double() if cell.dtype == "fp64" else model
 
 
 def tokens(steps: int = STEPS) -> Tensor:
@@ -184,32 +187,27 @@ def train(engine: Any, first: int, last: int) -> tuple[list[float], list[float]]
             loss = engine(input_ids=mine, labels=mine).loss
             engine.backward(loss)
             engine.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         norms.append(float(engine.get_global_grad_norm() or 0.0))
     return losses, norms
 
 
 def whole_weights(engine: Any) -> dict[str, np.ndarray]:
-    """The weights as one process has them; DeepSpeed puts them together, and the engine is of no use afterwards."""
-    model, found = engine.module, {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        cut = isinstance(module, TensorParallel_Layer)
-        if own:
-            gathered = [parameter for parameter in (getattr(module, n, None) for n in ("weight", "bias")) if parameter is not None]
-            if cut:
-                copies = [nn.Parameter(p.detach().clone()) for p in gathered]
-                for copy, parameter in zip(copies, gathered, strict=True):
-                    copy.__dict__.update(parameter.__dict__)
-                module.weight, module.bias = copies[0], copies[1] if len(copies) > 1 else None
-                gathered[0].gather_params(copies)
-                values = copies
-            else:
-                values = own
-                gathered = own
-            for parameter, value in zip(gathered, values, strict=True):
-                found[names[id(parameter)]] = value.detach().float().numpy().copy()
+    """The weights as one process has them, put together by DeepSpeed from all ranks."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    found = {}
+    for module in engine.module.modules():
+        own = {key: value for key, value in module._parameters.items() if value is not None}
+        partitioned = any(hasattr(value, "ds_id") for value in own.values())
+        with deepspeed.zero.GatheredParameters(list(own.values())) if partitioned else nullcontext():
+            copies = {key: nn.Parameter(value.detach().clone()) for key, value in own.items()}
+        if isinstance(module, TensorParallel_Layer):
+            module._parameters.update(copies)  # it knows its bias by identity
+            module.gather_params(list(copies.values()))
+            module._parameters.update(own)
+        for key, value in copies.items():
+            wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+            found[names[id(own[key])]] = wide.numpy().copy()
     return found
 
 
@@ -218,11 +216,12 @@ def run(rank: int, world: int, cells: list[Cell], ask: Callable[[Any], Any] | No
     deepspeed.init_distributed("gloo")
     found = []
     for cell in cells:
-        engine = engine_of(cell, world)
-        losses, norms = train(engine, 0, cell.steps)
-        extra = None if ask is None else ask(engine)
-        found.append(Outcome(whole_weights(engine), losses, norms, extra))
-        engine.destroy()
+        with in_float64() if cell.dtype == "fp64" else nullcontext():
+            engine = engine_of(cell, world)
+            losses, norms = train(engine, 0, cell.steps)
+            extra = None if ask is None else ask(engine)
+            found.append(Outcome(whole_weights(engine), losses, norms, extra))
+            engine.destroy()
     return found
 
 
@@ -246,7 +245,7 @@ def one_process(cell: Cell) -> tuple[dict[str, np.ndarray], Outcome]:
             (loss / ACCUMULATION).backward()
             if captured:
                 optimizer.record_loss(loss)
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
         optimizer.step()
     last = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
