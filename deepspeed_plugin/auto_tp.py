@@ -208,7 +208,7 @@ def _sides(weight: Parameter, info: ParameterInfo, shard: Shard) -> dict[str, Su
     if getattr(weight, "_ds_grad_allreduce_registered", False):
         # Whole, but applied to this rank's heads: its tokens are its own.
         return {"inputs": SummedPart(), "outputs": SummedPart()}
-    alike = (shard.rank, shard.ways)
+    alike = shard.share
     rows, columns = shard.rows, shard.columns
     sides = {
         "outputs": SummedPart(rows, alike),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -29,6 +29,8 @@ class Shard:
         runs: First elements and lengths of the runs of the flattened parameter, one behind the other in the shard; None
             where every tensor-parallel rank holds the parameter whole.
         columns: The block of columns [first, last) that is held instead, of all rows.
+        share: This rank's place among those that hold any of it, and their number; one that holds nothing comes last.
+            (Where there are fewer heads than ranks, no gradient reaches the layers of the others.)
     """
 
     shape: tuple[int, ...]
@@ -36,6 +38,7 @@ class Shard:
     ways: int = 1
     runs: tuple[tuple[int, int], ...] | None = None
     columns: tuple[int, int] | None = None
+    share: tuple[int, int] = (0, 1)
 
     @property
     def is_whole(self) -> bool:
@@ -112,19 +115,23 @@ def shard_of(name: str, parameter: Tensor, shape: Sequence[int], rank: int, ways
         LayoutError: DeepSpeed does not say how it is cut, or it is cut in a way that cannot be followed.
     """
     meta: dict[str, Any] = getattr(parameter, DS_AUTOTP_UC_META, None) or {}
-    local, whole = tuple(getattr(parameter, "ds_shape", parameter.shape)), Shard(tuple(shape), rank, ways)
+    local = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    whole = Shard(tuple(shape), rank, ways, share=(rank, ways))
     if not meta and local == whole.shape:
         return whole
     conversion = meta.get("conversion") or {}
     encoded = conversion.get("affine_map")
     if encoded is None:
         _refuse(name, local, shape, conversion.get("unsupported_reason") or "DeepSpeed does not say how")
-    pieces = ParamAffineMap.from_dict(encoded).pieces_by_rank[rank]
+    everyone = ParamAffineMap.from_dict(encoded).pieces_by_rank
+    pieces = everyone[rank]
     if all(len(piece.locations) == ways for piece in pieces) and local == whole.shape:
         return whole
     if any(len(piece.locations) != 1 or piece.scale != 1.0 for piece in pieces if piece.numel):
         _refuse(name, local, shape, "some of it is held, or scaled, by several ranks")
-    return _cut(name, whole, local, pieces)
+    holders = [other for other in range(ways) if any(piece.numel for piece in everyone[other])]
+    place = holders.index(rank) if rank in holders else len(holders)
+    return replace(_cut(name, whole, local, pieces), share=(place, len(holders)))
 
 
 def _cut(name: str, whole: Shard, local: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Shard:
@@ -138,6 +145,8 @@ def _cut(name: str, whole: Shard, local: tuple[int, ...], pieces: Sequence[Affin
         expected += length
     if expected != prod(local):
         _refuse(name, local, whole.shape, f"the parts that DeepSpeed names have {expected} elements")
+    if not runs:
+        return Shard(*shape, columns=(0, 0)) if len(local) > 1 and local[-1] == 0 else Shard(*shape, runs=())
     width = whole.shape[-1] if whole.shape else 1
     if all(first % width == 0 and length % width == 0 for first, _, length in runs) or len(whole.shape) == 1:
         return Shard(*shape, runs=tuple((first, length) for first, _, length in runs))

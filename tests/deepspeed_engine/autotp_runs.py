@@ -71,16 +71,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 PHI3 = {
     "use_default_specs": False,
     "layer_specs": [
-        {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
-        {
-            "patterns": [r".*\.qkv_proj\.weight$"],
-            "partition_type": "column",
-            "shape": [[32, 16, 16], -1],
-            "partition_dim": 0,
-        },
+        {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"},
         {"patterns": [r".*\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
     ],
 }
+"""Its attention reads the number of all heads from the model's config, and so cannot be cut."""
 
 
 @dataclass(frozen=True)
