@@ -220,8 +220,13 @@ def run(rank: int, world: int, cells: list[Cell], ask: Callable[[Any], Any] | No
     return found
 
 
-def one_process(cell: Cell) -> tuple[dict[str, np.ndarray], Outcome]:
-    """First weights, and what plain PyTorch makes of them."""
+def one_process(cell: Cell, factor: float = 1.0) -> tuple[dict[str, np.ndarray], Outcome]:
+    """First weights, and what plain PyTorch makes of them.
+
+    Args:
+        cell: What is trained.
+        factor: Of the gradients, before they are clipped.
+    """
     model = model_of(cell)
     first = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     annotate(model)
@@ -237,7 +242,7 @@ def one_process(cell: Cell) -> tuple[dict[str, np.ndarray], Outcome]:
         optimizer.zero_grad()
         for micro in micros:
             loss = model(input_ids=micro, labels=micro).loss
-            (loss / ACCUMULATION).backward()
+            (loss * (factor / ACCUMULATION)).backward()
             if captured:
                 optimizer.record_loss(loss)
             losses.append(float(loss.detach()))
