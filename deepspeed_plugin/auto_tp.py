@@ -1,7 +1,7 @@
 """AutoTP: what is known of a model before DeepSpeed cuts its weights, and what of it each rank holds afterwards.
 
-DeepSpeed cuts the model while an engine is built, and tells modules of their share of heads: names, roles, shapes and the
-matrices of fused weights are read before. How it has cut each weight is what it writes down for its universal
+DeepSpeed cuts the model while an engine is built, and tells modules of their share of heads: names, roles, shapes and
+the matrices of fused weights are read before. How it has cut each weight is what it writes down for its universal
 checkpoints (:mod:`deepspeed_plugin.cut_weights`); some elements of every weight are compared with what they were.
 """
 
@@ -157,8 +157,8 @@ def _refuse_differing(model: nn.Module, found: Mapping[int, Shard], group: dist.
     for name, value in everyone[0].items():
         if any(other.get(name) != value for other in everyone):
             raise LayoutError(
-                f"'{name}' differs between tensor-parallel ranks, which all hold it whole: they must begin with the same "
-                "weights, and DeepSpeed does not see to it. Seed all ranks alike before the model is built, or load "
+                f"'{name}' differs between tensor-parallel ranks, which all hold it whole: they must begin with the "
+                "same weights, and DeepSpeed does not see to it. Seed all ranks alike before the model is built, or load "
                 "the same checkpoint on all."
             )
 
@@ -199,19 +199,17 @@ def linear_views(found: Mapping[int, Shard]) -> Callable[[nn.Module], list[Linea
         outputs, inputs = info.logical_matrix_shape
         bias = getattr(module, "bias", None)
         described = views_of(module, LinearShape(inputs, outputs, info.transposed))
-        return [replace(view, bias=bias, **_sides(weight, info, shard)) for view in described]
+        given, made = _sides(weight, info, shard)
+        return [replace(view, bias=bias, inputs=given, outputs=made) for view in described]
 
     return views
 
 
-def _sides(weight: Parameter, info: ParameterInfo, shard: Shard) -> dict[str, SummedPart]:
+def _sides(weight: Parameter, info: ParameterInfo, shard: Shard) -> tuple[SummedPart, SummedPart]:
+    """What this rank sums up of a layer's input and of its output's gradient."""
     if getattr(weight, "_ds_grad_allreduce_registered", False):
         # Whole, but applied to this rank's heads: its tokens are its own.
-        return {"inputs": SummedPart(), "outputs": SummedPart()}
-    alike = shard.share
-    rows, columns = shard.rows, shard.columns
-    sides = {
-        "outputs": SummedPart(rows, alike),
-        "inputs": SummedPart(None if columns is None else (columns,), alike),
-    }
-    return {"inputs": sides["outputs"], "outputs": sides["inputs"]} if info.transposed else sides
+        return SummedPart(), SummedPart()
+    by_rows = SummedPart(shard.rows, shard.share)
+    by_columns = SummedPart(None if shard.columns is None else (shard.columns,), shard.share)
+    return (by_rows, by_columns) if info.transposed else (by_columns, by_rows)

@@ -93,7 +93,9 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             name,
             "expert layers",
             "in a pipeline" if is_pipeline(engine) else "AutoEP",
-            "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only",
+            "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only (AutoEP stacks "
+            "each rank's own experts in weights of one name and shape, deepspeed/module_inject/auto_ep_layer.py: a "
+            "state found by name would be other experts')",
             "use that layer under ZeRO stage 1 or 2, or a dense model",
         )
 

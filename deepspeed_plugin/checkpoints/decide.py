@@ -225,8 +225,8 @@ def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
         return Plan(Way.DEEPSPEED, wanted, note if saved.author is not None and wanted.states else None)
     if present.is_divided:
         raise CheckpointError(
-            "universal checkpoints of pipelines, of AutoTP and of expert layers cannot be loaded with a rankwise optimizer; "
-            "continue from the original checkpoint on the same ranks, and remove checkpoint.load_universal."
+            "universal checkpoints of pipelines, of AutoTP and of expert layers cannot be loaded with a rankwise "
+            "optimizer; continue from the original checkpoint on the same ranks, and remove checkpoint.load_universal."
         )
     own = wanted.states and saved.author == present.identity
     with_states = own and (saved.holds_states or saved.has_source)
@@ -274,8 +274,8 @@ def _refuse_other_shards(saved: Saved, present: Present) -> None:
     """Refuse weights that are cut otherwise: DeepSpeed would join the files of its ranks by Megatron's names."""
     if saved.tensor != present.tensor:
         raise CheckpointError(
-            f"{saved.name} was written with tensor_parallel.autotp_size {saved.tensor}, this run has {present.tensor}: it "
-            "must be the same, for weights too. Resume with it; or write the model out with engine.save_16bit_model "
+            f"{saved.name} was written with tensor_parallel.autotp_size {saved.tensor}, this run has {present.tensor}: "
+            "it must be the same, for weights too. Resume with it; or write the model out with engine.save_16bit_model "
             "there, load that here before deepspeed.initialize, and begin with fresh states."
         )
 

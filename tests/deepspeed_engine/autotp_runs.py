@@ -36,7 +36,13 @@ from rankwise.routing.roles import annotate
 BATCH, LENGTH, VOCABULARY, STEPS, ACCUMULATION = 4, 7, 64, 6, 2
 CLIPPING = 0.5
 """Under the gradient norm of every step of every model: clipping acts."""
-_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
 _GATED = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
 
 
@@ -220,13 +226,15 @@ def run(rank: int, world: int, cells: list[Cell], ask: Callable[[Any], Any] | No
     return found
 
 
-def one_process(cell: Cell, factor: float = 1.0) -> tuple[dict[str, np.ndarray], Outcome]:
+def one_process(cell: Cell, factor: float = 1.0, noise: float = 0.0) -> tuple[dict[str, np.ndarray], Outcome]:
     """First weights, and what plain PyTorch makes of them.
 
     Args:
         cell: What is trained.
         factor: Of the gradients, before they are clipped.
+        noise: Relative error of every element of them, to learn how the rule answers to rounding.
     """
+    generator = torch.Generator().manual_seed(0)
     model = model_of(cell)
     first = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     annotate(model)
@@ -246,6 +254,9 @@ def one_process(cell: Cell, factor: float = 1.0) -> tuple[dict[str, np.ndarray],
             if captured:
                 optimizer.record_loss(loss)
             losses.append(float(loss.detach()))
+        for parameter in model.parameters() if noise else ():
+            assert parameter.grad is not None
+            parameter.grad *= 1 + noise * torch.randn(parameter.shape, generator=generator)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
         optimizer.step()
     last = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}

@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_gather
 
 LENGTH = 8
 NAMED = [name for name in TYPES if name != "MARS"]
-WORST, ROUNDING = 10.0, 5e-4
+WORST = 10.0
 
 
 def _samples(steps: int) -> Tensor:
@@ -62,8 +62,7 @@ def _shared(rank: int, world: int, cells: list[Cell]) -> list[Outcome]:
             losses.append(float(loss.detach()))
             if number % tp.ACCUMULATION == tp.ACCUMULATION - 1:
                 norms.append(float(engine.get_global_grad_norm() or 0.0))
-        weights = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
-        found.append(Outcome(weights, losses, norms))
+        found.append(Outcome(tp.whole_weights(engine), losses, norms))
         engine.destroy()
     return found
 
@@ -74,15 +73,16 @@ def _check(cells: list[Cell], world: int) -> None:
     for cell, *ranks in zip(cells, *results, strict=True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tp, "tokens", lambda steps: _samples(steps).unflatten(0, (steps, tp.ACCUMULATION)))
-            # DeepSpeed divides by the ranks that share no sequence, and such a loss has each rank's gradient `world` times.
+            # DeepSpeed divides by the ranks that share no sequence; such a loss has a rank's gradient `world` times.
             first, expected = tp.one_process(cell, factor=world)
+            own = error(tp.one_process(cell, world, 1e-7)[1].whole, expected.whole, first)
         for rank in ranks:
             assert all(np.array_equal(rank.whole[name], ranks[0].whole[name]) for name in rank.whole), cell
         distance = error(ranks[0].whole, expected.whole, first)
         adamw = adamw or distance
-        print(cell.name, cell.stage, f"{distance:.1e}, AdamW's {adamw:.1e}")
-        assert np.allclose(ranks[0].norms, expected.norms, rtol=1e-3), (cell, ranks[0].norms, expected.norms)
-        assert distance <= max(WORST * adamw, ROUNDING) <= 2e-3, (cell, distance, adamw)
+        print(cell.name, cell.stage, f"{distance:.1e}, AdamW's {adamw:.1e}, rounding's {own:.1e}")
+        assert np.allclose(ranks[0].norms, expected.norms, rtol=5e-3), (cell, ranks[0].norms, expected.norms)
+        assert distance <= WORST * max(adamw, own), (cell, distance, adamw, own)
 
 
 @pytest.mark.slow
@@ -94,5 +94,4 @@ def test_ranks_that_share_a_sequence_follow_one_process() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_type(stage: int) -> None:
-    gamma = {"SONew": {"gamma": 0.5}}
-    _check([Cell(name, "llama", stage, cut=1, params=gamma.get(name, {})) for name in (REFERENCE, *NAMED)], 2)
+    _check([Cell(name, "llama", stage, cut=1) for name in (REFERENCE, *NAMED)], 2)
