@@ -120,6 +120,8 @@ def shards(model: nn.Module) -> dict[int, Shard]:
 
     found = together(look, group)
     _refuse_differing(model, found, group)
+    # Another engine may be built around the model when it has been trained.
+    setattr(model, _KNOWN, {name: Uncut(before.info, None, None) for name, before in known.items()})
     return found
 
 
@@ -158,8 +160,8 @@ def _refuse_differing(model: nn.Module, found: Mapping[int, Shard], group: dist.
         if any(other.get(name) != value for other in everyone):
             raise LayoutError(
                 f"'{name}' differs between tensor-parallel ranks, which all hold it whole: they must begin with the "
-                "same weights, and DeepSpeed does not see to it. Seed all ranks alike before the model is built, or load "
-                "the same checkpoint on all."
+                "same weights, and DeepSpeed does not see to it. Seed all ranks alike before the model is built, or "
+                "load the same checkpoint on all."
             )
 
 

@@ -358,7 +358,10 @@ class _ZeroThree(DeepSpeedLayout):
             if getattr(piece, "status", None) is None or piece.status.name == ZeroParamStatus.AVAILABLE.name:
                 weight = piece.data.reshape(-1)[: end - start]
                 self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
-            slices += self.slices(parameter, start, end, offset)
+            if dist.get_world_size(parameter.ds_process_group) == dist.get_world_size(self._data):
+                slices += self.slices(parameter, start, end, offset)
+            else:  # what AutoTP leaves whole stays as zero.Init has partitioned it: over tensor-parallel ranks, too
+                slices.append(Slice(self._name(parameter), start, end, offset))
         return TensorContents(wrapper.sub_group_to_group_id[sub_group], tuple(slices))
 
 

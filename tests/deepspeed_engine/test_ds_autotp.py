@@ -58,11 +58,11 @@ def _bound(cell: Cell) -> float:
 
 @pytest.mark.slow
 def test_cut_weights_follow_one_process() -> None:
-    """Slices of unequal sizes, rows and columns, at ZeRO-1 and 2."""
+    """Slices of unequal sizes, or of none, rows and columns, at ZeRO-1 and 2."""
     cells = [
-        Cell("MKOR", "llama uneven", 1, dtype="fp64", steps=4),
+        Cell("MKOR", "llama one key", 1, dtype="fp64", steps=4),
         Cell("LDAdam", "gpt-neox", 2, dtype="fp64", steps=4),
-        Cell("MARS-M", "llama one key", 1, dtype="fp64", steps=3),
+        Cell("MARS-M", "llama uneven", 1, dtype="fp64", steps=3),
     ]
     for cell, *ranks in zip(cells, *run_ranks(2, tp.run, cells), strict=True):
         _check(cell, ranks, _bound(cell))
