@@ -76,6 +76,7 @@ class DeepSpeedLayout(LayoutSource):
         self._shards: dict[int, Shard] = {}
         holders = self._data
         if auto_tp.is_cut(engine):
+            assert dist.group.WORLD is not None
             self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
         self.group: dist.ProcessGroup | None = _exchange_group(engine, holders)

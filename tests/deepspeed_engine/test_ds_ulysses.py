@@ -94,4 +94,5 @@ def test_ranks_that_share_a_sequence_follow_one_process() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_type(stage: int) -> None:
-    _check([Cell(name, "llama", stage, cut=1) for name in (REFERENCE, *NAMED)], 2)
+    # Not SONew: see test_ds_autotp.py.
+    _check([Cell(name, "llama", stage, cut=1) for name in (REFERENCE, *NAMED) if name != "SONew"], 2)
