@@ -8,6 +8,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from deepspeed_plugin import auto_tp
 from deepspeed_plugin.experts import name_experts
 from deepspeed_plugin.layouts import layout_of, logical_shape
 from deepspeed_plugin.losses import BackwardLosses
@@ -34,7 +35,10 @@ def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
         client_optimizer: What the user passed to ``deepspeed.initialize``; an instance of ours, built before anything
             was known of the parameters but their shapes, learns it now.
     """
-    annotate(engine.module, logical_shape)
+    if auto_tp.is_cut(engine):
+        auto_tp.recall(engine.module)
+    else:
+        annotate(engine.module, logical_shape)
     if engine.has_moe_layers:
         name_experts(engine.module)
     if is_pipeline(engine):
@@ -66,7 +70,12 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     if optimizer.needs_capture:
         # A pipeline's stages run several micro-batches at once: none is the last.
         last = None if is_pipeline(engine) else engine.is_gradient_accumulation_boundary
-        optimizer.capture(engine.module, window=lambda: engine.global_steps, last_micro_batch=last)
+        optimizer.capture(
+            engine.module,
+            window=lambda: engine.global_steps,
+            last_micro_batch=last,
+            describe=layout.linear_views,
+        )
         hooks.append(_Captured(optimizer))
     if optimizer.needs_loss:
         hooks.append((StageLosses if is_pipeline(engine) else BackwardLosses)(engine, optimizer))

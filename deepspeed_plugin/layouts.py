@@ -19,8 +19,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from deepspeed_plugin import auto_tp
+from deepspeed_plugin.cut_weights import Shard
 from rankwise.sharding import LayoutError, local_group
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.statistics.hooks import Describe
+from rankwise.statistics.views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
@@ -68,7 +72,14 @@ class DeepSpeedLayout(LayoutSource):
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
         self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
-        self.group: dist.ProcessGroup | None = _exchange_group(engine, engine.seq_data_parallel_group)
+        self._data: dist.ProcessGroup = engine.seq_data_parallel_group
+        self._shards: dict[int, Shard] = {}
+        holders = self._data
+        if auto_tp.is_cut(engine):
+            assert dist.group.WORLD is not None
+            self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
+            self.tensor_parallel = auto_tp.tensor_parallel(holders)
+        self.group: dist.ProcessGroup | None = _exchange_group(engine, holders)
         self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         # The wrappers hand over gradients of partitions, and drop or clear them after the step; but for the buffers of
         # offload, where a parameter without a gradient has what it had before.
@@ -97,6 +108,35 @@ class DeepSpeedLayout(LayoutSource):
         """Copy the optimizer's weights, changed from outside, to the model."""
         self._engine.optimizer.update_lp_params()
 
+    def slices(self, parameter: Tensor, start: int, end: int, offset: int, copy: int = 0) -> list[Slice]:
+        """A run of what this rank's data-parallel ranks hold of a parameter, flattened.
+
+        Args:
+            parameter: Of the model.
+            start: First element.
+            end: One past the last.
+            offset: Where the first one is stored.
+            copy: Which of the data-parallel copies it belongs to.
+        """
+        name, shard = self._name(parameter), self._shards.get(id(parameter))
+        if shard is None:
+            return [Slice(name, start, end, offset, None, copy)]
+        return shard.slices(name, start, end, offset, copy)
+
+    def local(self, parameter: Tensor, position: int) -> int:
+        """Where an element of a slice lies in what these ranks hold of the parameter, flattened."""
+        shard = self._shards.get(id(parameter))
+        return position if shard is None else shard.local(position)
+
+    def averaged_over(self) -> float | None:
+        """See the base class: tensor-parallel ranks have parts, or copies, of one gradient."""
+        return float(dist.get_world_size(self._data)) if self._shards else None
+
+    @property
+    def linear_views(self) -> Describe:
+        """What modules show MKOR of their layers."""
+        return auto_tp.linear_views(self._shards) if self._shards else describe_linear
+
     def loss_scale(self) -> float:
         """What the present gradients were multiplied by during backward."""
         wrapper = self._engine.optimizer
@@ -105,7 +145,7 @@ class DeepSpeedLayout(LayoutSource):
     def _mean_share(self) -> float:
         """DeepSpeed divides gradients by the ranks that do not share a sequence, or (``sum``) not at all."""
         mean = getattr(self._engine, "gradient_average", True)
-        return 1.0 / float(self._engine.sequence_parallel_size if mean else dist.get_world_size(self.group))
+        return 1.0 / float(self._engine.sequence_parallel_size if mean else dist.get_world_size(self._data))
 
     def _name(self, parameter: Tensor) -> str:
         try:
@@ -141,12 +181,23 @@ class DeepSpeedLayout(LayoutSource):
             )
 
 
-class _Unwrapped(DeepSpeedLayout):
+class _Copies(DeepSpeedLayout):
+    """Stage 0: every data-parallel rank has all that any of them has, and one of them saves it."""
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+        super().__init__(engine, optimizer)
+        several = dist.get_world_size(self.group) > 1
+        self.replicated, self.saved_by_some = several and not self._shards, several
+
+    def _copy(self) -> int:
+        return dist.get_rank(self._data) if self._shards else 0
+
+
+class _Unwrapped(_Copies):
     """Stage 0 in fp32: the module's own parameters, alike on every rank."""
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         super().__init__(engine, optimizer)
-        self.replicated = dist.get_world_size(self.group) > 1
         self.spends_gradients = False  # they are the model's own
         self._group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -166,16 +217,12 @@ class _Unwrapped(DeepSpeedLayout):
         pass  # they are the model's own
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        name = self._name(tensor)
-        return TensorContents(self._group_of[id(tensor)], (Slice(name, 0, tensor.numel(), 0),))
+        slices = self.slices(tensor, 0, tensor.numel(), 0, self._copy())
+        return TensorContents(self._group_of[id(tensor)], tuple(slices))
 
 
-class _Unfused(DeepSpeedLayout):
+class _Unfused(_Copies):
     """Stage 0 in fp16 or bf16: whole fp32 clones, alike on every rank."""
-
-    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
-        super().__init__(engine, optimizer)
-        self.replicated = dist.get_world_size(self.group) > 1
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         clones = self._engine.optimizer.fp32_groups
@@ -195,9 +242,8 @@ class _Unfused(DeepSpeedLayout):
         for index, clones in enumerate(wrapper.fp32_groups):
             for clone, parameter in zip(clones, wrapper.fp16_groups[index], strict=True):
                 if clone is tensor:
-                    name = self._name(parameter)
-                    self._verify(name, clone, parameter.data)
-                    return TensorContents(index, (Slice(name, 0, tensor.numel(), 0),))
+                    self._verify(self._name(parameter), clone, parameter.data)
+                    return TensorContents(index, tuple(self.slices(parameter, 0, tensor.numel(), 0, self._copy())))
         return TensorContents(self._position(tensor, ()), ())
 
 
@@ -230,11 +276,10 @@ class _FlatPartition(DeepSpeedLayout):
             start, end = max(position, first), min(position + parameter.numel(), first + size)
             if start >= end:
                 continue
-            name = self._name(parameter)
             offset = start - first
             weight = parameter.data.reshape(-1)[start - position : end - position]
-            self._verify(name, tensor.detach()[offset : offset + end - start], weight)
-            slices.append(Slice(name, start - position, end - position, offset))
+            self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
+            slices += self.slices(parameter, start - position, end - position, offset)
         return TensorContents(index, tuple(slices))
 
     def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -310,12 +355,14 @@ class _ZeroThree(DeepSpeedLayout):
             end = min(start + numel, parameter.ds_numel)
             if start >= end:
                 continue
-            name = self._name(parameter)
             piece = parameter.ds_tensor
             if getattr(piece, "status", None) is None or piece.status.name == ZeroParamStatus.AVAILABLE.name:
                 weight = piece.data.reshape(-1)[: end - start]
-                self._verify(name, tensor.detach()[offset : offset + end - start], weight)
-            slices.append(Slice(name, start, end, offset))
+                self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
+            if dist.get_world_size(parameter.ds_process_group) == dist.get_world_size(self._data):
+                slices += self.slices(parameter, start, end, offset)
+            else:  # what AutoTP leaves whole stays as zero.Init has partitioned it: over tensor-parallel ranks, too
+                slices.append(Slice(self._name(parameter), start, end, offset))
         return TensorContents(wrapper.sub_group_to_group_id[sub_group], tuple(slices))
 
 

@@ -13,7 +13,9 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
+from torch import nn
 
+from deepspeed_plugin.auto_tp import uncut
 from deepspeed_plugin.blocks import (
     JSON_TYPES,
     check_block,
@@ -25,6 +27,7 @@ from deepspeed_plugin.blocks import (
 from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
 from deepspeed_plugin.collectives import guard_build, unguard_build
 from deepspeed_plugin.engine import attach, backward, detach, prepare
+from deepspeed_plugin.layouts import logical_shape
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
@@ -40,6 +43,7 @@ __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "un
 _WRAPPED: Mapping[str, type] = {
     "_initialize_params": DeepSpeedConfig,
     "_configure_optimizer": DeepSpeedEngine,
+    "_configure_tensor_parallel": DeepSpeedEngine,
     "_is_supported_optimizer": DeepSpeedEngine,
     "backward": DeepSpeedEngine,
     "destroy": DeepSpeedEngine,
@@ -73,7 +77,7 @@ def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps seven methods: one to check the optimizer block first, one to learn parameter names and
+    that ZeRO accepts, and wraps eight methods: one to check the optimizer block first, two to learn parameter names and
     layouts, one for its error message, one for the loss, two for checkpoints, and one to leave the model as it was; and
     the build of its collectives, which would wait for a dead process.
     """
@@ -91,6 +95,7 @@ def register() -> None:
         _originals[name] = getattr(owner, name)
     DeepSpeedConfig._initialize_params = _initialize_params
     DeepSpeedEngine._configure_optimizer = _configure_optimizer
+    DeepSpeedEngine._configure_tensor_parallel = _configure_tensor_parallel
     DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
     DeepSpeedEngine.backward = _backward
     DeepSpeedEngine.destroy = _destroy
@@ -133,6 +138,12 @@ def _initialize_params(config: DeepSpeedConfig, param_dict: Mapping[str, Any]) -
     """DeepSpeed's method, with the optimizer block checked before it is read key by key."""
     check_block(param_dict)
     _originals["_initialize_params"](config, param_dict)
+
+
+def _configure_tensor_parallel(engine: DeepSpeedEngine, model: nn.Module, *args: Any) -> Any:
+    """DeepSpeed's method, with the model looked at before its weights are cut."""
+    uncut(model, logical_shape)
+    return _originals["_configure_tensor_parallel"](engine, model, *args)
 
 
 def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:

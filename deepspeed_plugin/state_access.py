@@ -146,7 +146,8 @@ class StateAccess:
     def _pieces(self, parameter: Tensor, state: str) -> list[tuple[int, Tensor]]:
         tensor = self._tensor(parameter, state)
         assert tensor is not None
-        return self._optimizer.stored_states(tensor, self._names[id(parameter)], state)
+        found = self._optimizer.stored_states(tensor, self._names[id(parameter)], state)
+        return [(self._layout.local(parameter, start), values) for start, values in found]
 
     def _get_full_or_weight(self, parameter: Tensor, optim_state_key: str | None = None) -> Tensor | None:
         if optim_state_key is not None:

@@ -10,6 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
+from deepspeed_plugin.auto_tp import is_cut, tensor_ranks
 from deepspeed_plugin.experts import are_cut_alike, are_native
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
@@ -28,6 +29,7 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
     Raises:
         OptionError: Names the key, its value, the reason and the fix.
     """
+    _refuse_cut_weights(engine, name)
     offload = engine.zero_offload_optimizer()
     if offload is not None and offload.ratio != 1.0:
         _refuse(
@@ -86,13 +88,14 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "DeepSpeed then saves states without asking the optimizer, so that matrix states are lost",
             "set it to false; checkpoints continue on any number of ranks without it",
         )
-    _refuse_cut_weights(engine, name)
     if engine.has_moe_layers and (is_pipeline(engine) or not are_native(engine.module)):
         _refuse(
             name,
             "expert layers",
             "in a pipeline" if is_pipeline(engine) else "AutoEP",
-            "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only",
+            "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only (AutoEP stacks "
+            "each rank's own experts in weights of one name and shape, deepspeed/module_inject/auto_ep_layer.py: a "
+            "state found by name would be other experts')",
             "use that layer under ZeRO stage 1 or 2, or a dense model",
         )
 
@@ -111,17 +114,36 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
             "every rank holds two stages, and none of the checkpoints of such a run has been tested",
             "use PipelineModule",
         )
-    if is_pipeline(engine):
-        cut = engine.mpu.get_slice_parallel_world_size()
-    else:
-        cut = max(engine.mp_world_size, engine.autotp_size())
+    if is_cut(engine):
+        _refuse_beside_autotp(engine, name)
+        return
+    cut = engine.mpu.get_slice_parallel_world_size() if is_pipeline(engine) else engine.mp_world_size
     if cut > 1:
         _refuse(
             name,
             "tensor parallelism",
             cut,
-            "DeepSpeed does not say which dimension of a weight is cut, so the whole matrix is unknown",
-            "use data or pipeline parallelism",
+            "an mpu does not say which dimension of a weight is cut, so the whole matrix is unknown",
+            "let DeepSpeed cut the model (tensor_parallel.autotp_size), or use data or pipeline parallelism",
+        )
+
+
+def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
+    """Refuse what divides ranks or weights in a second way, which nobody describes."""
+    beside = {
+        "expert layers": engine.has_moe_layers,
+        "a pipeline": is_pipeline(engine),
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "hpZ": engine.zero_hpz_partition_size() > 1,
+    }
+    found = [what for what, present in beside.items() if present]
+    if found:
+        _refuse(
+            name,
+            "tensor_parallel.autotp_size",
+            tensor_ranks(engine),
+            f"which ranks hold what is known of AutoTP with data parallelism alone, not with {' and '.join(found)}",
+            "leave it out, or what is beside it",
         )
 
 

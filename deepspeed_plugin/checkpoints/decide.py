@@ -70,7 +70,8 @@ class Saved:
         author: Which of our optimizers wrote it; None for anybody else's.
         stage: ZeRO's.
         ranks: Data-parallel ranks that wrote it; None at stage 0, whose file any number of ranks can read.
-        stages: Pipeline stages that wrote it.
+        stages: Pipeline stages that wrote it, or tensor-parallel ranks.
+        tensor: Ranks that AutoTP had cut every weight over.
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
         cut: Settings on which it depends, besides stage and ranks, what lies where in its files.
         groups: Number of param groups of ours.
@@ -84,6 +85,7 @@ class Saved:
     stage: int
     ranks: int | None
     stages: int = 1
+    tensor: int = 1
     partitioned: bool = False
     cut: tuple[Any, ...] = ()
     groups: int = 0
@@ -123,7 +125,8 @@ class Present:
         optimizer: Its name for messages.
         stage: As of :class:`Saved`, like the next two, ``partitioned``, ``cut`` and ``groups``.
         ranks: None where no wrapper partitions anything.
-        stages: Of the pipeline.
+        stages: Of the pipeline, or tensor-parallel ranks.
+        tensor: Ranks that AutoTP cuts every weight over.
         pipeline: Whether the model is one, of one stage perhaps.
         experts: Whether it has expert layers.
         partitioned: Whether no rank has whole weights.
@@ -140,6 +143,7 @@ class Present:
     stage: int
     ranks: int | None
     stages: int = 1
+    tensor: int = 1
     pipeline: bool = False
     experts: bool = False
     partitioned: bool = False
@@ -149,6 +153,11 @@ class Present:
     alone: bool = True
     copies: bool = False
     order: Order | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks of one data-parallel share have other parameters, or other parts, than this one."""
+        return self.pipeline or self.experts or self.tensor > 1
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,7 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
         return Plan(Way.DEEPSPEED, wanted)
     if isinstance(saved, Universal):
         return _of_universal(saved, present, wanted)
+    _refuse_other_shards(saved, present)
     fresh = wanted.states and saved.author != present.identity
     if fresh and _inherits(saved, present, wanted):
         return Plan(Way.MOVE, wanted, inherit=True)
@@ -199,7 +209,7 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
         _refuse_other_stages(saved, present, by_name and not fresh)
         if by_name and not fresh:
             _refuse_moved_experts(saved, present)
-    if by_name and not present.pipeline and not present.experts:
+    if by_name and not present.is_divided:
         _refuse_unmovable(saved, present, chosen)
         return Plan(Way.MOVE, chosen, note)
     if fresh:
@@ -213,10 +223,10 @@ def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
     if present.identity is None:
         note = _fresh_note(f"the universal checkpoint in {saved.name}", saved.author, present)
         return Plan(Way.DEEPSPEED, wanted, note if saved.author is not None and wanted.states else None)
-    if present.pipeline or present.experts:
+    if present.is_divided:
         raise CheckpointError(
-            "universal checkpoints of pipelines and of expert layers cannot be loaded with a rankwise optimizer; "
-            "continue from the original checkpoint on the same ranks, and remove checkpoint.load_universal."
+            "universal checkpoints of pipelines, of AutoTP and of expert layers cannot be loaded with a rankwise "
+            "optimizer; continue from the original checkpoint on the same ranks, and remove checkpoint.load_universal."
         )
     own = wanted.states and saved.author == present.identity
     with_states = own and (saved.holds_states or saved.has_source)
@@ -245,7 +255,7 @@ def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
     whole = not (saved.partitioned or present.partitioned)
     movable = whole or (present.frozen is None and wanted.custom_load_fn is None)
     ours = present.identity is not None and saved.author is None
-    return ours and named and movable and not (present.pipeline or present.experts)
+    return ours and named and movable and not present.is_divided
 
 
 def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:
@@ -260,8 +270,24 @@ def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+def _refuse_other_shards(saved: Saved, present: Present) -> None:
+    """Refuse weights that are cut otherwise: DeepSpeed would join the files of its ranks by Megatron's names."""
+    if saved.tensor != present.tensor:
+        raise CheckpointError(
+            f"{saved.name} was written with tensor_parallel.autotp_size {saved.tensor}, this run has {present.tensor}: "
+            "it must be the same, for weights too. Resume with it; or write the model out with engine.save_16bit_model "
+            "there, load that here before deepspeed.initialize, and begin with fresh states."
+        )
+
+
 def _refuse_other_stages(saved: Saved, present: Present, moved: bool) -> None:
     """Refuse to move between pipelines: the states of the other stages' layers are in other files."""
+    if moved and present.tensor > 1:
+        raise CheckpointError(
+            f"{saved.name} was written at ZeRO stage {saved.stage} with {saved.ranks or 'any number of'} data-parallel "
+            f"ranks for each of {saved.tensor} tensor-parallel ones; under AutoTP states continue on the same stage, "
+            "ranks and settings only. Resume there, or load the weights alone (load_module_only=True)."
+        )
     if saved.stages != present.stages or (moved and (present.stages > 1 or present.pipeline)):
         raise CheckpointError(
             f"{saved.name} was written by {saved.stages} pipeline stages at ZeRO stage {saved.stage} with "

@@ -119,6 +119,8 @@ class SavedCheckpoint(CheckpointFolder):
             for rank in ranks
             if not any((name := _file_name(prefix, rank, stage)) in names for prefix in prefixes)
         ]
+        if not partitioned or not model_file.name.startswith("zero_pp_rank"):
+            missing += [name for name in _shard_names(content) if not (folder / name).is_file()]
         files = tuple(matches[rank] for rank in ranks if rank in matches)
         return cls(folder, model_file, files, tuple(missing))
 
@@ -138,6 +140,7 @@ class SavedCheckpoint(CheckpointFolder):
             stage=self.stage if states else _stage(self.config),
             ranks=self.world_size,
             stages=int(self.content.get("mp_world_size", 1)),
+            tensor=int((self.config.get("tensor_parallel") or {}).get("autotp_size") or 1),
             partitioned=self.partitioned_weights,
             cut=cut_of(self.config),
             groups=len(self.common["param_groups"]) if states and self.author is not None else 0,
@@ -286,6 +289,12 @@ def cut_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
     sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
     types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
     return (*(block.get(key) for key in sizes), *types, config.get("data_types"))
+
+
+def _shard_names(content: Mapping[str, Any]) -> list[str]:
+    """The model files of AutoTP's ranks; pipelines keep their layers elsewhere."""
+    ways = int((_config(content).get("tensor_parallel") or {}).get("autotp_size") or 1)
+    return [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ways)] if ways > 1 else []
 
 
 def _file_name(prefix: str, rank: int, stage: int) -> str:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
+from deepspeed_plugin.auto_tp import tensor_ranks
 from deepspeed_plugin.checkpoints.decide import Order, Present
 from deepspeed_plugin.checkpoints.files import cut_of
 from deepspeed_plugin.layouts import DeepSpeedLayout
@@ -28,6 +29,7 @@ def present_of(engine: DeepSpeedEngine) -> Present:
         stage=int(engine.zero_optimization_stage()) if partitions else 0,
         ranks=ranks if partitions else None,
         stages=int(engine.mp_world_size),
+        tensor=tensor_ranks(engine),
         pipeline=is_pipeline(engine),
         experts=bool(engine.has_moe_layers),
         partitioned=bool(engine.zero_optimization_partition_weights()),

@@ -126,10 +126,13 @@ def answered(question: Question) -> Asked:
         cluster = Cluster(
             question.ranks or _RANKS,
             _stage(deepspeed) if question.stage is None else question.stage,
+            tp=question.tp or _autotp(deepspeed),
             precision=question.precision or _precision(deepspeed),
         )
         model, config = _model(question)
-        return Asked(picked, cluster, model, None, _tokens(question, deepspeed), config)
+        # Ranks of tensor parallelism see the same tokens.
+        tokens = _tokens(replace(question, ranks=cluster.dp), deepspeed)
+        return Asked(picked, cluster, model, None, tokens, config)
     sizes, ways = _sizes(question), _ways(question)
     cluster = Cluster(
         question.ranks or _RANKS,
@@ -149,6 +152,8 @@ def _engine(question: Question, picked: Chosen) -> str:
         ValueError: There is no such engine, or it has no use for something else that was typed.
     """
     ways = [name for name in _MEGATRON_WAYS if (getattr(question, name) or 1) > 1]
+    if question.engine == "deepspeed" and picked.deepspeed is not None:
+        ways = [name for name in ways if name != "tp"]  # AutoTP's
     megatron = picked.deepspeed is None or bool(ways)
     engine = question.engine or ("fsdp" if question.mesh is not None else "megatron" if megatron else "deepspeed")
     if engine not in ENGINES:
@@ -220,6 +225,10 @@ def _stage(config: Mapping[str, Any]) -> int:
         raise ValueError(f"zero_optimization.stage is {stage!r}: it must be 0, 1, 2 or 3")
     found: int = stage
     return found
+
+
+def _autotp(config: Mapping[str, Any]) -> int:
+    return max(int((config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1)
 
 
 def _precision(config: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ class Cluster:
     Attributes:
         ranks: All of them.
         stage: ZeRO stage; None under Megatron and FSDP2.
-        tp: Ranks each matrix is cut over.
+        tp: Ranks each matrix is cut over, by Megatron or by DeepSpeed's AutoTP.
         pp: Pipeline stages.
         distributed: Megatron's distributed optimizer.
         overlap: Its buckets are reduced while the backward pass runs.
@@ -51,8 +51,8 @@ class Cluster:
         for name, size in ways.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}: it must be at least 1")
-        if self.stage is not None and any(size > 1 for size in ways.values()):
-            given = ", ".join(name for name, size in ways.items() if size > 1)
+        given = ", ".join(name for name, size in ways.items() if size > 1 and name not in ("tp", "etp"))
+        if self.stage is not None and given:
             raise ValueError(f"{given} are Megatron's: pass its flags or its YAML file, and no ZeRO stage")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp is {self.vpp} and pp is 1: chunks are interleaved over at least 2 pipeline stages")
@@ -102,7 +102,8 @@ class Cluster:
     def words(self) -> str:
         """The same for a title."""
         if self.stage is not None:
-            return f"{self.ranks} ranks, ZeRO-{self.stage}, {self.precision}"
+            cut = f", AutoTP over {self.tp}" if self.tp > 1 else ""
+            return f"{self.ranks} ranks, ZeRO-{self.stage}{cut}, {self.precision}"
         if self.mesh is not None:
             return f"{self.ranks} ranks, fully_shard on {self.mesh.words}, {self.precision} shards"
         kind = "distributed optimizer" if self.distributed else "no distributed optimizer"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rankwise.estimate import RankEstimate, estimate_units, imagined_units
+from rankwise.launch.planning.autotp import contents_under_autotp, parts_under_autotp
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.described import Sizes, active_parameters
 from rankwise.launch.planning.fsdp import MeshSource, contents_on_mesh, tensor_parallel_dims
@@ -86,11 +87,10 @@ def deepspeed_figures(
     found = Figures(exchanging=cluster.ranks)
     found.parameters = sum(parameter.numel() for parameter in model.parameters())
     found.active = active_parameters(model, config)
-    alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
-    units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
+    units, held = _units_of_zero(optimizer, model, cluster)
     found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
     elements = [rank.elements for rank in found.ranks]
-    whole = found.parameters * cluster.width
+    whole = held * cluster.width
     # Replicated weights that are fp32 already are their own masters; partitions are copies.
     copied = cluster.stage > 0 or cluster.precision != "fp32"
     found.master = [_MASTER * count * copied for count in elements]
@@ -98,6 +98,22 @@ def deepspeed_figures(
     found.gradients = [count * cluster.width if cluster.stage >= 2 else whole for count in elements]
     found.adamw = [ADAMW * count for count in elements]
     return found
+
+
+def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Cluster) -> tuple[list[StepUnit], int]:
+    """The steps of all ranks, and how many elements of the model one of them holds before ZeRO partitions them."""
+    assert cluster.stage is not None
+    parameters = optimizer.parameters_by_name
+    if cluster.tp == 1:
+        alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
+        units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
+        return units, sum(parameter.numel() for parameter in parameters.values())
+    parts = parts_under_autotp(model, parameters, cluster.tp)
+    optimizer.attach(StageSource(cluster))
+    units = optimizer.imagine([contents_under_autotp(parts, cluster)])
+    for unit in units:
+        unit.spends_gradients = cluster.stage > 0
+    return units, sum(part.shard(cluster.tp) for part in parts)
 
 
 def fsdp_figures(

@@ -20,7 +20,17 @@ from rankwise.launch.planning.described import Sizes
 from rankwise.routing.fused import Fused
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
 
-__all__ = ["Part", "StageSource", "Wrapped", "rank_contents", "stage_model", "stage_parts", "vocabulary", "wrapped"]
+__all__ = [
+    "Part",
+    "StageSource",
+    "Wrapped",
+    "rank_contents",
+    "slices_of_part",
+    "stage_model",
+    "stage_parts",
+    "vocabulary",
+    "wrapped",
+]
 
 _ALIGNED = 64  # elements, at the start of a parameter in a buffer
 _BUCKET_END = 128
@@ -267,7 +277,7 @@ def rank_contents(
                 if start < end:
                     copy = 0 if cluster.distributed else data
                     contents.append(
-                        TensorContents(groups[part.name], _slices(part, cluster.tp, rank, start, end, copy))
+                        TensorContents(groups[part.name], slices_of_part(part, cluster.tp, rank, start, end, copy))
                     )
             found.append(contents)
     return found
@@ -323,7 +333,7 @@ def _shard(buckets: Sequence[_Range], ways: int, rank: int) -> Iterator[tuple[st
                 yield name, (low - start, high - start)
 
 
-def _slices(part: Part, tp: int, rank: int, start: int, end: int, copy: int) -> tuple[Slice, ...]:
+def slices_of_part(part: Part, tp: int, rank: int, start: int, end: int, copy: int) -> tuple[Slice, ...]:
     """Elements of a flattened shard in terms of the whole parameter, as ``megatron_patches.parameters`` gives them."""
     if part.dim is None:
         return (Slice(part.name, start, end, 0, None, copy * tp + rank),)

@@ -283,7 +283,7 @@ class ParameterTable:
         found = {id(parameter): info for parameter, info in describe(model).items()}
         for name, (info, index) in self.catalog.items():
             learnt = found.get(id(self.parameters[name]))
-            if learnt is not None and info.role is Role.UNKNOWN:
+            if learnt is not None and info.role is Role.UNKNOWN and learnt.shape == info.shape:
                 known = replace(info, role=learnt.role, transposed=learnt.transposed, fused=learnt.fused)
                 self.catalog[name] = (known, index)
         self.route_again(groups)

@@ -183,6 +183,7 @@ class LayoutSource(ABC):
     Attributes:
         group: Of the ranks that hold pieces or copies of the parameters; None for a single process.
         replicated: Whether every rank holds every parameter whole.
+        saved_by_some: Whether some of the ranks save what others hold alike, and must then have the states of all.
         missing_alike: Whether each of the optimizer's tensors is one parameter, which all ranks have a tensor of, and a
             gradient that is missing is missing on all of them: the parameter then takes no step, as in one process.
             Else it is one of zeros.
@@ -194,6 +195,7 @@ class LayoutSource(ABC):
 
     group: dist.ProcessGroup | None
     replicated: bool = False
+    saved_by_some: bool = False
     missing_alike: bool = False
     tensor_parallel: TensorParallel | None = None
     spends_gradients: bool = False
@@ -277,7 +279,8 @@ class WholeParameters(LayoutSource):
     def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
         """The same parameters, held alike by every rank of a data-parallel group."""
         source = WholeParameters()
-        source.group, source.replicated = group, dist.get_world_size(group) > 1
+        source.group = group
+        source.replicated = source.saved_by_some = dist.get_world_size(group) > 1
         source._contents, source._names = self._contents, self._names
         return source
 

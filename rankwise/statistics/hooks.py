@@ -336,7 +336,7 @@ def _with_gradient(output: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
-    flat = tensor.detach().reshape(-1, tensor.shape[-1])
+    flat = tensor.detach().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])  # of no features, too
     return flat if rows is None else flat[rows]
 
 

@@ -31,7 +31,8 @@ class SummedPart(NamedTuple):
     Attributes:
         runs: Positions [start, end) in the whole layer of the features this rank answers for; None for all features.
         alike: This rank's position among the ranks that see the same tokens, and their number. A rank that answers for
-            some features sums them over all these tokens; otherwise it takes its share of the tokens.
+            some features sums them over all these tokens; otherwise it takes its share of the tokens: none if it is
+            one more than there are.
     """
 
     runs: tuple[tuple[int, int], ...] | None = None
@@ -58,7 +59,7 @@ class SummedPart(NamedTuple):
             features: Those of the whole layer.
         """
         if self.runs is None:
-            return rows if self.alike[1] == 1 else rows[self.share(rows.shape[0])]
+            return rows if self.alike == (0, 1) else rows[self.share(rows.shape[0])]
         if rows.shape[1] != features or self.width(features) == features:
             return rows
         return torch.cat([rows[:, start:end] for start, end in self.runs], dim=1)

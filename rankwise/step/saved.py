@@ -170,7 +170,7 @@ class SavedStates:
     def is_shared(self) -> bool:
         """Whether other ranks have states of parameters that this one has, and they are not consolidated."""
         source = self._planner.source
-        shared = source.replicated and source.group is not None and source.group.size() > 1
+        shared = source.saved_by_some and source.group is not None and source.group.size() > 1
         return shared and self._consolidated is None
 
     def consolidate(self) -> None:
@@ -184,7 +184,7 @@ class SavedStates:
     def _collected(self) -> dict[str, MatrixState]:
         """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
         states, planner = self._waiting or self._matrix_states.everything(), self._planner
-        if not planner.source.replicated or planner.source.group is None:
+        if not planner.source.saved_by_some or planner.source.group is None:
             return dict(states)
         mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
         everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(planner.source.group))]

@@ -28,6 +28,7 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "has_moe_layers": False,
         "zero_elastic_checkpoint": lambda: False,
         "autotp_size": lambda: 1,
+        "zero_hpz_partition_size": lambda: 1,
         "torch_autocast_enabled": lambda: True,
         "torch_autocast_dtype": lambda: torch.bfloat16,
         "mp_world_size": 1,
@@ -45,10 +46,11 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"offload": {"super_offload": True}}, "super_offload=True", "set super_offload to false"),
         ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
         ({"zero_elastic_checkpoint": lambda: True}, "elastic_checkpoint=True", "set it to false"),
-        ({"mp_world_size": 2}, "tensor parallelism=2", "data or pipeline parallelism"),
+        ({"mp_world_size": 2}, "tensor parallelism=2", "tensor_parallel.autotp_size"),
         ({"torch_autocast_dtype": lambda: torch.float16}, "torch_autocast.dtype='float16'", "use bfloat16"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size=2", "parallel_state_sp"),
-        ({"autotp_size": lambda: 4}, "tensor parallelism=4", "data or pipeline parallelism"),
+        ({"autotp_size": lambda: 2, "has_moe_layers": True}, "tensor_parallel.autotp_size=2", "leave it out"),
+        ({"autotp_size": lambda: 2, "sequence_parallel_size": 2}, "tensor_parallel.autotp_size=2", "leave it out"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], key: str, fix: str) -> None:

@@ -1,0 +1,217 @@
+"""AutoTP: what is known of a model before DeepSpeed cuts its weights, and what of it each rank holds afterwards.
+
+DeepSpeed cuts the model while an engine is built, and tells modules of their share of heads: names, roles, shapes and
+the matrices of fused weights are read before. How it has cut each weight is what it writes down for its universal
+checkpoints (:mod:`deepspeed_plugin.cut_weights`); some elements of every weight are compared with what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from deepspeed_plugin.cut_weights import Shard, shard_of
+from rankwise.routing.roles import ParameterInfo, Role, attach_info, describe, info_of
+from rankwise.sharding import LayoutError, together
+from rankwise.sharding.sources import TensorParallel
+from rankwise.statistics.views import LinearShape, LinearView, SummedPart, views_of
+
+__all__ = ["Uncut", "is_cut", "linear_views", "recall", "shards", "tensor_parallel", "tensor_ranks", "uncut"]
+
+_SAMPLES = 64
+"""Elements of a weight that are looked at again once it is cut."""
+_KNOWN = "_rankwise_uncut"
+"""Attribute of a model that AutoTP has cut: what was known of it before."""
+
+
+class Uncut(NamedTuple):
+    """A parameter before AutoTP came by.
+
+    Attributes:
+        info: What is known of it.
+        positions: Some elements of it, flattened; None where it had no values.
+        values: Of these.
+    """
+
+    info: ParameterInfo
+    positions: Tensor | None
+    values: Tensor | None
+
+
+def is_cut(engine: DeepSpeedEngine) -> bool:
+    """Whether AutoTP cuts the weights of an engine's model."""
+    return tensor_ranks(engine) > 1
+
+
+def tensor_ranks(engine: DeepSpeedEngine) -> int:
+    """Over how many ranks AutoTP cuts every weight; 1 without it."""
+    return max(int(engine.autotp_size()), 1)
+
+
+def uncut(model: nn.Module, shape_of: Callable[[Tensor], Any]) -> None:
+    """Write down what is known of a model that AutoTP is about to cut; nothing if it has done so before.
+
+    Args:
+        model: The model.
+        shape_of: Logical shape of a parameter.
+    """
+    if getattr(model, "ds_autotp_parsed", False):
+        return
+    infos = describe(model, shape_of)
+    found = {
+        name: _looked_at(replace(infos[parameter], name=name), parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    setattr(model, _KNOWN, found)
+
+
+@torch.no_grad()
+def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
+    if parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel():
+        return Uncut(info, None, None)
+    # Not evenly spaced: a stride that the width divides would see one column.
+    generator = torch.Generator().manual_seed(parameter.numel())
+    positions = torch.randint(parameter.numel(), (min(_SAMPLES, parameter.numel()),), generator=generator)
+    positions = positions.to(parameter.device)
+    return Uncut(info, positions, parameter.detach().reshape(-1)[positions].clone())
+
+
+def recall(model: nn.Module) -> None:
+    """Attach to a cut model's parameters what was known of them before.
+
+    Raises:
+        LayoutError: Nothing was: the model was cut before the package was imported.
+    """
+    known: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
+    for name, parameter in model.named_parameters():
+        if name not in known:
+            raise LayoutError(
+                f"AutoTP has cut the model before deepspeed_plugin was imported, or renamed '{name}': its logical "
+                "shapes are unknown. Import deepspeed_plugin before the first deepspeed.initialize of the model."
+            )
+        attach_info(parameter, known[name].info)
+
+
+def shards(model: nn.Module) -> dict[int, Shard]:
+    """Collective of the tensor-parallel ranks: what this rank holds of every parameter, by identity.
+
+    Raises:
+        LayoutError: Alike on all of them: a weight is cut in a way that cannot be followed, or a rank has others than
+            the map of its cuts says, or weights that all of them hold differ.
+    """
+    known: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
+    group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
+    rank, ways = dist.get_rank(group), dist.get_world_size(group)
+
+    def look() -> dict[int, Shard]:
+        found = {}
+        for name, parameter in model.named_parameters():
+            found[id(parameter)] = shard = shard_of(name, parameter, info_of(parameter, name, "").shape, rank, ways)
+            _compare(known[name], parameter, shard)
+        return found
+
+    found = together(look, group)
+    _refuse_differing(model, found, group)
+    # Another engine may be built around the model when it has been trained.
+    setattr(model, _KNOWN, {name: Uncut(before.info, None, None) for name, before in known.items()})
+    return found
+
+
+@torch.no_grad()
+def _compare(before: Uncut, parameter: Parameter, shard: Shard) -> None:
+    """Refuse a map that does not lead to what the weight was."""
+    if before.positions is None or before.values is None or hasattr(parameter, "ds_id"):
+        return
+    flat, positions = parameter.detach().reshape(-1), before.positions.to(parameter.device)
+    runs = [(0, 0, flat.numel())] if shard.is_whole else list(shard.positions())
+    if not runs:
+        return
+    starts, places, lengths = torch.tensor(sorted(runs), device=positions.device).t().contiguous()
+    at = (torch.searchsorted(starts, positions, right=True) - 1).clamp(min=0)
+    inside = (positions >= starts[at]) & (positions < starts[at] + lengths[at])
+    here = (places[at] + positions - starts[at])[inside]
+    expected = before.values.to(flat)[inside]
+    if not torch.allclose(flat[here], expected, rtol=0.0, atol=0.0, equal_nan=True):
+        raise LayoutError(
+            f"AutoTP's shard of '{before.info.name}' does not hold the elements that DeepSpeed's map of it names: the "
+            "layer is cut in another way than it says. Leave the layer whole (tensor_parallel.partition_config), or "
+            "train the model without tensor_parallel."
+        )
+
+
+def _refuse_differing(model: nn.Module, found: Mapping[int, Shard], group: dist.ProcessGroup) -> None:
+    """Refuse weights that tensor-parallel ranks ought to hold alike: DeepSpeed hands them to no other rank of these."""
+    sums = {
+        name: float(parameter.detach().double().sum())
+        for name, parameter in model.named_parameters()
+        if found[id(parameter)].is_whole and not hasattr(parameter, "ds_id")
+    }
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, {name: repr(value) for name, value in sums.items()}, group=group)
+    for name, value in everyone[0].items():
+        if any(other.get(name) != value for other in everyone):
+            raise LayoutError(
+                f"'{name}' differs between tensor-parallel ranks, which all hold it whole: they must begin with the "
+                "same weights, and DeepSpeed does not see to it. Seed all ranks alike before the model is built, or "
+                "load the same checkpoint on all."
+            )
+
+
+def tensor_parallel(everyone: dist.ProcessGroup) -> TensorParallel:
+    """Collective: the tensor-parallel groups.
+
+    Args:
+        everyone: All ranks of the run.
+    """
+    group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
+    members: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
+    dist.all_gather_object(members, dist.get_process_group_ranks(group), group=everyone)
+    sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in members}
+    return TensorParallel(tuple(sorted(sets)), group)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def linear_views(found: Mapping[int, Shard]) -> Callable[[nn.Module], list[LinearView]]:
+    """What :class:`rankwise.statistics.hooks.Capture` asks of every module.
+
+    A rank sums up the features it holds, over all tokens; of what tensor-parallel ranks see alike, its share of the
+    tokens. The sums over all ranks are then those of one process.
+
+    Args:
+        found: See :func:`shards`.
+    """
+
+    def views(module: nn.Module) -> list[LinearView]:
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Parameter) or id(weight) not in found:
+            return []
+        info, shard = info_of(weight, None, ""), found[id(weight)]
+        if info.role is not Role.LINEAR or len(info.shape) != 2:
+            return []
+        outputs, inputs = info.logical_matrix_shape
+        bias = getattr(module, "bias", None)
+        described = views_of(module, LinearShape(inputs, outputs, info.transposed))
+        given, made = _sides(weight, info, shard)
+        return [replace(view, bias=bias, inputs=given, outputs=made) for view in described]
+
+    return views
+
+
+def _sides(weight: Parameter, info: ParameterInfo, shard: Shard) -> tuple[SummedPart, SummedPart]:
+    """What this rank sums up of a layer's input and of its output's gradient."""
+    if getattr(weight, "_ds_grad_allreduce_registered", False):
+        # Whole, but applied to this rank's heads: its tokens are its own.
+        return SummedPart(), SummedPart()
+    by_rows = SummedPart(shard.rows, shard.share)
+    by_columns = SummedPart(None if shard.columns is None else (shard.columns,), shard.share)
+    return (by_rows, by_columns) if info.transposed else (by_columns, by_rows)

@@ -1,0 +1,91 @@
+"""What ranks will hold under DeepSpeed's AutoTP: slices of rows or columns, cut over data-parallel ranks by ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.fsdp import tensor_parallel_dims
+from rankwise.launch.planning.megatron import Part, slices_of_part
+from rankwise.sharding.sources import Slice, TensorContents
+
+__all__ = ["contents_under_autotp", "parts_under_autotp"]
+
+_ALIGNMENT = 2
+
+
+def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor], tp: int) -> list[Part]:
+    """How AutoTP cuts a model of Hugging Face's by its plan.
+
+    An embedding stays whole, unless the output head has the same weight.
+
+    Args:
+        model: Whose layers have the names of Llama's.
+        parameters: In the optimizer's order, by name.
+        tp: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: No layer of the model is known to be cut, or one cannot be cut equally.
+    """
+    cuts = tensor_parallel_dims(model)
+    embeddings = {f"{path}.weight": module.weight for path, module in model.named_modules() if _is_embedding(module)}
+    heads = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    for name, weight in embeddings.items():
+        if all(weight is not head for head in heads):
+            cuts.pop(name, None)
+    found = []
+    for name, parameter in parameters.items():
+        dim, shape = cuts.get(name), tuple(parameter.shape)
+        if dim is not None and shape[dim] % tp:
+            raise ValueError(f"tp is {tp}: it must divide dimension {dim} of {name}, which is {shape[dim]}")
+        found.append(Part(name, shape, dim))
+    return found
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def contents_under_autotp(parts: list[Part], cluster: Cluster) -> list[list[TensorContents]]:
+    """What every rank stores, tensor-parallel ranks next to each other; all parameters in one param group.
+
+    Args:
+        parts: See :func:`parts_under_autotp`.
+        cluster: With a ZeRO stage.
+    """
+    found = []
+    for data in range(cluster.dp):
+        runs = list(_runs(parts, cluster, data))
+        for rank in range(cluster.tp):
+            slices: list[Slice] = []
+            position = 0
+            for part, start, end in runs:
+                copy = data if cluster.stage == 0 else 0
+                for piece in slices_of_part(part, cluster.tp, rank, start, end, copy):
+                    slices.append(
+                        Slice(piece.name, piece.start, piece.end, position + piece.offset, piece.columns, piece.copy)
+                    )
+                position += end - start
+            found.append([TensorContents(0, tuple(slices))])
+    return found
+
+
+def _runs(parts: list[Part], cluster: Cluster, data: int) -> Iterator[tuple[Part, int, int]]:
+    """The elements of every flattened shard that a data-parallel rank has."""
+    sizes = [part.shard(cluster.tp) for part in parts]
+    share = -(-sum(sizes) // (cluster.dp * _ALIGNMENT)) * _ALIGNMENT
+    position = 0
+    for part, size in zip(parts, sizes, strict=True):
+        if cluster.stage == 0:
+            start, end = 0, size
+        elif cluster.stage == 3:
+            piece = -(-size // cluster.dp)
+            start, end = min(data * piece, size), min((data + 1) * piece, size)
+        else:
+            start, end = max(data * share - position, 0), min((data + 1) * share - position, size)
+        if start < end:
+            yield part, start, end
+        position += size
