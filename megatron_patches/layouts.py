@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.memory import steps_on_host
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
-from rankwise.sharding import LayoutError
+from rankwise.sharding import LayoutError, host_group
 from rankwise.sharding.sources import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
@@ -44,8 +46,12 @@ class MegatronLayout(LayoutSource):
         self._wrapper = wrapper
         self._parameters = parameters
         stage = groups.stage(expert)
-        self.group: dist.ProcessGroup | None = stage
+        self.on_host = steps_on_host(wrapper)
+        """Whether the optimizer's tensors are on the host during a step."""
+        self.group: dist.ProcessGroup | None = host_group(stage) if self.on_host else stage
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
+        if self.on_host and self.tensor_parallel is not None:
+            self.tensor_parallel = replace(self.tensor_parallel, group=host_group(self.tensor_parallel.group))
         self.layer_wise = layer_wise
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
@@ -91,7 +97,8 @@ class MegatronLayout(LayoutSource):
     def gradient_divisor(self) -> Tensor:
         """What output gradients, summed over the stage's ranks and micro-batches, must be divided by."""
         scale: Tensor | None = getattr(self._wrapper, "backward_scale", None)
-        return (self._wrapper.get_loss_scale() if scale is None else scale) / self._scale.factor
+        divisor = (self._wrapper.get_loss_scale() if scale is None else scale) / self._scale.factor
+        return divisor.cpu() if self.on_host else divisor
 
     # --- registration -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import megatron.core.optimizer as stock
@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.memory import hidden, hide
 from megatron_patches.monitor import remember
 from megatron_patches.parameter_names import describe_model
 from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
@@ -83,7 +84,8 @@ class RankwiseConfig(OptimizerConfig):
             refuse_settings(self, self.optimizer)
         else:
             _refuse_unknown(self.optimizer, self.rankwise)
-        super().__post_init__()
+        with hidden(self) if self.optimizer in NAMES else nullcontext():
+            super().__post_init__()
 
     def provide(
         self,
@@ -200,6 +202,7 @@ def get_megatron_optimizer(
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
     known = copy.copy(config)
     known.optimizer = "adam"
+    known.rankwise_memory = hide(known)
     if layer_wise:
         known.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
     with idle_allowed(), checked_later(), _our_wrappers(functools.partial(_build, name, options), adoption):

@@ -10,6 +10,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from megatron_patches.memory import memory_refusals
+from rankwise.names import BY_NAME
 from rankwise.options.fields import Options
 
 __all__ = [
@@ -36,18 +38,6 @@ class _Refusal(NamedTuple):
 
 
 _REFUSED = (
-    _Refusal(
-        "use_precision_aware_optimizer",
-        "--use-precision-aware-optimizer",
-        "main weights and moments then live inside Transformer Engine's FusedAdam",
-        "leave it out; an optimizer that keeps less state is e.g. MARS-Lion",
-    ),
-    _Refusal(
-        "optimizer_cpu_offload",
-        "--optimizer-cpu-offload",
-        "Megatron's hybrid optimizer splits parameters between two instances of Adam",
-        "leave it out; the distributed optimizer divides the states by the data-parallel size",
-    ),
     _Refusal(
         "optimizer_cuda_graph",
         "--optimizer-cuda-graph",
@@ -82,13 +72,15 @@ _FSDP_WRAPPERS = {
 }
 
 
-def refused_flags(args: argparse.Namespace, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     """Flags of Megatron's command line that cannot work, with the reason and what does.
 
     Args:
         args: What the parser returned.
+        name: The optimizer's name.
         default: The parser's default of an argument.
     """
+    yield from memory_refusals(args, BY_NAME[name])
     for refusal in (*_FSDP, *_REFUSED):
         if getattr(args, refusal.field, False):
             yield refusal.flag, f"{refusal.reason}; {refusal.fix}"
@@ -147,6 +139,8 @@ def refuse_settings(config: OptimizerConfig, name: str) -> None:
     for field, flag, reason, fix in _REFUSED:
         if getattr(config, field, False):
             raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}; {fix}")
+    for flag, reason in memory_refusals(config, BY_NAME[name]):
+        raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}")
     if getattr(config, "rankwise_layer_wise", False):
         for field, flag in (("use_distributed_optimizer", "--use-distributed-optimizer"), ("fp16", "--fp16")):
             if getattr(config, field):

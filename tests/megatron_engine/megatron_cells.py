@@ -53,6 +53,7 @@ class Cell:
         hidden: Width of the model; feed-forward layers are twice as wide.
         clip: Largest gradient norm; 0 for none.
         uneven: Whether micro-batches may differ in size, where gradients are prescribed.
+        bf16_gradients: Whether gradient buffers have the parameters' type.
         optimizer: Further fields of the optimizer's config.
     """
 
@@ -79,6 +80,7 @@ class Cell:
     hidden: int = HIDDEN
     clip: float = 1.0
     uneven: bool = False
+    bf16_gradients: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -155,7 +157,7 @@ class Cell:
 
     def ddp_config(self) -> DistributedDataParallelConfig:
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
-        in_fp32 = self.precision != "fp64"
+        in_fp32 = self.precision != "fp64" and not self.bf16_gradients
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=in_fp32, **{name: getattr(self, name) for name in names}
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,13 +194,17 @@ class Trainer:
             The weights by name (empty on the other ranks), and the largest difference between two ranks' copies.
         """
         optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return gathered(
-            [
-                (cut, of(parameter, optimizers))
-                for chunk in self.chunks
-                for parameter, cut in cuts(chunk, self.cell.tied)
-            ]
-        )
+        with ExitStack() as stack:
+            for optimizer in optimizers:
+                if getattr(optimizer, "kept", None) is not None:
+                    stack.enter_context(optimizer.main_weights())
+            return gathered(
+                [
+                    (cut, of(parameter, optimizers))
+                    for chunk in self.chunks
+                    for parameter, cut in cuts(chunk, self.cell.tied)
+                ]
+            )
 
     def sharded_state(self, is_loading: bool = False, optimizer_format: str | None = None) -> dict[str, Any]:
         """What Megatron's checkpoints hold of this rank.

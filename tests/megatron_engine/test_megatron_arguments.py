@@ -167,7 +167,8 @@ def test_wrong_values_end_before_anything_starts(
 @pytest.mark.parametrize(
     ("given", "way_out"),
     [
-        *((flag, "leave it out") for flag in STORE_TRUE[:-1]),
+        *((flag, "leave it out") for flag in STORE_TRUE[:3]),
+        *((flag, "add --use-distributed-optimizer") for flag in STORE_TRUE[3:-1]),
         (STORE_TRUE[-1], "train with bf16"),
         ("--data-parallel-sharding-strategy optim", "--use-distributed-optimizer"),
         ("--outer-dp-sharding-strategy optim", "--use-distributed-optimizer"),

@@ -27,7 +27,7 @@ from rankwise.options.validation import OptionError
             "rankwise_tp_mode='blocks' is invalid: it must be 'exact'",
         ),
         ({"optimizer": "sonew", "rankwise_layer_wise": "yes"}, "rankwise_layer_wise='yes' is invalid: it must be True"),
-        ({"optimizer": "mkor", "optimizer_cpu_offload": True}, "--optimizer-cpu-offload is invalid .* leave it out"),
+        ({"optimizer": "mkor", "optimizer_cpu_offload": True}, "--optimizer-cpu-offload is invalid .* add --use-dist"),
         (
             {"optimizer": "mkor", "rankwise_layer_wise": True, "use_distributed_optimizer": True},
             "--use-distributed-optimizer is invalid with the layer-wise optimizer",
