@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,9 @@ from megatron_patches.groups import ParallelGroups
 from megatron_patches.memory import steps_on_host
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
+from rankwise.fsdp.placements import held_runs
 from rankwise.sharding import LayoutError, host_group
+from rankwise.sharding.shards import is_sharded, local_view
 from rankwise.sharding.sources import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
@@ -53,6 +57,8 @@ class MegatronLayout(LayoutSource):
         if self.on_host and self.tensor_parallel is not None:
             self.tensor_parallel = replace(self.tensor_parallel, group=host_group(self.tensor_parallel.group))
         self.layer_wise = layer_wise
+        self.sharded = any(map(is_sharded, parameters))
+        """Whether ``fully_shard`` has cut the parameters."""
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
@@ -121,12 +127,30 @@ class MegatronLayout(LayoutSource):
                 self._register_whole(index, parameter, parameter)
 
     def _register_whole(self, index: int, parameter: Parameter, tensor: Tensor) -> None:
-        self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
+        if is_sharded(parameter):
+            start, end = self._rows_held(parameter)
+            self._register(index, parameter, tensor, start, end, 0)
+        else:
+            self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
+
+    def _rows_held(self, parameter: Any) -> tuple[int, int]:
+        """Which run of a flattened parameter is this rank's, whose rows ``fully_shard`` has cut."""
+        mesh, shape = parameter.device_mesh, parameter.shape
+        runs = held_runs(shape, tuple(mesh.mesh.shape), mesh.get_coordinate(), parameter.placements)
+        start, end = runs[0][0] if runs[0] else (0, 0)
+        width = prod(shape[1:])
+        if len(runs[0]) > 1 or any(run != [(0, size)] for run, size in zip(runs[1:], shape[1:], strict=True)):
+            raise LayoutError(
+                f"'{self.parameter_name(parameter)}' has the placements {tuple(parameter.placements)}: Megatron's "
+                "TorchFullyShardedDataParallel cuts rows alone; use a tested version"
+            )
+        return start * width, end * width
 
     def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
         known = self._parameters[parameter]
-        weight = parameter.detach().reshape(-1)[start:end]
-        if tensor.numel() != end - start or not torch.equal(tensor.detach().reshape(-1).to(weight), weight):
+        weight, mine = local_view(parameter).detach().reshape(-1), local_view(tensor).detach().reshape(-1)
+        weight = weight if is_sharded(parameter) else weight[start:end]
+        if mine.numel() != end - start or not torch.equal(mine.to(weight), weight):
             raise LayoutError(
                 f"the optimizer's copy of '{known.info.name}' differs from the model's weight: the layout of this "
                 "megatron-core was misread. Training would corrupt the model; use a tested version."

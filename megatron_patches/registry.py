@@ -19,11 +19,17 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_patches.fsdp2 import refuse_beside_fsdp2
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.memory import hidden, hide
 from megatron_patches.monitor import remember
 from megatron_patches.parameter_names import describe_model
-from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
+from megatron_patches.support import (
+    SupportError,
+    refuse_beyond_engines,
+    refuse_settings,
+    refuse_wrapping,
+)
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named
 from rankwise.options.validation import OptionError, check_given
@@ -195,6 +201,7 @@ def get_megatron_optimizer(
     options = resolve(name, getattr(config, "rankwise", {}))
     refuse_settings(config, name)
     refuse_wrapping(model_chunks, name)
+    refuse_beside_fsdp2(model_chunks, config, name)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
     adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)

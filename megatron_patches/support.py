@@ -58,17 +58,15 @@ _REFUSED = (
     ),
 )
 _FSDP_REASON = "it cuts parameters and gradients into shards of its own, whose places no layout of ours describes"
-_FSDP_FIX = "leave it out; --use-distributed-optimizer divides states and main weights by the data-parallel size"
+_FSDP_FIX = "use --use-torch-fsdp2 or --use-distributed-optimizer, which divides states and main weights alike"
 _FSDP = (
     _Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP_REASON, _FSDP_FIX),
     _Refusal("use_custom_fsdp", "--use-custom-fsdp", _FSDP_REASON, _FSDP_FIX),
-    _Refusal("use_torch_fsdp2", "--use-torch-fsdp2", _FSDP_REASON, _FSDP_FIX),
 )
 # Their values mean something under FSDP alone, and default to a kind of sharding in some versions.
 _FSDP_STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
 _FSDP_WRAPPERS = {
     "FullyShardedDataParallel": "--use-megatron-fsdp",
-    "TorchFullyShardedDataParallel": "--use-torch-fsdp2",
 }
 
 

@@ -21,7 +21,7 @@ HOST, DEVICE = "host", "device"
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_")
 
 
-class MixedDevices(RuntimeError):
+class MixedDevicesError(RuntimeError):
     """An operation got tensors of the host and of the device."""
 
 
@@ -63,7 +63,7 @@ class _Dispatch(TorchDispatchMode):
         # As on a real device, which takes numbers of the host.
         alike = {place for place, operand in found.items() if place == DEVICE or (place and operand.dim())}
         if len(alike) > 1:
-            raise MixedDevices(f"{name} got tensors of the host and of the device")
+            raise MixedDevicesError(f"{name} got tensors of the host and of the device")
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor) and alike and self.places.of(result) is None:

@@ -53,6 +53,7 @@ class Cell:
         hidden: Width of the model; feed-forward layers are twice as wide.
         clip: Largest gradient norm; 0 for none.
         uneven: Whether micro-batches may differ in size, where gradients are prescribed.
+        fsdp: Whether the model is wrapped by TorchFullyShardedDataParallel.
         bf16_gradients: Whether gradient buffers have the parameters' type.
         optimizer: Further fields of the optimizer's config.
     """
@@ -80,6 +81,7 @@ class Cell:
     hidden: int = HIDDEN
     clip: float = 1.0
     uneven: bool = False
+    fsdp: bool = False
     bf16_gradients: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -116,6 +118,7 @@ class Cell:
             "params_dtype": dtype,
             "bf16": self.precision == "bf16",
             "fp16": self.precision == "fp16",
+            "transformer_impl": "local",
         }
         fused = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm")
         off = dict.fromkeys((*fused, "gradient_accumulation_fusion", "apply_rope_fusion"), False)

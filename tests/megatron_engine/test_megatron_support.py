@@ -45,10 +45,9 @@ def test_every_name_makes_a_config(name: str) -> None:
     assert RankwiseConfig(optimizer=name, lr=1e-3).optimizer == name
 
 
-@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "TorchFullyShardedDataParallel"])
-def test_a_model_under_fsdp_is_refused(kind: str) -> None:
-    wrapper = type(kind, (nn.Module,), {})
-    with pytest.raises(SupportError, match=f"the model is a {kind}.*--use-distributed-optimizer divides"):
+def test_a_model_under_megatrons_fsdp_is_refused() -> None:
+    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})
+    with pytest.raises(SupportError, match="the model is a FullyShardedDataParallel.* use --use-torch-fsdp2 or"):
         get_megatron_optimizer(RankwiseConfig(optimizer="ldadam", lr=1e-3), [type("Theirs", (wrapper,), {})()])
 
 
