@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
@@ -148,12 +149,26 @@ class MegatronLayout(LayoutSource):
 
     def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
         known = self._parameters[parameter]
-        weight, mine = local_view(parameter).detach().reshape(-1), local_view(tensor).detach().reshape(-1)
-        weight = weight if is_sharded(parameter) else weight[start:end]
-        if mine.numel() != end - start or not torch.equal(mine.to(weight), weight):
+        if not _is_copy(tensor, parameter, start, end):
             raise LayoutError(
                 f"the optimizer's copy of '{known.info.name}' differs from the model's weight: the layout of this "
                 "megatron-core was misread. Training would corrupt the model; use a tested version."
             )
         self.held[id(tensor)] = (parameter, slice(start, end))
         self._contents[id(tensor)] = TensorContents(index, known.slices(start, end, copy) if end > start else ())
+
+
+def _is_copy(tensor: Tensor, parameter: Parameter, start: int, end: int) -> bool:
+    """Whether an optimizer's tensor has the values of a run of a parameter, flattened."""
+    quantized = is_float8tensor(parameter)
+    whole = dequantize_fp8_tensor(parameter) if quantized else local_view(parameter)
+    weight, mine = whole.detach().reshape(-1), local_view(tensor).detach().reshape(-1)
+    weight = weight if is_sharded(parameter) else weight[start:end]
+    if mine.numel() != end - start:
+        return False
+    if not quantized:
+        return torch.equal(mine.to(weight), weight)
+    # The main weight is the one that was quantized: three bits of it and the sign are left.
+    weight = weight.float()
+    nearby = weight.abs() / 8 + whole.detach().abs().max().float() / 64
+    return bool(((mine - weight).abs() <= nearby).all())

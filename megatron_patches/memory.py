@@ -6,7 +6,7 @@ them: the stock classes are built as without them, and what they ask for is done
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_patches.main_weights import HostWeights, KeptWeights, Remainders
 from rankwise.names import Named
 
-__all__ = ["hidden", "hide", "keep", "memory_refusals", "steps_on_host", "take_settings"]
+__all__ = ["buffer_refusals", "hidden", "hide", "keep", "memory_refusals", "steps_on_host", "take_settings"]
 
 # What Megatron's code must be told instead.
 _AS_WITHOUT: dict[str, Any] = {
@@ -28,6 +28,7 @@ _AS_WITHOUT: dict[str, Any] = {
 # Options of ours that say in what type a state is kept.
 _STATE_TYPES = ("state_dtype", "error_dtype", "factor_dtype", "reference_dtype")
 _PRECISION, _OFFLOAD = "--use-precision-aware-optimizer", "--optimizer-cpu-offload"
+_KEPT = {"use_precision_aware_optimizer": _PRECISION, "optimizer_cpu_offload": _OFFLOAD}
 _NEEDS_DISTRIBUTED = "the main weights are then pieces that no rank has whole; add --use-distributed-optimizer"
 
 
@@ -106,8 +107,8 @@ def memory_refusals(settings: Any, named: Named) -> Iterator[tuple[str, str]]:
     """
     aware = getattr(settings, "use_precision_aware_optimizer", False)
     offload = getattr(settings, "optimizer_cpu_offload", False)
-    for given, flag in ((aware, _PRECISION), (offload, _OFFLOAD)):
-        if given and not getattr(settings, "use_distributed_optimizer", False):
+    for field, flag in _KEPT.items():
+        if getattr(settings, field, False) and not getattr(settings, "use_distributed_optimizer", False):
             yield flag, _NEEDS_DISTRIBUTED
     if not aware and _type(settings, "main_grads_dtype") != "fp32":
         yield "--main-grads-dtype", f"without {_PRECISION} Megatron has fp32 ones; add that flag"
@@ -121,6 +122,22 @@ def memory_refusals(settings: Any, named: Named) -> Iterator[tuple[str, str]]:
         if _type(settings, field) != "fp32":
             yield "--" + field.replace("_", "-"), _state_types(named)
     yield from _offload_refusals(settings, offload)
+
+
+def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Settings that the model's gradient and weight buffers contradict, with the reason and what works.
+
+    Args:
+        settings: Megatron's config.
+        chunks: The model chunks.
+    """
+    buffers = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+    if _type(settings, "main_grads_dtype") == "bf16" and any(found.grad_reduce_in_fp32 for found in buffers):
+        yield "--main-grads-dtype bf16", "the gradient buffers are in fp32; make them with grad_reduce_in_fp32=False"
+    kept = [flag for field, flag in _KEPT.items() if getattr(settings, field, False)]
+    for field in ("fp8_param_gather", "fp4_param_gather"):
+        if kept and any(getattr(found, field, False) for found in buffers):
+            yield kept[0], f"a quantized weight has no 16 bits to add to; leave out --{field.replace('_', '-')}"
 
 
 def _offload_refusals(settings: Any, offload: bool) -> Iterator[tuple[str, str]]:

@@ -200,7 +200,7 @@ def get_megatron_optimizer(
         return _stock_factory(config, model_chunks, *args, **kwargs)
     options = resolve(name, getattr(config, "rankwise", {}))
     refuse_settings(config, name)
-    refuse_wrapping(model_chunks, name)
+    refuse_wrapping(model_chunks, config, name)
     refuse_beside_fsdp2(model_chunks, config, name)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron_patches.memory import memory_refusals
+from megatron_patches.memory import buffer_refusals, memory_refusals
 from rankwise.names import BY_NAME
 from rankwise.options.fields import Options
 
@@ -87,16 +87,19 @@ def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], 
             yield "--" + field.replace("_", "-"), f"{_FSDP_REASON}; {_FSDP_FIX}"
 
 
-def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
+def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: str) -> None:
     """Check how the model is wrapped.
 
     Args:
         chunks: The model chunks.
+        config: Megatron's config.
         name: The optimizer's name.
 
     Raises:
-        SupportError: Megatron's or torch's FSDP.
+        SupportError: Megatron's FSDP, or buffers that contradict the config.
     """
+    for flag, reason in buffer_refusals(config, chunks):
+        raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}")
     for chunk in chunks:
         for base in type(chunk).__mro__:
             flag = _FSDP_WRAPPERS.get(base.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import apart_devices
 import pytest
 import torch
+from megatron.core.optimizer import distrib_optimizer
 from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
-from megatron_harness import Result, opened, trained
+from megatron_harness import Result, Trainer, move, opened, trained
 from megatron_types import TYPES, maker
+from megatron_weights import initial
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_patches import main_weights
+from megatron_patches import layouts, main_weights
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.main_weights import join, split
 from megatron_patches.registry import RankwiseConfig
@@ -221,6 +224,71 @@ def test_nothing_mixes_the_host_and_the_device(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("RANKWISE_NATIVE", "0")
     for _, _, crossed in run_ranks(2, _watched, names)[0]:
         assert crossed[apart_devices.HOST] and crossed[apart_devices.DEVICE]
+
+
+# --- weights in 8 bits -----------------------------------------------------------------------------------------------
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn).to(torch.bfloat16)
+
+
+class Fp8Trainer(Trainer):
+    """Matrices whose values are those of 8 bits; Transformer Engine's tensors themselves need CUDA."""
+
+    def _chunk(self, stage: int) -> nn.Module:
+        wrapped = super()._chunk(stage)
+        for parameter in wrapped.parameters():
+            if parameter.dim() == 2:
+                initial = parameter.detach().clone()
+                parameter.data.copy_(_rounded(initial))
+                parameter.is_8_bit = True
+                parameter.dequantize = functools.partial(torch.clone, parameter.detach())
+                parameter.get_high_precision_init_val = functools.partial(torch.clone, initial)
+                parameter.clear_high_precision_init_val = lambda: None
+        return wrapped
+
+
+def _quantize(models: list[Any], mains: list[Any], starts: list[Any], *_: Any) -> None:
+    for model, main, start in zip(models, mains, starts, strict=True):
+        if main is not None:
+            model.data.view(-1)[start : start + main.numel()].copy_(_rounded(main))
+
+
+def _in_8_bits(rank: int, world: int, name: str, refused: bool) -> Any:
+    with cpu_megatron(), pytest.MonkeyPatch.context() as patched:
+        for module in (layouts, distrib_optimizer):
+            patched.setattr(module, "is_float8tensor", lambda tensor: getattr(tensor, "is_8_bit", False))
+            patched.setattr(module, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
+        patched.setattr(distrib_optimizer, "quantize_param_shard", _quantize)
+        patched.setattr(Cell, "ddp_config", functools.partialmethod(_gathered_in_8_bits, Cell.ddp_config))
+        cell = Cell(precision="bf16", optimizer=AWARE if refused else {}, **DISTRIBUTED)
+        if refused:
+            with pytest.raises(SupportError, match="--use-precision-aware-optimizer .* leave out --fp8-param-gather"):
+                opened(cell, maker(name), Fp8Trainer).__enter__()
+            return None, None
+        with opened(cell, maker(name), Fp8Trainer) as trainer:
+            return trained(trainer, 0), trained(trainer, STEPS)
+
+
+def _gathered_in_8_bits(cell: Cell, made: Any) -> Any:
+    config = made(cell)
+    config.fp8_param_gather = True
+    return config
+
+
+def test_main_weights_of_8_bits_are_those_before_rounding() -> None:
+    start, end = run_ranks(2, _in_8_bits, "mkor", False)[0]
+    _, alone = run_ranks(1, _in_8_bits, "mkor", False)[0]
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert torch.equal(start.weights[qkv], initial(qkv, start.weights[qkv].shape).bfloat16().float())
+    assert torch.equal(end.model_weights[qkv], _rounded(end.weights[qkv]).float())
+    assert move(end.weights, alone.weights, start.weights).mean < 0.05  # bf16 gradients; a tenth of a step's rounding
+    assert end.losses[-1] < end.losses[0]
+
+
+def test_weights_of_8_bits_have_no_remainders() -> None:
+    run_ranks(1, _in_8_bits, "ldadam", True)
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
