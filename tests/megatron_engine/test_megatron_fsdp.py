@@ -84,7 +84,7 @@ def _saved_and_resumed(rank: int, world: int, jobs: list[tuple[str, Cell, Cell]]
 
 
 SHARDED, HALF = Cell(fsdp=True), Cell(fsdp=True, precision="bf16")
-# SwiGLU's weights are written to wrong places by megatron-core 0.16, which knows better from 0.20 on.
+# SwiGLU's weights are written to wrong places by megatron-core 0.16, which 0.19 mended.
 BOTH = {label: Cell(**BIASED, **sizes) for label, sizes in (("sharded", {"fsdp": True}), ("dealt", DISTRIBUTED))}
 
 
