@@ -98,8 +98,8 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
     Raises:
         SupportError: Megatron's FSDP, or buffers that contradict the config.
     """
-    for flag, reason in buffer_refusals(config, chunks):
-        raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}")
+    for setting, reason in buffer_refusals(config, chunks):
+        raise SupportError(f"{setting} is invalid with --optimizer {name}: {reason}")
     for chunk in chunks:
         for base in type(chunk).__mro__:
             flag = _FSDP_WRAPPERS.get(base.__name__)

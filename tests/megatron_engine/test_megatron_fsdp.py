@@ -11,6 +11,7 @@ from megatron_cells import BIASED, DISTRIBUTED, Cell
 from megatron_harness import Result, largest_gap, move, opened, trained
 from megatron_types import TYPES, maker
 from ranks import run_ranks
+from saved_runs import went_on
 
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.formats import refuse_format
@@ -66,23 +67,6 @@ def test_every_type_follows_one_process(label: str) -> None:
     print(label, _check(label, [*TYPES, "adam"]))
 
 
-def _saved_and_resumed(rank: int, world: int, jobs: list[tuple[str, Cell, Cell]], folder: Path) -> list[Any]:
-    """Train in the first cell, save, train on; go on from there in the second one."""
-    found = []
-    with cpu_megatron():
-        for index, (name, cell, other) in enumerate(jobs):
-            target = folder / str(index)
-            target.mkdir(exist_ok=True)
-            with opened(cell, maker(name)) as trainer:
-                trained(trainer, 2)
-                trainer.save(target)
-                whole = trained(trainer, 2)
-            with opened(other, maker(name)) as trainer:
-                trainer.load(target)
-                found.append((whole, trained(trainer, 2)))
-    return found
-
-
 SHARDED, HALF = Cell(fsdp=True), Cell(fsdp=True, precision="bf16")
 # SwiGLU's weights are written to wrong places by megatron-core 0.16, which 0.19 mended.
 BOTH = {label: Cell(**BIASED, **sizes) for label, sizes in (("sharded", {"fsdp": True}), ("dealt", DISTRIBUTED))}
@@ -103,7 +87,7 @@ TENSOR_PARALLEL = [(name, *[Cell(fsdp=True, tp=2, sp=True, precision="bf16")] * 
     ids=["usual", "DP2", "TP2 SP DP2"],
 )
 def test_resumes_bitwise(jobs: list[tuple[str, Cell, Cell]], world: int, tmp_path: Path) -> None:
-    for job, (whole, again) in zip(jobs, run_ranks(world, _saved_and_resumed, jobs, tmp_path)[0], strict=True):
+    for job, whole, again in went_on(jobs, tmp_path, world):
         assert again.losses == whole.losses, job
         assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights), job
         assert all(torch.equal(again.model_weights[key], whole.model_weights[key]) for key in whole.weights), job
@@ -112,7 +96,7 @@ def test_resumes_bitwise(jobs: list[tuple[str, Cell, Cell]], world: int, tmp_pat
 @pytest.mark.parametrize("names", [["ldadam"], pytest.param(list(TYPES), marks=pytest.mark.exhaustive)])
 def test_resumes_with_the_distributed_optimizer_and_back(names: list[str], tmp_path: Path) -> None:
     jobs = [job for name in names for job in ((name, *BOTH.values()), (name, *reversed(BOTH.values())))]
-    for job, (whole, again) in zip(jobs, run_ranks(2, _saved_and_resumed, jobs, tmp_path)[0], strict=True):
+    for job, whole, again in went_on(jobs, tmp_path):
         # Megatron sums gradients in another order; Lion makes a whole step of that where the sign is anybody's guess.
         assert largest_gap(again.weights, whole.weights) <= (1e-2 if job[0] in DISCONTINUOUS else 1e-5), job
 

@@ -16,6 +16,7 @@ from megatron_harness import Result, Trainer, move, opened, trained
 from megatron_types import TYPES, maker
 from megatron_weights import initial
 from ranks import run_ranks
+from saved_runs import went_on
 from torch import Tensor, nn
 
 from megatron_patches import layouts, main_weights
@@ -133,29 +134,12 @@ def test_weights_are_bitwise_those_without_the_settings_everywhere(label: str, p
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _resumed(rank: int, world: int, jobs: list[tuple[str, Cell, Cell]], folder: Path) -> list[tuple[Any, Any]]:
-    """Train in the first cell, save, train on; go on from there in the second one."""
-    found = []
-    with cpu_megatron():
-        for index, (name, cell, other) in enumerate(jobs):
-            target = folder / str(index)
-            target.mkdir(exist_ok=True)
-            with opened(cell, maker(name)) as trainer:
-                trained(trainer, 2)
-                trainer.save(target)
-                whole = trained(trainer, 2)
-            with opened(other, maker(name)) as trainer:
-                trainer.load(target)
-                found.append((whole, trained(trainer, 2)))
-    return found
-
-
 def _saved(label: str) -> Cell:
     return replace(CELLS[label][0], **ALL_THERE)
 
 
 def _check_resumed(jobs: list[tuple[str, Cell, Cell]], folder: Path) -> None:
-    for job, (whole, again) in zip(jobs, run_ranks(2, _resumed, jobs, folder)[0], strict=True):
+    for job, whole, again in went_on(jobs, folder):
         assert again.losses == whole.losses, job
         for kind in ("weights", "model_weights"):
             ours, theirs = getattr(again, kind), getattr(whole, kind)
