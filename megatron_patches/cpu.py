@@ -217,12 +217,15 @@ def _replace_cuda_calls(stack: ExitStack) -> None:
 
 def _replace_core_functions(stack: ExitStack) -> None:
     """The few functions of megatron-core that cannot run on a CPU, or not without Transformer Engine."""
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import torch_fully_sharded_data_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    # Torch without CUDA has no options of NCCL's.
+    _set(stack, parallel_state, "get_nccl_options", _nothing)
     _set(stack, torch_fully_sharded_data_parallel, "DeviceMesh", _CpuMesh)
     _set(stack, random, "_get_cuda_rng_state", _get_rng_state)
     _set(stack, random, "_set_cuda_rng_state", _set_rng_state)
