@@ -58,7 +58,7 @@ def _check(label: str, names: list[str]) -> dict[str, float]:
 
 
 def test_follows_one_process() -> None:
-    _check("DP2", ["mars-m", "ldadam", "mkor"])
+    _check("DP2", ["ldadam", "mkor"])
 
 
 @pytest.mark.exhaustive
@@ -72,7 +72,7 @@ SHARDED, HALF = Cell(fsdp=True), Cell(fsdp=True, precision="bf16")
 BOTH = {label: Cell(**BIASED, **sizes) for label, sizes in (("sharded", {"fsdp": True}), ("dealt", DISTRIBUTED))}
 
 
-USUAL = [("ldadam", SHARDED, SHARDED), ("mkor", HALF, HALF)]
+USUAL = [("mkor", HALF, HALF)]
 GRID = [(name, cell, cell) for name in TYPES for cell in (SHARDED, HALF)]
 TENSOR_PARALLEL = [(name, *[Cell(fsdp=True, tp=2, sp=True, precision="bf16")] * 2) for name in TYPES]
 
@@ -93,9 +93,9 @@ def test_resumes_bitwise(jobs: list[tuple[str, Cell, Cell]], world: int, tmp_pat
         assert all(torch.equal(again.model_weights[key], whole.model_weights[key]) for key in whole.weights), job
 
 
-@pytest.mark.parametrize("names", [["ldadam"], pytest.param(list(TYPES), marks=pytest.mark.exhaustive)])
-def test_resumes_with_the_distributed_optimizer_and_back(names: list[str], tmp_path: Path) -> None:
-    jobs = [job for name in names for job in ((name, *BOTH.values()), (name, *reversed(BOTH.values())))]
+@pytest.mark.exhaustive
+def test_resumes_with_the_distributed_optimizer_and_back(tmp_path: Path) -> None:
+    jobs = [job for name in TYPES for job in ((name, *BOTH.values()), (name, *reversed(BOTH.values())))]
     for job, whole, again in went_on(jobs, tmp_path):
         # Megatron sums gradients in another order; Lion makes a whole step of that where the sign is anybody's guess.
         assert largest_gap(again.weights, whole.weights) <= (1e-2 if job[0] in DISCONTINUOUS else 1e-5), job
