@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_plugin import auto_tp
 from deepspeed_plugin.cut_weights import Shard
-from rankwise.sharding import LayoutError, local_group
+from rankwise.sharding import LayoutError, host_group
 from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.views import describe_linear
@@ -56,9 +56,7 @@ def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeed
 
 def _exchange_group(engine: DeepSpeedEngine, group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group, or its twin for CPU tensors where offload keeps the partitions on the host."""
-    if engine.zero_cpu_offload() and "gloo" not in dist.get_backend(group):
-        return local_group(dist.get_process_group_ranks(group), backend="gloo")
-    return group
+    return host_group(group) if engine.zero_cpu_offload() else group
 
 
 class DeepSpeedLayout(LayoutSource):

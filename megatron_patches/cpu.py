@@ -218,11 +218,16 @@ def _replace_cuda_calls(stack: ExitStack) -> None:
 
 def _replace_core_functions(stack: ExitStack) -> None:
     """The few functions of megatron-core that cannot run on a CPU, or not without Transformer Engine."""
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.distributed import torch_fully_sharded_data_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    # Torch without CUDA has no options of NCCL's.
+    _set(stack, parallel_state, "get_nccl_options", _nothing)
+    _set(stack, torch_fully_sharded_data_parallel, "DeviceMesh", _CpuMesh)
     _set(stack, random, "_get_cuda_rng_state", _get_rng_state)
     _set(stack, random, "_set_cuda_rng_state", _set_rng_state)
     _set(stack, torch_norm.WrappedTorchNorm, "__new__", staticmethod(_norm(torch_norm.WrappedTorchNorm.__new__)))
@@ -239,6 +244,16 @@ def _replace_core_functions(stack: ExitStack) -> None:
     quiet = _without(_RNG_WARNING)
     logger.addFilter(quiet)
     stack.callback(logger.removeFilter, quiet)
+
+
+class _CpuMesh:
+    """``DeviceMesh`` where Megatron asks for one of CUDA devices."""
+
+    @staticmethod
+    def from_group(group: Any, device_type: str) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(group, "cpu")
 
 
 def _norm(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

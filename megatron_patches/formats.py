@@ -29,6 +29,11 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
         SupportError: With this layout the ``torch`` format would lose states, or could never be loaded.
     """
     saves = getattr(args, "save", None) and not getattr(args, "no_save_optim", False)
+    if saves and getattr(args, "ckpt_format", None) == "torch_dcp":
+        raise SupportError(
+            f"--ckpt-format torch_dcp is invalid with --optimizer {name}: Megatron gives it every rank's "
+            f"optimizer.state_dict() under the same keys, of which it would write one rank's alone; {_FIX}"
+        )
     if not saves or getattr(args, "ckpt_format", None) != "torch":
         return
     copies = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
@@ -53,7 +58,7 @@ def holder(wrapper: MegatronOptimizer) -> tuple[int, int] | None:
     layout = inner.layout_source
     assert isinstance(layout, MegatronLayout)
     world = dist.get_world_size(layout.group)
-    dealt = layout.layer_wise or isinstance(wrapper, DistributedOptimizer)
+    dealt = layout.layer_wise or layout.sharded or isinstance(wrapper, DistributedOptimizer)
     return (inner.rank, world) if world > 1 and (dealt or inner.declared.matrix_state_names) else None
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.memory import steps_on_host
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
-from rankwise.sharding import LayoutError
+from rankwise.fsdp.placements import held_runs
+from rankwise.sharding import LayoutError, host_group
+from rankwise.sharding.shards import is_sharded, local_view
 from rankwise.sharding.sources import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
@@ -44,9 +51,15 @@ class MegatronLayout(LayoutSource):
         self._wrapper = wrapper
         self._parameters = parameters
         stage = groups.stage(expert)
-        self.group: dist.ProcessGroup | None = stage
+        self.on_host = steps_on_host(wrapper)
+        """Whether the optimizer's tensors are on the host during a step."""
+        self.group: dist.ProcessGroup | None = host_group(stage) if self.on_host else stage
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
+        if self.on_host and self.tensor_parallel is not None:
+            self.tensor_parallel = replace(self.tensor_parallel, group=host_group(self.tensor_parallel.group))
         self.layer_wise = layer_wise
+        self.sharded = any(map(is_sharded, parameters))
+        """Whether ``fully_shard`` has cut the parameters."""
         self._copy = 0 if layer_wise else groups.data(expert)[0]
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
@@ -101,7 +114,8 @@ class MegatronLayout(LayoutSource):
     def gradient_divisor(self) -> Tensor:
         """What output gradients, summed over the stage's ranks and micro-batches, must be divided by."""
         scale: Tensor | None = getattr(self._wrapper, "backward_scale", None)
-        return (self._wrapper.get_loss_scale() if scale is None else scale) / self._scale.factor
+        divisor = (self._wrapper.get_loss_scale() if scale is None else scale) / self._scale.factor
+        return divisor.cpu() if self.on_host else divisor
 
     # --- registration -------------------------------------------------------------------------------------------
 
@@ -124,15 +138,47 @@ class MegatronLayout(LayoutSource):
                 self._register_whole(index, parameter, parameter)
 
     def _register_whole(self, index: int, parameter: Parameter, tensor: Tensor) -> None:
-        self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
+        if is_sharded(parameter):
+            start, end = self._rows_held(parameter)
+            self._register(index, parameter, tensor, start, end, 0)
+        else:
+            self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
+
+    def _rows_held(self, parameter: Any) -> tuple[int, int]:
+        """Which run of a flattened parameter is this rank's, whose rows ``fully_shard`` has cut."""
+        mesh, shape = parameter.device_mesh, parameter.shape
+        runs = held_runs(shape, tuple(mesh.mesh.shape), mesh.get_coordinate(), parameter.placements)
+        start, end = runs[0][0] if runs[0] else (0, 0)
+        width = prod(shape[1:])
+        if len(runs[0]) > 1 or any(run != [(0, size)] for run, size in zip(runs[1:], shape[1:], strict=True)):
+            raise LayoutError(
+                f"'{self.parameter_name(parameter)}' has the placements {tuple(parameter.placements)}: Megatron's "
+                "TorchFullyShardedDataParallel cuts rows alone; use a tested version"
+            )
+        return start * width, end * width
 
     def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
         known = self._parameters[parameter]
-        weight = parameter.detach().reshape(-1)[start:end]
-        if tensor.numel() != end - start or not torch.equal(tensor.detach().reshape(-1).to(weight), weight):
+        if not _is_copy(tensor, parameter, start, end):
             raise LayoutError(
                 f"the optimizer's copy of '{known.info.name}' differs from the model's weight: the layout of this "
                 "megatron-core was misread. Training would corrupt the model; use a tested version."
             )
         self.held[id(tensor)] = (parameter, slice(start, end))
         self._contents[id(tensor)] = TensorContents(index, known.slices(start, end, copy) if end > start else ())
+
+
+def _is_copy(tensor: Tensor, parameter: Parameter, start: int, end: int) -> bool:
+    """Whether an optimizer's tensor has the values of a run of a parameter, flattened."""
+    quantized = is_float8tensor(parameter)
+    whole = dequantize_fp8_tensor(parameter) if quantized else local_view(parameter)
+    weight, mine = whole.detach().reshape(-1), local_view(tensor).detach().reshape(-1)
+    weight = weight if is_sharded(parameter) else weight[start:end]
+    if mine.numel() != end - start:
+        return False
+    if not quantized:
+        return torch.equal(mine.to(weight), weight)
+    # The main weight is the one that was quantized: three bits of it and the sign are left.
+    weight = weight.float()
+    nearby = weight.abs() / 8 + whole.detach().abs().max().float() / 64
+    return bool(((mine - weight).abs() <= nearby).all())

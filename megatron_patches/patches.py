@@ -11,6 +11,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,14 +98,17 @@ def _add_arguments(stock: Function) -> Function:
 def _optimizer_config(stock: Function) -> Function:
     from megatron_patches.arguments import given_options
     from megatron_patches.formats import refuse_format
+    from megatron_patches.memory import hidden, take_settings
     from megatron_patches.registry import NAMES
 
     @functools.wraps(stock)
     def get_megatron_optimizer_config(args: Any) -> Any:
-        config, overrides = stock(args)
         name = getattr(args, "rankwise_optimizer", None)
+        with hidden(args) if name is not None else nullcontext():
+            config, overrides = stock(args)
         if name is not None:
             refuse_format(args, name, NAMES[name][0])
+            take_settings(config, args)
             config.optimizer = name
             config.rankwise = given_options(args, name)
             config.rankwise_layer_wise = args.rankwise_layer_wise

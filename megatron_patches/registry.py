@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import megatron.core.optimizer as stock
@@ -19,12 +19,19 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_patches.fsdp2 import refuse_beside_fsdp2
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.memory import hidden, hide
 from megatron_patches.monitor import remember
 from megatron_patches.norms import check_norms
 from megatron_patches.overrides import from_conditions, suited
 from megatron_patches.parameter_names import describe_model
-from megatron_patches.support import SupportError, refuse_beyond_engines, refuse_settings, refuse_wrapping
+from megatron_patches.support import (
+    SupportError,
+    refuse_beyond_engines,
+    refuse_settings,
+    refuse_wrapping,
+)
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named
 from rankwise.options.validation import OptionError, check_given
@@ -95,7 +102,8 @@ class RankwiseConfig(OptimizerConfig):
             refuse_settings(self, self.optimizer)
         else:
             _refuse_unknown(self.optimizer, self.rankwise)
-        super().__post_init__()
+        with hidden(self) if self.optimizer in NAMES else nullcontext():
+            super().__post_init__()
 
     def provide(
         self,
@@ -206,7 +214,8 @@ def get_megatron_optimizer(
     from_conditions(config, kwargs)
     options = resolve(name, getattr(config, "rankwise", {}))
     refuse_settings(config, name)
-    refuse_wrapping(model_chunks, name)
+    refuse_wrapping(model_chunks, config, name)
+    refuse_beside_fsdp2(model_chunks, config, name)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
     adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)
@@ -217,6 +226,7 @@ def get_megatron_optimizer(
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
     known = copy.copy(config)
     known.optimizer = "adam"
+    known.rankwise_memory = hide(known)
     if layer_wise:
         known.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
     with idle_allowed(), checked_later(), _our_wrappers(functools.partial(_build, name, options), adoption):

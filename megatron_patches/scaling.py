@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
@@ -24,10 +25,12 @@ class GradientScale:
 
     def __init__(self, chunks: Sequence[nn.Module], ranks: int) -> None:
         per_token = any(getattr(get_model_config(chunk), "calculate_per_token_loss", False) for chunk in chunks)
+        # ``fully_shard`` averages in any case, and Megatron scales nothing that it has reduced.
+        buffered = [chunk for chunk in chunks if not isinstance(chunk, TorchFullyShardedDataParallel)]
         self.ranks = ranks
-        self._averaging = 1.0 if per_token else 1.0 / ranks
+        self._averaging = 1.0 if per_token and buffered else 1.0 / ranks
         self._tokens: float | Tensor = 1.0
-        for chunk in chunks:
+        for chunk in buffered:
             self._listen(chunk)
 
     def _listen(self, chunk: Any) -> None:

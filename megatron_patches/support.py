@@ -10,6 +10,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from megatron_patches.memory import buffer_refusals, memory_refusals
+from rankwise.names import BY_NAME
 from rankwise.options.fields import Options
 
 __all__ = [
@@ -37,18 +39,6 @@ class _Refusal(NamedTuple):
 
 _REFUSED = (
     _Refusal(
-        "use_precision_aware_optimizer",
-        "--use-precision-aware-optimizer",
-        "main weights and moments then live inside Transformer Engine's FusedAdam",
-        "leave it out; an optimizer that keeps less state is e.g. MARS-Lion",
-    ),
-    _Refusal(
-        "optimizer_cpu_offload",
-        "--optimizer-cpu-offload",
-        "Megatron's hybrid optimizer splits parameters between two instances of Adam",
-        "leave it out; the distributed optimizer divides the states by the data-parallel size",
-    ),
-    _Refusal(
         "optimizer_cuda_graph",
         "--optimizer-cuda-graph",
         "a captured step would repeat the exchanges between ranks and the host's decisions of one step for ever",
@@ -68,27 +58,27 @@ _REFUSED = (
     ),
 )
 _FSDP_REASON = "it cuts parameters and gradients into shards of its own, whose places no layout of ours describes"
-_FSDP_FIX = "leave it out; --use-distributed-optimizer divides states and main weights by the data-parallel size"
+_FSDP_FIX = "use --use-torch-fsdp2 or --use-distributed-optimizer, which divides states and main weights alike"
 _FSDP = (
     _Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP_REASON, _FSDP_FIX),
     _Refusal("use_custom_fsdp", "--use-custom-fsdp", _FSDP_REASON, _FSDP_FIX),
-    _Refusal("use_torch_fsdp2", "--use-torch-fsdp2", _FSDP_REASON, _FSDP_FIX),
 )
 # Their values mean something under FSDP alone, and default to a kind of sharding in some versions.
 _FSDP_STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
 _FSDP_WRAPPERS = {
     "FullyShardedDataParallel": "--use-megatron-fsdp",
-    "TorchFullyShardedDataParallel": "--use-torch-fsdp2",
 }
 
 
-def refused_flags(args: argparse.Namespace, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     """Flags of Megatron's command line that cannot work, with the reason and what does.
 
     Args:
         args: What the parser returned.
+        name: The optimizer's name.
         default: The parser's default of an argument.
     """
+    yield from memory_refusals(args, BY_NAME[name])
     for refusal in (*_FSDP, *_REFUSED):
         if getattr(args, refusal.field, False):
             yield refusal.flag, f"{refusal.reason}; {refusal.fix}"
@@ -97,17 +87,20 @@ def refused_flags(args: argparse.Namespace, default: Callable[[str], Any]) -> It
             yield "--" + field.replace("_", "-"), f"{_FSDP_REASON}; {_FSDP_FIX}"
 
 
-def refuse_wrapping(chunks: Sequence[nn.Module], name: str) -> None:
+def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: str) -> None:
     """Check how the model is wrapped and cut.
 
     Args:
         chunks: The model chunks.
+        config: Megatron's config.
         name: The optimizer's name.
 
     Raises:
-        SupportError: Megatron's or torch's FSDP, experts that lie in one tensor, or weights that are cut once more and
-            gathered before they are used.
+        SupportError: Megatron's FSDP, buffers that contradict the config, experts that lie in one tensor, or weights
+            that are cut once more and gathered before they are used.
     """
+    for setting, reason in buffer_refusals(config, chunks):
+        raise SupportError(f"{setting} is invalid with --optimizer {name}: {reason}")
     for chunk in chunks:
         if any(type(module).__name__ == "GroupedMLP" for module in chunk.modules()):
             raise SupportError(
@@ -161,6 +154,8 @@ def refuse_settings(config: OptimizerConfig, name: str) -> None:
     for field, flag, reason, fix in _REFUSED:
         if getattr(config, field, False):
             raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}; {fix}")
+    for flag, reason in memory_refusals(config, BY_NAME[name]):
+        raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}")
     if getattr(config, "rankwise_layer_wise", False):
         for field, flag in (("use_distributed_optimizer", "--use-distributed-optimizer"), ("fp16", "--fp16")):
             if getattr(config, field):

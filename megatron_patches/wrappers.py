@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from megatron_patches.formats import holder, refuse_holder
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
+from megatron_patches.main_weights import KeptWeights
+from megatron_patches.memory import keep
 from megatron_patches.monitor import health_of
 from megatron_patches.norms import Norms
 from megatron_patches.offloading import Offloading, let_others_move
@@ -177,6 +180,8 @@ class _Adopted(MegatronOptimizer):
     """Changes with every attempt at a step, so that statistics of one that was skipped are told apart."""
     holds_experts = False
     """Whether the parameters are experts', which have process groups of their own."""
+    kept: KeptWeights | None = None
+    """Where the main weights are between steps, if not in the optimizer's tensors."""
     _offloading: Offloading | None = None
     backward_scale: Tensor | None = None
     """The loss scale during the last backward pass."""
@@ -191,6 +196,11 @@ class _Adopted(MegatronOptimizer):
         by = getattr(self.config, "rankwise_log_norms", None)
         if by is not None:
             self.norms = Norms(by, self.config.rankwise_log_interval, self.adoption.groups.whole_stage)
+        self.kept = keep(self)
+
+    def main_weights(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer's tensors have their values, as during a step."""
+        return nullcontext() if self.kept is None else self.kept.here()
 
     def read_health(self) -> dict[str, float]:
         """What happened since the last reading; every rank must call it. See :func:`health_of`."""
@@ -240,7 +250,10 @@ class _Adopted(MegatronOptimizer):
         """
         if self.optimizer is None:
             return {}
-        inner: ShardedOptimizer = self.optimizer
+        with self.main_weights():
+            return self._whole_state(self.optimizer)
+
+    def _whole_state(self, inner: ShardedOptimizer) -> dict[str, Any]:
         state: dict[str, Any] = {"optimizer": inner.state_dict(), "options": options_record(inner)}
         state["holder"] = holder(self)
         state["main_weights"] = [w.detach().clone() for g in self.param_groups for w in g["params"]]
@@ -254,11 +267,16 @@ class _Adopted(MegatronOptimizer):
         inner = self.optimizer
         if inner is None or not state_dict:
             return
-        if "main_weights" in state_dict:
-            refuse_holder(self, state_dict.get("holder"))
-            self._load_full(inner, state_dict)
-        else:
-            load_sharded(self, state_dict)
+        with self.main_weights():
+            if "main_weights" in state_dict:
+                refuse_holder(self, state_dict.get("holder"))
+                self._load_full(inner, state_dict)
+            else:
+                load_sharded(self, state_dict)
+        if self.kept is not None:
+            # Other ranks' copies follow what the main weights were rounded to here.
+            for chunk in self.model_chunks:
+                chunk.start_param_sync(force_sync=True)
         # When nothing is refused any more.
         if getattr(self, "grad_scaler", None) and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -279,11 +297,27 @@ class _Adopted(MegatronOptimizer):
         One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
         data-, tensor- and pipeline-parallel size.
         """
-        return sharded_state(self, is_loading, model_sharded_state_dict)
+        with self.main_weights():
+            return sharded_state(self, is_loading, model_sharded_state_dict)
 
 
 class _Distributed(_Adopted, DistributedOptimizer):
     """Megatron's distributed optimizer: flat shards of every parameter."""
+
+    def step_with_ready_grads(self) -> bool:
+        """As Megatron's, with the main weights there."""
+        with self.main_weights():
+            return bool(super().step_with_ready_grads())
+
+    def _copy_main_params_to_model_params(self) -> None:
+        if self.kept is None:
+            super()._copy_main_params_to_model_params()
+        else:
+            self.kept.put_away()
+
+    def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
+        with self.main_weights():
+            super()._copy_model_params_to_main_params(*args, **kwargs)
 
     def save_parameter_state(self, filename: str) -> None:
         """Refused: the legacy format has room for Adam's two moments alone."""

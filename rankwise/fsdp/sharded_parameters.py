@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rankwise.fsdp.gradient_averages import averaged_over, managed_parameters, seen_alike, sharded_modules
 from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
 from rankwise.options.validation import OptionError
-from rankwise.sharding import LayoutError, gather_together, local_group
+from rankwise.sharding import LayoutError, gather_together, host_group, local_group
 from rankwise.sharding.shards import is_sharded, local_view
 from rankwise.sharding.sources import Slice, TensorContents, TensorParallel, WholeParameters
 
@@ -167,7 +167,7 @@ class ShardedParameters(WholeParameters):
         host = self._devices == {"cpu"}
         for group in groups:
             if group is not None and dist.get_process_group_ranks(group) == list(ranks):
-                return group if not host or _carries_cpu(group) else local_group(list(ranks), backend="gloo")
+                return host_group(group) if host else group
         return local_group(list(ranks), **({"backend": "gloo"} if host else {}))
 
     def _slices_together(self) -> TensorParallel | None:
@@ -226,14 +226,6 @@ class ShardedParameters(WholeParameters):
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _carries_cpu(group: dist.ProcessGroup) -> bool:
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _coordinates(ranks: Tensor) -> Iterator[tuple[int, ...]]:

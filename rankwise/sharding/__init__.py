@@ -8,7 +8,7 @@ from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .inside import Block, cut_into_blocks, in_blocks
 from .layout import Fragment, Layout, LayoutError, Place
-from .local_groups import local_group
+from .local_groups import host_group, local_group
 from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
 from .reduce import FragmentSums
@@ -17,6 +17,7 @@ from .traffic import Traffic
 from .volume import halo_volume, matrix_volume, sums_volume
 
 __all__ = [
+    "host_group",
     "local_group",
     "RankBuffers",
     "batch_buffers",

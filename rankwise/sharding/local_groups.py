@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["local_group"]
+__all__ = ["host_group", "local_group"]
 
 
 def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
@@ -31,6 +32,19 @@ def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
         if bound is not None:
             world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or one of the same ranks whose messages can carry tensors of the host; all of them must call this.
+
+    Args:
+        group: Of some ranks.
+    """
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return local_group(dist.get_process_group_ranks(group), backend="gloo")
     return group
 
 

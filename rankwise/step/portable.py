@@ -21,6 +21,7 @@ from torch import Tensor
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.succession import MOMENTS
 from rankwise.sharding import Fragment
+from rankwise.sharding.shards import local_view
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -85,7 +86,7 @@ def stored_fragments(optimizer: ShardedOptimizer) -> Iterator[StoredFragment]:
     """
     for unit in optimizer.planned_units:
         for index, tensor in enumerate(unit.tensors):
-            flat = tensor.detach().view(-1)
+            flat = local_view(tensor).detach().view(-1)
             for entry, states in unit.states.of_entries(optimizer.state, index):
                 part = entry.fragment
                 copy = list(unit.stored.copies[part.key]).index(part.copy)

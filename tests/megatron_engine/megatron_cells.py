@@ -57,6 +57,8 @@ class Cell:
         transformer_engine: Whether the layers are Transformer Engine's, as its spec has them; it, or the stand-in, must
             be there.
         fp8: Whether they are told to work in 8 bits, with delayed scaling.
+        fsdp: Whether the model is wrapped by TorchFullyShardedDataParallel.
+        bf16_gradients: Whether gradient buffers have the parameters' type.
         optimizer: Further fields of the optimizer's config.
     """
 
@@ -86,6 +88,8 @@ class Cell:
     uneven: bool = False
     transformer_engine: bool = False
     fp8: bool = False
+    fsdp: bool = False
+    bf16_gradients: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -122,6 +126,7 @@ class Cell:
             "params_dtype": dtype,
             "bf16": self.precision == "bf16",
             "fp16": self.precision == "fp16",
+            "transformer_impl": "local",
         }
         fused = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm")
         off = dict.fromkeys((*fused, "gradient_accumulation_fusion", "apply_rope_fusion"), False)
@@ -166,7 +171,7 @@ class Cell:
 
     def ddp_config(self) -> DistributedDataParallelConfig:
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
-        in_fp32 = self.precision != "fp64"
+        in_fp32 = self.precision != "fp64" and not self.bf16_gradients
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=in_fp32, **{name: getattr(self, name) for name in names}
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,11 @@ import torch.distributed as dist
 from context_parallel import batch_of_this_rank, with_gathering_attention
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    TorchFullyShardedDataParallel,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -36,6 +40,14 @@ from megatron_patches.cpu import cpu_megatron
 Gathered = tuple[dict[str, Tensor], float]
 # Sizes of the process groups of this rank's process, the present ones last.
 _open_sizes: list[tuple[int, ...]] = []
+
+
+class Fsdp2(TorchFullyShardedDataParallel):
+    """With the argument that ``finalize_model_grads`` passes, of which 0.16's knows nothing: no step gets past it."""
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        pass
+
 
 MakeOptimizer = Callable[[dict[str, Any], list[nn.Module]], MegatronOptimizer]
 
@@ -97,6 +109,8 @@ class Trainer:
         set_initial(model, cell.tied)
         if cell.precision in ("bf16", "fp16"):
             model = Float16Module(self.config, model)
+        if cell.fsdp:
+            return Fsdp2(self.config, cell.ddp_config(), model)
         wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
         wrapped.vp_stage = vp_stage
         return wrapped
@@ -209,13 +223,17 @@ class Trainer:
             The weights by name (empty on the other ranks), and the largest difference between two ranks' copies.
         """
         optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return gathered(
-            [
-                (cut, of(parameter, optimizers))
-                for chunk in self.chunks
-                for parameter, cut in cuts(chunk, self.cell.tied)
-            ]
-        )
+        with ExitStack() as stack:
+            for optimizer in optimizers:
+                if getattr(optimizer, "kept", None) is not None:
+                    stack.enter_context(optimizer.main_weights())
+            return gathered(
+                [
+                    (cut, of(parameter, optimizers))
+                    for chunk in self.chunks
+                    for parameter, cut in cuts(chunk, self.cell.tied)
+                ]
+            )
 
     def sharded_state(self, is_loading: bool = False, optimizer_format: str | None = None) -> dict[str, Any]:
         """What Megatron's checkpoints hold of this rank.
@@ -253,7 +271,8 @@ class Trainer:
         strict = not self.cell.transformer_engine
         handling = "assume_ok_unexpected" if strict else "log_all"
         state = dist_checkpointing.load(self.sharded_state(True, optimizer_format), str(folder), strict=handling)
-        for index, chunk in enumerate(self.chunks):
+        # Under FSDP2 it was filled in place.
+        for index, chunk in enumerate(self.chunks) if not self.cell.fsdp else ():
             bare(chunk).load_state_dict(state["model" if len(self.chunks) == 1 else f"model{index}"], strict)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -334,7 +353,12 @@ def trained(trainer: Trainer, steps: int) -> Result | None:
         weights=weights,
         model_weights=model_weights,
         replica_gap=max(gap, model_gap),
-        buckets=sum(len(b.buckets) for c in trainer.chunks for b in [*c.buffers, *c.expert_parallel_buffers]),
+        buckets=sum(
+            len(b.buckets)
+            for c in trainer.chunks
+            if not trainer.cell.fsdp
+            for b in [*c.buffers, *c.expert_parallel_buffers]
+        ),
     )
 
 

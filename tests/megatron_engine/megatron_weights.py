@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformer_engine_names import cut_by_name, is_of_transformer_engine, local_name
 
 EXPERT = re.compile(r"(?<=local_experts\.)\d+")
@@ -131,6 +132,8 @@ def _main_copy(parameter: nn.Parameter) -> Tensor:
     main = getattr(parameter, "main_param", None)
     expert = not getattr(parameter, "allreduce", True)
     group = mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group(with_context_parallel=True)
+    if isinstance(main, DTensor):
+        return main.detach().full_tensor()
     holders = torch.tensor(float(main is not None))
     dist.all_reduce(holders, group=group)
     if holders == dist.get_world_size(group):
@@ -144,7 +147,7 @@ def _main_copy(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def model_weight(parameter: Tensor, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The weight of the model itself, in fp32 or wider."""
-    return _wide(parameter.detach()).clone()
+    return _wide(_whole(parameter.detach())).clone()
 
 
 @torch.no_grad()
@@ -153,7 +156,12 @@ def reduced_gradient(parameter: nn.Parameter, optimizers: list[MegatronOptimizer
     scale = 1.0 / optimizers[0].get_loss_scale()
     if owner := distributed(parameter, optimizers):
         return scale * assembled(parameter, owner, lambda span: parameter.main_grad.view(-1)[span])
-    return scale * _wide(parameter.main_grad)
+    return scale * _wide(_whole(parameter.grad) if isinstance(parameter, DTensor) else parameter.main_grad)
+
+
+def _whole(values: Tensor) -> Tensor:
+    """All ranks' rows under FSDP2."""
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megatron_patches.arguments import add_flags, flags, given_options
 from megatron_patches.registry import NAMES, option_names, resolve
 
 STORE_TRUE = (
-    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--optimizer-cuda-graph"),
+    *("--optimizer-cuda-graph", "--use-megatron-fsdp"),
     *("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--reuse-grad-buf-for-mxfp8-param-ag"),
 )
 
@@ -167,7 +167,9 @@ def test_wrong_values_end_before_anything_starts(
 @pytest.mark.parametrize(
     ("given", "way_out"),
     [
-        *((flag, "leave it out") for flag in STORE_TRUE[:-1]),
+        (STORE_TRUE[0], "leave it out"),
+        (STORE_TRUE[1], "use --use-torch-fsdp2 or --use-distributed-optimizer"),
+        *((flag, "add --use-distributed-optimizer") for flag in STORE_TRUE[2:-1]),
         (STORE_TRUE[-1], "train with bf16"),
         ("--data-parallel-sharding-strategy optim", "--use-distributed-optimizer"),
         ("--outer-dp-sharding-strategy optim", "--use-distributed-optimizer"),

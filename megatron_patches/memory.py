@@ -1,0 +1,169 @@
+"""Megatron's settings for the memory of weights, gradients and states: what they mean for our optimizers.
+
+Megatron hands them to Transformer Engine's FusedAdam and to two instances of Adam, so that its own code must not see
+them: the stock classes are built as without them, and what they ask for is done by :mod:`.main_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_patches.main_weights import HostWeights, KeptWeights, Remainders
+from rankwise.names import Named
+
+__all__ = ["buffer_refusals", "hidden", "hide", "keep", "memory_refusals", "steps_on_host", "take_settings"]
+
+# What Megatron's code must be told instead.
+_AS_WITHOUT: dict[str, Any] = {
+    "use_precision_aware_optimizer": False,
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": False,
+    "main_grads_dtype": torch.float32,
+    "optimizer_cpu_offload": False,
+}
+# Options of ours that say in what type a state is kept.
+_STATE_TYPES = ("state_dtype", "error_dtype", "factor_dtype", "reference_dtype")
+_PRECISION, _OFFLOAD = "--use-precision-aware-optimizer", "--optimizer-cpu-offload"
+_KEPT = {"use_precision_aware_optimizer": _PRECISION, "optimizer_cpu_offload": _OFFLOAD}
+_NEEDS_DISTRIBUTED = "the main weights are then pieces that no rank has whole; add --use-distributed-optimizer"
+
+
+@contextmanager
+def hidden(settings: Any) -> Iterator[None]:
+    """Megatron's code reads a config, or arguments, as if none of these settings had been made.
+
+    Args:
+        settings: Of Megatron; changed inside, and as before afterwards.
+    """
+    before = hide(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def hide(settings: Any) -> dict[str, Any]:
+    """See :func:`hidden`, for good.
+
+    Args:
+        settings: Of Megatron.
+
+    Returns:
+        What was set, by name.
+    """
+    before = {name: getattr(settings, name) for name in _AS_WITHOUT if hasattr(settings, name)}
+    for name in before:
+        setattr(settings, name, _AS_WITHOUT[name])
+    return before
+
+
+def take_settings(config: Any, args: Any) -> None:
+    """Let a config that was made from arguments while they were :func:`hidden` have them after all.
+
+    Args:
+        config: The optimizer's.
+        args: Megatron's arguments.
+    """
+    for name in _AS_WITHOUT:
+        if hasattr(args, name):
+            setattr(config, name, getattr(args, name))
+
+
+def keep(wrapper: Any) -> KeptWeights | None:
+    """What keeps the main weights of a wrapper between steps; None if they stay where Megatron has put them.
+
+    Args:
+        wrapper: One of ours, built; its config has the settings as the user made them in ``rankwise_memory``.
+    """
+    config = wrapper.config
+    if wrapper.optimizer is None or not isinstance(wrapper, DistributedOptimizer):
+        return None
+    if steps_on_host(wrapper):
+        return HostWeights(wrapper, config.pin_cpu_params, config.pin_cpu_grads)
+    aware = getattr(config, "rankwise_memory", {}).get("use_precision_aware_optimizer", False)
+    return Remainders(wrapper) if aware and config.bf16 and config.store_param_remainders else None
+
+
+def steps_on_host(wrapper: Any) -> bool:
+    """Whether a wrapper of ours has its main weights and states on the host.
+
+    Args:
+        wrapper: See :func:`keep`.
+    """
+    return bool(getattr(wrapper.config, "rankwise_memory", {}).get("optimizer_cpu_offload", False))
+
+
+def memory_refusals(settings: Any, named: Named) -> Iterator[tuple[str, str]]:
+    """Settings that cannot be done, with the reason and what works.
+
+    Args:
+        settings: Megatron's config or arguments.
+        named: The optimizer.
+    """
+    aware = getattr(settings, "use_precision_aware_optimizer", False)
+    offload = getattr(settings, "optimizer_cpu_offload", False)
+    for field, flag in _KEPT.items():
+        if getattr(settings, field, False) and not getattr(settings, "use_distributed_optimizer", False):
+            yield flag, _NEEDS_DISTRIBUTED
+    if not aware and _type(settings, "main_grads_dtype") != "fp32":
+        yield "--main-grads-dtype", f"without {_PRECISION} Megatron has fp32 ones; add that flag"
+    if _type(settings, "main_params_dtype") != "fp32":
+        yield (
+            "--main-params-dtype fp16",
+            "11 bits of a main weight round most updates away, and the run no longer follows fp32; "
+            f"leave it out: {_PRECISION} keeps 16 bits beside each bf16 weight, and nothing is lost",
+        )
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if _type(settings, field) != "fp32":
+            yield "--" + field.replace("_", "-"), _state_types(named)
+    yield from _offload_refusals(settings, offload)
+
+
+def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Settings that the model's gradient and weight buffers contradict, with the reason and what works.
+
+    Args:
+        settings: Megatron's config.
+        chunks: The model chunks.
+    """
+    buffers = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+    if _type(settings, "main_grads_dtype") == "bf16" and any(found.grad_reduce_in_fp32 for found in buffers):
+        yield "--main-grads-dtype bf16", "the gradient buffers are in fp32; make them with grad_reduce_in_fp32=False"
+    kept = [flag for field, flag in _KEPT.items() if getattr(settings, field, False)]
+    for field in ("fp8_param_gather", "fp4_param_gather"):
+        if kept and any(getattr(found, field, False) for found in buffers):
+            yield kept[0], f"a quantized weight has no 16 bits to add to; leave out --{field.replace('_', '-')}"
+
+
+def _offload_refusals(settings: Any, offload: bool) -> Iterator[tuple[str, str]]:
+    if not offload:
+        return
+    fraction = getattr(settings, "optimizer_offload_fraction", 1.0)
+    if fraction != 1.0:
+        yield (
+            f"--optimizer-offload-fraction {fraction}",
+            "with a step on the host and another on the device, norms and matrices that ranks compute together would "
+            "belong to neither; it must be 1.0, for which all main weights and states are on the host",
+        )
+    if getattr(settings, "use_torch_optimizer_for_cpu_offload", False):
+        yield "--use-torch-optimizer-for-cpu-offload", "the host steps by the rule that --optimizer names; leave it out"
+
+
+def _type(settings: Any, field: str) -> str:
+    """By its name on the command line, which is what arguments hold until they have been validated."""
+    value = getattr(settings, field, torch.float32)
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
+    return str(names.get(value, value))
+
+
+def _state_types(named: Named) -> str:
+    """What is said to Megatron's names of Adam's moments."""
+    cls = named.optimizer
+    ours = [f"--{cls.options_type.flag(key)}" for key in _STATE_TYPES if key in cls.options_type.names()]
+    instead = f"; {', '.join(ours)} says it of what can be kept in fewer bits" if ours else ", always in fp32"
+    return f"it names a state of Megatron's Adam, and {cls.__name__} has states of its own{instead}; leave it out"

@@ -1,0 +1,302 @@
+"""Megatron's memory settings: main weights as 16 bits beside bf16 ones, gradients in bf16, a step on the host."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import apart_devices
+import pytest
+import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
+from megatron_harness import Result, Trainer, move, opened, trained
+from megatron_types import TYPES, maker
+from megatron_weights import initial
+from ranks import run_ranks
+from saved_runs import went_on
+from torch import Tensor, nn
+
+from megatron_patches import layouts, main_weights
+from megatron_patches.cpu import cpu_megatron
+from megatron_patches.main_weights import join, split
+from megatron_patches.registry import RankwiseConfig
+from megatron_patches.support import SupportError
+from megatron_patches.wrappers import _Distributed
+
+AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
+HOST: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+PLAIN = Cell(precision="bf16", **OVERLAPPED)
+LOW = replace(PLAIN, bf16_gradients=True)
+# By what is set: the cell without it.
+CELLS = {
+    "remainders": (replace(PLAIN, optimizer=AWARE), PLAIN),
+    "bf16 gradients": (replace(LOW, optimizer={**AWARE, "main_grads_dtype": torch.bfloat16}), LOW),
+    "host": (replace(PLAIN, optimizer=HOST), PLAIN),
+    "host, as pretrain_gpt.py sets it": (replace(PLAIN, optimizer={**HOST, **AWARE}), PLAIN),
+    "host, fp32": (Cell(optimizer=HOST, **OVERLAPPED), Cell(**OVERLAPPED)),
+    "host, fp16": (Cell(precision="fp16", optimizer=HOST, **DISTRIBUTED), Cell(precision="fp16", **DISTRIBUTED)),
+}
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP2": (2, {}),
+    "TP2 SP": (2, {"tp": 2, "sp": True}),
+    "PP2 interleaved": (2, {"pp": 2, "vpp": 2, "microbatches": 4, "layers": 4}),
+    "EP2": (2, {"ep": 2, **MOE}),
+    "TP2 DP2": (4, {"tp": 2, "sp": True}),
+}
+STEPS = 4
+# The harness does not take up overlapped gathers after a load.
+ALL_THERE: dict[str, Any] = {"overlap_param_gather": False}
+
+
+# --- 16 bits beside 16 -----------------------------------------------------------------------------------------------
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+def _samples() -> Tensor:
+    """Bit patterns of all kinds: ties, subnormals, infinities, the largest finite ones."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**31), 2**31, (100_000,), generator=generator, dtype=torch.int64)
+    ties = (drawn[:1000] & ~0xFFFF) | 0x8000
+    special = torch.tensor([0, 1, 0x7F7FFFFF, 0x7F800000, 0x00007FFF, 0x80000000, 0xFF7FFFFF, 0x3F807FFF, 0x3F808001])
+    return torch.cat([drawn, ties, special]).to(torch.int32).view(torch.float32)
+
+
+def test_both_halves_are_the_main_weight_bit_for_bit() -> None:
+    main = _samples()
+    model, low = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int16)
+    split(main, model, low)
+    back = join(model, low)
+    number = ~main.isnan()
+    assert torch.equal(_bits(back)[number], _bits(main)[number])
+    assert back[~number].isnan().all() and model[~number].isnan().all()
+    cast = main.bfloat16()
+    ties = (_bits(main) & 0xFFFF) == 0x8000
+    assert torch.equal(model[number & ~ties], cast[number & ~ties])
+    assert (model[number & ties].float().abs() >= cast[number & ties].float().abs()).all()
+
+
+# --- as without the settings -----------------------------------------------------------------------------------------
+
+
+def _rounding_half_up(wrapper: Any) -> None:
+    """Whole fp32 main weights, rounded as halves must be: in the middle, to the larger magnitude."""
+    for models, mains in zip(wrapper.shard_float16_groups, wrapper.shard_fp32_from_float16_groups, strict=True):
+        for model, main in zip(models, mains, strict=True):
+            model.copy_(((_bits(main) + 0x8000) & ~0xFFFF).view(torch.float32))
+
+
+def _pairs(rank: int, world: int, jobs: list[tuple[str, Cell, Cell]]) -> list[tuple[Result, Result]]:
+    found = []
+    with cpu_megatron():
+        for name, cell, without in jobs:
+            with opened(cell, maker(name)) as trainer:
+                kept = trainer.optimizer.chained_optimizers[0].kept
+                assert isinstance(kept, main_weights.KeptWeights)
+                mine = trained(trainer, STEPS)
+            with pytest.MonkeyPatch.context() as patched, opened(without, maker(name)) as trainer:
+                if isinstance(kept, main_weights.Remainders):
+                    patched.setattr(_Distributed, "_copy_main_params_to_model_params", _rounding_half_up)
+                found.append((mine, trained(trainer, STEPS)))
+    return found
+
+
+def _check_alike(jobs: list[tuple[str, Cell, Cell]], world: int) -> None:
+    for job, (mine, without) in zip(jobs, run_ranks(world, _pairs, jobs)[0], strict=True):
+        assert mine.losses == without.losses and mine.norms == without.norms, job
+        for kind in ("weights", "model_weights"):
+            ours, theirs = getattr(mine, kind), getattr(without, kind)
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (job, kind)
+        assert mine.replica_gap == 0, job
+
+
+def test_weights_are_bitwise_those_without_the_settings() -> None:
+    """Three ways to step; every type and setting is exhaustive."""
+    chosen = {"mars-lion": "bf16 gradients", "ldadam": "remainders", "mkor": "host"}
+    _check_alike([(name, *CELLS[label]) for name, label in chosen.items()], 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("label", CELLS)
+def test_weights_are_bitwise_those_without_the_settings_everywhere(label: str, place: str) -> None:
+    world, sizes = PLACES[place]
+    sizes = {**sizes, "overlap_param_gather": False, "overlap_grad_reduce": False, "bucket_size": None}
+    cell, without = (replace(cell, **sizes) for cell in CELLS[label])
+    _check_alike([(name, cell, without) for name in TYPES], world)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _saved(label: str) -> Cell:
+    return replace(CELLS[label][0], **ALL_THERE)
+
+
+def _check_resumed(jobs: list[tuple[str, Cell, Cell]], folder: Path) -> None:
+    for job, whole, again in went_on(jobs, folder):
+        assert again.losses == whole.losses, job
+        for kind in ("weights", "model_weights"):
+            ours, theirs = getattr(again, kind), getattr(whole, kind)
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (job, kind)
+        assert again.replica_gap == 0, job
+
+
+def test_resumes_bitwise(tmp_path: Path) -> None:
+    remainders, host, plain = _saved("remainders"), _saved("host"), replace(PLAIN, **ALL_THERE)
+    _check_resumed([("ldadam", remainders, remainders), ("sonew", host, plain)], tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_resumes_bitwise_with_and_without(tmp_path: Path) -> None:
+    jobs = [(name, _saved(label), _saved(label)) for name in TYPES for label in CELLS]
+    host, plain = _saved("host"), replace(PLAIN, **ALL_THERE)
+    jobs += [job for name in TYPES for job in ((name, host, plain), (name, plain, host))]
+    _check_resumed(jobs, tmp_path)
+
+
+def _into_remainders(rank: int, world: int, folder: Path) -> tuple[float, list[bool]]:
+    """The gap between ranks' copies, and whether main weights are those of the checkpoint."""
+    with cpu_megatron():
+        with opened(PLAIN, maker("mars-lion")) as trainer:
+            trained(trainer, 2)
+            trainer.save(folder)
+            saved, _ = trainer.weights()
+        with opened(CELLS["remainders"][0], maker("mars-lion")) as trainer:
+            trainer.load(folder)
+            result = trained(trainer, 0)
+            return (
+                (0.0, [])
+                if result is None
+                else (result.replica_gap, [torch.equal(saved[key], result.weights[key]) for key in saved])
+            )
+
+
+def test_whole_main_weights_become_halves(tmp_path: Path) -> None:
+    """Also those that a cast has rounded to even: all ranks' copies of the model follow."""
+    gap, same = run_ranks(2, _into_remainders, tmp_path)[0]
+    assert gap == 0 and same and all(same)
+
+
+# --- a device apart --------------------------------------------------------------------------------------------------
+
+
+def _watched(rank: int, world: int, names: list[str]) -> list[tuple[dict[str, int], Any]]:
+    found = []
+    with cpu_megatron(), pytest.MonkeyPatch.context() as patched, apart_devices.apart() as places:
+        made = main_weights._on_host
+        patched.setattr(main_weights, "_on_host", lambda *args: places.put(made(*args), apart_devices.HOST))
+        for name in names:
+            with opened(CELLS["host"][0], maker(name)) as trainer:
+                for chunk in trainer.chunks:
+                    for buffer in chunk.buffers:
+                        places.put(buffer.param_data, apart_devices.DEVICE)
+                        places.put(buffer.grad_data, apart_devices.DEVICE)
+                places.crossed.update(dict.fromkeys(places.crossed, 0))
+                found.append((dict(places.crossed), trained(trainer, 2), dict(places.crossed)))
+    return found
+
+
+@pytest.mark.parametrize("names", [["mkor"], pytest.param(list(TYPES), marks=pytest.mark.exhaustive)])
+def test_nothing_mixes_the_host_and_the_device(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """Without the compiled passes, whose reads nothing could watch."""
+    monkeypatch.setenv("RANKWISE_NATIVE", "0")
+    for _, _, crossed in run_ranks(2, _watched, names)[0]:
+        assert crossed[apart_devices.HOST] and crossed[apart_devices.DEVICE]
+
+
+# --- weights in 8 bits -----------------------------------------------------------------------------------------------
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn).to(torch.bfloat16)
+
+
+class Fp8Trainer(Trainer):
+    """Matrices whose values are those of 8 bits; Transformer Engine's tensors themselves need CUDA."""
+
+    def _chunk(self, stage: int) -> nn.Module:
+        wrapped = super()._chunk(stage)
+        for parameter in wrapped.parameters():
+            if parameter.dim() == 2:
+                initial = parameter.detach().clone()
+                parameter.data.copy_(_rounded(initial))
+                parameter.is_8_bit = True
+                parameter.dequantize = functools.partial(torch.clone, parameter.detach())
+                parameter.get_high_precision_init_val = functools.partial(torch.clone, initial)
+                parameter.clear_high_precision_init_val = lambda: None
+        return wrapped
+
+
+def _quantize(models: list[Any], mains: list[Any], starts: list[Any], *_: Any) -> None:
+    for model, main, start in zip(models, mains, starts, strict=True):
+        if main is not None:
+            model.data.view(-1)[start : start + main.numel()].copy_(_rounded(main))
+
+
+def _in_8_bits(rank: int, world: int, name: str, refused: bool) -> Any:
+    with cpu_megatron(), pytest.MonkeyPatch.context() as patched:
+        for module in (layouts, distrib_optimizer):
+            patched.setattr(module, "is_float8tensor", lambda tensor: getattr(tensor, "is_8_bit", False))
+            patched.setattr(module, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
+        patched.setattr(distrib_optimizer, "quantize_param_shard", _quantize)
+        patched.setattr(Cell, "ddp_config", functools.partialmethod(_gathered_in_8_bits, Cell.ddp_config))
+        cell = Cell(precision="bf16", optimizer=AWARE if refused else {}, **DISTRIBUTED)
+        if refused:
+            with pytest.raises(SupportError, match="--use-precision-aware-optimizer .* leave out --fp8-param-gather"):
+                opened(cell, maker(name), Fp8Trainer).__enter__()
+            return None, None
+        with opened(cell, maker(name), Fp8Trainer) as trainer:
+            return trained(trainer, 0), trained(trainer, STEPS)
+
+
+def _gathered_in_8_bits(cell: Cell, made: Any) -> Any:
+    config = made(cell)
+    config.fp8_param_gather = True
+    return config
+
+
+def test_main_weights_of_8_bits_are_those_before_rounding() -> None:
+    start, end = run_ranks(2, _in_8_bits, "mkor", False)[0]
+    _, alone = run_ranks(1, _in_8_bits, "mkor", False)[0]
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert torch.equal(start.weights[qkv], initial(qkv, start.weights[qkv].shape).bfloat16().float())
+    assert torch.equal(end.model_weights[qkv], _rounded(end.weights[qkv]).float())
+    assert move(end.weights, alone.weights, start.weights).mean < 0.05  # bf16 gradients; a tenth of a step's rounding
+    assert end.losses[-1] < end.losses[0]
+
+
+def test_weights_of_8_bits_have_no_remainders() -> None:
+    run_ranks(1, _in_8_bits, "ldadam", True)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("mkor", {**AWARE, "use_distributed_optimizer": False}, "--use-precision-aware-optimizer is invalid .* add"),
+        ("mkor", {**HOST, "use_distributed_optimizer": False}, "--optimizer-cpu-offload is invalid .* add"),
+        ("mkor", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "fraction 0.5 .* must be 1.0"),
+        ("mkor", {**HOST, "use_torch_optimizer_for_cpu_offload": True}, "--use-torch-.* leave it out"),
+        ("sonew", {"main_grads_dtype": torch.bfloat16}, "--main-grads-dtype is invalid .* add that flag"),
+        ("sonew", {**AWARE, "main_params_dtype": torch.float16}, "--main-params-dtype fp16 is invalid .* leave it out"),
+        ("sonew", {**AWARE, "exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype is invalid .* SONew .* always in fp32"),
+        ("ldadam", {**AWARE, "exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype .* --ldadam-error-dtype says it"),
+        ("mkor-h", {**AWARE, "exp_avg_dtype": torch.float16}, "--exp-avg-dtype .* --mkor-factor-dtype says it"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SupportError, match=message):
+        RankwiseConfig(optimizer=name, lr=1e-3, bf16=True, **{"use_distributed_optimizer": True, **fields})
+
+
+def test_megatrons_own_optimizer_is_judged_by_megatron() -> None:
+    with pytest.raises((RuntimeError, TypeError)):  # Without Transformer Engine, whose version 0.16 compares first.
+        RankwiseConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, **AWARE)
