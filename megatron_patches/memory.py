@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import get_model_config
 
 from megatron_patches.main_weights import HostWeights, KeptWeights, Remainders
 from rankwise.names import Named
@@ -138,6 +139,11 @@ def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str,
     for field in ("fp8_param_gather", "fp4_param_gather"):
         if kept and any(getattr(found, field, False) for found in buffers):
             yield kept[0], f"a quantized weight has no 16 bits to add to; leave out --{field.replace('_', '-')}"
+    if kept and any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks):
+        yield (
+            kept[0],
+            "--qk-clip scales main weights that a step has put away by then; leave out one of them",
+        )
 
 
 def _offload_refusals(settings: Any, offload: bool) -> Iterator[tuple[str, str]]:

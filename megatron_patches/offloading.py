@@ -40,7 +40,8 @@ class Offloading:
             model_memory: Addresses of the memory of the model's own weights, which stay where they are.
         """
         for weight in self._main_weights():
-            if is_on_device(weight) and weight.untyped_storage().data_ptr() not in model_memory:
+            own = weight.untyped_storage().data_ptr() not in model_memory and not _is_elsewhere(weight)
+            if is_on_device(weight) and own:
                 self._weights[weight] = weight.device
                 weight.data = weight.data.to("cpu", copy=True)
         for state in self._dictionaries():
@@ -69,6 +70,11 @@ class Offloading:
         yield from self._inner.state.values()
         yield from self._inner.matrix_states.values()
         yield from self._inner.matrix_states.loaded.values()
+
+
+def _is_elsewhere(weight: Tensor) -> bool:
+    """Whether it is kept in other tensors between steps, and has no memory for all of its elements."""
+    return weight.untyped_storage().nbytes() < weight.numel() * weight.element_size()
 
 
 class _AllStates:

@@ -313,6 +313,9 @@ class _Distributed(_Adopted, DistributedOptimizer):
         if self.kept is None:
             super()._copy_main_params_to_model_params()
         else:
+            if self.norms is not None:
+                # While the weights that it has changed are there.
+                self.norms.end(self.optimizer)
             self.kept.put_away()
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:

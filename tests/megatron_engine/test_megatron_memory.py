@@ -271,6 +271,21 @@ def test_main_weights_of_8_bits_are_those_before_rounding() -> None:
     assert end.losses[-1] < end.losses[0]
 
 
+def _clipped(rank: int, world: int) -> None:
+    def make(config: dict[str, Any], chunks: list[Any]) -> Any:
+        for chunk in chunks:
+            chunk.config.qk_clip = True
+        return maker("ldadam")(config, chunks)
+
+    with cpu_megatron(), pytest.raises(SupportError, match="--qk-clip scales main weights .* leave out one of them"):
+        with opened(CELLS["remainders"][0], make):
+            pass
+
+
+def test_weights_that_are_put_away_cannot_be_clipped() -> None:
+    run_ranks(2, _clipped)
+
+
 def test_weights_of_8_bits_have_no_remainders() -> None:
     run_ranks(1, _in_8_bits, "ldadam", True)
 

@@ -31,6 +31,10 @@ FURTHER: dict[str, tuple[str, Cell]] = {
     "overlapped": ("mkor", Cell(optimizer=LAYER, **OVERLAPPED)),
     "fp16": ("sonew", Cell(precision="fp16", optimizer=LAYER, **DISTRIBUTED)),
     "layer-wise": ("mars-shampoo", Cell(precision="bf16", optimizer={"rankwise_layer_wise": True, **LAYER})),
+    "16 bits beside bf16 weights": (
+        "sonew",
+        Cell(precision="bf16", optimizer={"use_precision_aware_optimizer": True, **LAYER}, **DISTRIBUTED),
+    ),
     "TP2 distributed": ("mars-m", Cell(tp=2, sp=True, optimizer=LAYER, **DISTRIBUTED)),
     "VPP2": ("mars-lion", Cell(pp=2, vpp=2, layers=4, microbatches=4, optimizer=LAYER, **DISTRIBUTED)),
     "EP2 experts": ("mkor-h", Cell(ep=2, moe=4, optimizer={"rankwise_log_norms": "weight"})),
