@@ -29,9 +29,10 @@ from megatron_patches.model_keys import model_keys
 from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, settle_options
-from megatron_patches.takeover import TAKEOVER, Takeover, find_takeovers, taken_over
+from megatron_patches.takeover import TAKEOVER, Place, Takeover, at_place, find_takeovers, taken_over
 from megatron_patches.whole_files import common_state, require_whole
 from rankwise.sharding import Fragment
+from rankwise.sharding.shards import is_sharded
 from rankwise.step.carrying import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.portable import (
@@ -162,18 +163,19 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
     stored = _common_state(requested, folder)
     if any(find_takeovers(requested)):
         require_whole(folder)
+    in_place = _filled_in_place(requested)
     placed, theirs = dict(find_records(requested)), dict(find_records(stored))
     wanted, saved = list(placed.values()), list(theirs.values())
     predecessor = _predecessor(requested, theirs, stored, folder)
     if predecessor is not None:
-        yield predecessor
+        yield partial(_settled, predecessor, in_place)
         return
     _refuse_another(wanted, saved, "optimizer" in stored)
     for place, record in wanted_records(placed, theirs).items():
         match_groups(_recorded_groups(placed[place]), _recorded_groups(record))
     _leave_out_divided_otherwise(requested, placed, folder)
     try:
-        yield partial(relocate_records, requested=placed, stored=theirs)
+        yield partial(_settled, partial(relocate_records, requested=placed, stored=theirs), in_place)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception.
@@ -183,6 +185,22 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
         if reason is None:
             raise
         raise ValueError(reason) from error
+
+
+def _filled_in_place(requested: Any) -> dict[Place, MegatronOptimizer]:
+    """Wrappers under FSDP2 by where their states lie: Megatron's loop takes these for loaded once tensors are read."""
+    return {
+        place: holder[TAKEOVER].wrapper
+        for place, holder in find_takeovers(requested)
+        if any(is_sharded(weight) for group in holder[TAKEOVER].wrapper.param_groups for weight in group["params"])
+    }
+
+
+def _settled(relocate: Callable[[Any], None], in_place: Mapping[Place, MegatronOptimizer], loaded: Any) -> None:
+    relocate(loaded)
+    for place, wrapper in in_place.items():
+        # Counts, options and what was not read in place; a loop of the user's own may do so once more.
+        wrapper.load_state_dict(at_place(loaded, place))
 
 
 def _predecessor(requested: Any, theirs: Mapping[Any, Any], common: Mapping[str, Any], folder: str) -> Any:

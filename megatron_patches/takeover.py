@@ -22,7 +22,7 @@ from rankwise.planning.succession import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.portable import take_moments
 
-__all__ = ["TAKEOVER", "Takeover", "find_takeovers", "taken_over"]
+__all__ = ["TAKEOVER", "Place", "Takeover", "at_place", "find_takeovers", "taken_over"]
 
 TAKEOVER = "rankwise_takeover"
 """Where a wrapper that is to be loaded leaves its own, in what it asks of a checkpoint."""
@@ -55,6 +55,7 @@ class Takeover:
         self._began = 0
         self._afresh: tuple[str, ...] = ()
         self._scaler: Mapping[str, Any] | None = None
+        self._is_done = False
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -196,6 +197,9 @@ class Takeover:
         """Full-precision weights, moments that mean the same, counts; the model's weights have been loaded."""
         inner = self._inner
         assert inner is not None
+        if self._is_done:
+            return
+        self._is_done = True
         parameters = {id(tensor): parameter for tensor, parameter, _ in self._layout.main_weights()}
         rounded = []
         for tensor, parameter, run in self._layout.main_weights():
@@ -294,7 +298,7 @@ class taken_over:  # noqa: N801 - used as a function.
         afresh: set[str] = set()
         try:
             for place, (takeover, _) in self._found.items():
-                read = _at(loaded, place).get(TAKEOVER, {}) if takeover.wrapper.optimizer is not None else {}
+                read = at_place(loaded, place).get(TAKEOVER, {}) if takeover.wrapper.optimizer is not None else {}
                 began = max(began, takeover.receive(read, self._common, lambda p: self._read(loaded, p)))
                 afresh.update(takeover.afresh)
         except Exception as error:  # noqa: BLE001 - the other ranks are to raise, too, and not to wait.
@@ -311,7 +315,7 @@ class taken_over:  # noqa: N801 - used as a function.
 
     def _read(self, loaded: Any, parameter: Parameter) -> Tensor:
         place = self._model.get(id(parameter))
-        found = parameter if place is None else _at(loaded, place)
+        found = parameter if place is None else at_place(loaded, place)
         return found if isinstance(found, Tensor) else parameter
 
 
@@ -347,7 +351,8 @@ def _parameter_places(state: Any, place: Place = ()) -> Iterator[tuple[int, Plac
             yield from _parameter_places(value, (*place, index))
 
 
-def _at(state: Any, place: Place) -> Any:
+def at_place(state: Any, place: Place) -> Any:
+    """What lies in nested dictionaries and lists where these keys lead."""
     for key in place:
         state = state[key]
     return state

@@ -13,6 +13,7 @@ from megatron_types import TYPES, maker
 from ranks import run_ranks
 from saved_runs import went_on
 
+import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.formats import refuse_format
 from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
@@ -91,6 +92,25 @@ def test_resumes_bitwise(jobs: list[tuple[str, Cell, Cell]], world: int, tmp_pat
         assert again.losses == whole.losses, job
         assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights), job
         assert all(torch.equal(again.model_weights[key], whole.model_weights[key]) for key in whole.weights), job
+
+
+def _loaded_in_place(rank: int, world: int, folder: Path) -> tuple[Result, Result]:
+    """As ``load_checkpoint`` of Megatron's loop does under FSDP2: the optimizer is not given what was loaded."""
+    megatron_patches.apply()
+    with cpu_megatron():
+        with opened(HALF, maker("ldadam")) as trainer:
+            trained(trainer, 2)
+            trainer.save(folder)
+            whole = trained(trainer, 2)
+        with opened(HALF, maker("ldadam")) as trainer, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(trainer.optimizer, "load_state_dict", lambda state: None)
+            trainer.load(folder)
+            return whole, trained(trainer, 2)
+
+
+def test_resumes_bitwise_in_megatrons_loop(tmp_path: Path) -> None:
+    whole, again = run_ranks(2, _loaded_in_place, tmp_path)[0]
+    assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
 
 
 @pytest.mark.exhaustive
