@@ -358,7 +358,7 @@ class Framework(LayoutSource):
     def __init__(self, layout: str, case: str, dtype: torch.dtype, rank: int, world: int) -> None:
         self.group = dist.group.WORLD if dist.is_initialized() else None
         self.layout, self.rank, self.world, self.dtype = layout, rank, world, dtype
-        self.replicated = layout == "replicated"
+        self.replicated = self.saved_by_some = layout == "replicated"
         self.tensor_parallel = _tensor_parallel(rank, world) if layout == "tensor" else None
         self.network = Network(dtype, True)
         self.optimizer = build(case, self.network)

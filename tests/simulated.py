@@ -218,7 +218,7 @@ class Framework(LayoutSource):
         self, layout: str, case: Case, dtype: torch.dtype, rank: int = 0, world: int = 1, group: Any = None
     ) -> None:
         self.layout, self.rank, self.world, self.group = layout, rank, world, group
-        self.replicated = layout == "replicated" and world > 1
+        self.replicated = self.saved_by_some = layout == "replicated" and world > 1
         self.tensor_parallel = tensor_parallel(rank, world) if layout.startswith("tensor") and world > 1 else None
         self.model = Model(dtype)
         self.optimizer = case.optimizer(self.model)

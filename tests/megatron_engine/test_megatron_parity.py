@@ -244,6 +244,6 @@ def test_whole_grid(precision: str, label: str) -> None:
 
 
 def test_the_default_grid_has_every_place_and_wrapper() -> None:
-    assert {label.split(", ")[0] for label in FP32} == {*PLACES, "DP3"}
+    assert {label.split(", ")[0] for label in FP32} == {*PLACES, "DP3", "TE TP2 SP"}
     for labels in (FP32, BF16):
         assert {label.split(", ")[1] for label in labels} == {*WRAPPERS}
