@@ -50,7 +50,7 @@ def test_the_option_tables_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=pytest.mark.slow if MODELS[model].gpus > 128 else ()) for model in MODELS]
+    "model", [pytest.param(model, marks=pytest.mark.exhaustive if MODELS[model].gpus > 128 else ()) for model in MODELS]
 )
 def test_what_the_plan_says_of_configurations_for_models_is_on_the_page(model: str, tmp_path: Path) -> None:
     """`python -m benchmarks plans` writes the page anew."""

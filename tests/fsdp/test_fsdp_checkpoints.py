@@ -224,7 +224,7 @@ def _asked(rank: int, world: int, setting: str | None, cases: list[str], asks: b
     return found
 
 
-@pytest.mark.parametrize("setting", ["rows-3", "hybrid-4", None])
+@pytest.mark.parametrize("setting", ["rows-3", pytest.param("hybrid-4", marks=pytest.mark.exhaustive), None])
 def test_asking_for_states_leaves_no_trace(setting: str | None) -> None:
     expected, found = (_everywhere(setting, _asked, ALL, asks)[0] for asks in (False, True))
     for case in ALL:

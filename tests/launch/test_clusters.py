@@ -66,7 +66,7 @@ def share_what_is_compiled(cache: Path) -> None:
         (cache / name).symlink_to(known)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_job_that_loses_a_process_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     share_what_is_compiled(tmp_path / "bin/cache")

@@ -86,7 +86,7 @@ def _check(name: str, place: str, names: tuple[str, ...], places: tuple[str, ...
     check_alike(name, found[name, place], found["adam", place], _response(name).largest)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", USUAL_PLACES)
 @pytest.mark.parametrize("name", USUAL)
 def test_ends_at_the_weights_of_one_process(name: str, place: str) -> None:

@@ -44,7 +44,7 @@ def _follows(cell: str, cases: list[str], found: dict[str, Weights], known: tupl
 # --- in CI ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_follows_one_rank_and_resumes(tmp_path: Path) -> None:
     """Two sharded ranks; then from half way with the same bits, and on one rank."""
     cases, folder = ["adamw", *FEW], str(tmp_path)
@@ -57,7 +57,7 @@ def test_follows_one_rank_and_resumes(tmp_path: Path) -> None:
         assert difference(elsewhere[case], whole[case]) <= 5e-5, case
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_follow_one_rank() -> None:
     cases = ["adamw", "mkor-h"]
     _follows("pp-2", cases, _together("pp-2", cases), IN_CI)
