@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from ranks import run_ranks
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 
-__all__ = ["AFTER", "BEFORE", "Job", "resume", "save"]
+__all__ = ["AFTER", "BEFORE", "Job", "resume", "save", "went_on"]
 
 BEFORE, AFTER = 3, 3
 Job = tuple[str, Cell]
@@ -43,6 +44,21 @@ def resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]]) -> list[Re
                 trainer.load(source)
                 found.append(trained(trainer, AFTER))
     return found
+
+
+def went_on(
+    jobs: list[tuple[str, Cell, Cell]], folder: Path, world: int = 2
+) -> Iterator[tuple[tuple[str, Cell, Cell], Result, Result]]:
+    """Of every job the uninterrupted run in its first cell, and the one that goes on in its second.
+
+    Args:
+        jobs: An optimizer's name and two cells.
+        folder: An empty one.
+        world: Ranks.
+    """
+    whole = run_ranks(world, save, [job[:2] for job in jobs], folder)[0]
+    others = [(name, other, folder / str(index)) for index, (name, _, other) in enumerate(jobs)]
+    yield from zip(jobs, whole, run_ranks(world, resume, others)[0], strict=True)
 
 
 def _main(action: str, folder: Path) -> None:

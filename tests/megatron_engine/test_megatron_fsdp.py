@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron_cells import BIASED, DISTRIBUTED, Cell
 from megatron_harness import Result, largest_gap, move, opened, trained
+from megatron_resumes import went_on
 from megatron_types import TYPES, maker
 from ranks import run_ranks
-from saved_runs import went_on
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron

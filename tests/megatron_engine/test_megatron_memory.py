@@ -13,10 +13,10 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
 from megatron_harness import Result, Trainer, move, opened, trained
+from megatron_resumes import went_on
 from megatron_types import TYPES, maker
 from megatron_weights import initial
 from ranks import run_ranks
-from saved_runs import went_on
 from torch import Tensor, nn
 
 from megatron_patches import layouts, main_weights
