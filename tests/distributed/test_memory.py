@@ -155,7 +155,7 @@ def alone() -> dict[str, Memory]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_memory_falls_as_one_over_world(alone: dict[str, Memory], world: int) -> None:
     ranks = run_ranks(world, _all)
     for name, one in alone.items():
