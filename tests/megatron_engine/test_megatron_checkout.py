@@ -79,6 +79,8 @@ def pretrain(
     theirs = [str(STAND_IN), str(STAND_IN.parent)] if stand_in else []
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent), *theirs]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    if "--use-torch-fsdp2" in arguments:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # Megatron demands more than the 1 that conftest sets.
     command = [sys.executable, "-m", "rankwise.launch.cli", "megatron", "--cpu", "--ranks", str(ranks)]
     if stand_in:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
