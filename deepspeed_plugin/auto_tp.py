@@ -171,11 +171,7 @@ def tensor_parallel(everyone: dist.ProcessGroup) -> TensorParallel:
     Args:
         everyone: All ranks of the run.
     """
-    group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
-    members: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
-    dist.all_gather_object(members, dist.get_process_group_ranks(group), group=everyone)
-    sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in members}
-    return TensorParallel(tuple(sorted(sets)), group)
+    return TensorParallel.among(everyone, groups.get_tensor_model_parallel_group())
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------

@@ -54,12 +54,7 @@ class ParallelGroups:
             stage: As :meth:`stage` gave it.
         """
         group = self._tensor_group(expert)
-        if group is None or self.tensor(expert)[1] == 1:
-            return None
-        everyone: list[list[int]] = [[] for _ in range(dist.get_world_size(stage))]
-        dist.all_gather_object(everyone, dist.get_process_group_ranks(group), group=stage)
-        sets = {tuple(dist.get_group_rank(stage, rank) for rank in ranks) for ranks in everyone}
-        return TensorParallel(tuple(sorted(sets)), group)
+        return None if group is None or self.tensor(expert)[1] == 1 else TensorParallel.among(stage, group)
 
     def data(self, expert: bool) -> tuple[int, int]:
         """This rank's position among the ranks that gradients are averaged over, and their number."""

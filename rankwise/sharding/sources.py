@@ -173,6 +173,19 @@ class TensorParallel:
     group: dist.ProcessGroup
     near: bool = True
 
+    @classmethod
+    def among(cls, everyone: dist.ProcessGroup, group: dist.ProcessGroup) -> TensorParallel:
+        """The tensor-parallel groups of some ranks. A collective of these.
+
+        Args:
+            everyone: The ranks.
+            group: This rank's tensor-parallel group.
+        """
+        found: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
+        dist.all_gather_object(found, dist.get_process_group_ranks(group), group=everyone)
+        sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in found}
+        return cls(tuple(sorted(sets)), group)
+
 
 class LayoutSource(ABC):
     """What a framework tells the optimizer about the tensors it put into the param groups.
