@@ -77,6 +77,15 @@ class Norms:
         self._plans: tuple[StepUnit, _Plan] | None = None
         self._squares: Tensor | None = None
 
+    def watch(self, inner: ShardedOptimizer) -> None:
+        """Measure the steps of an optimizer, whatever is around it.
+
+        Args:
+            inner: The optimizer.
+        """
+        inner.register_step_pre_hook(lambda *_: self.begin(inner))
+        inner.register_step_post_hook(lambda *_: self.end(inner))
+
     @torch.no_grad()
     def begin(self, inner: ShardedOptimizer) -> None:
         """Called before a step that will be taken, on all ranks.

@@ -65,9 +65,6 @@ _FSDP = (
 )
 # Their values mean something under FSDP alone, and default to a kind of sharding in some versions.
 _FSDP_STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
-_FSDP_WRAPPERS = {
-    "FullyShardedDataParallel": "--use-megatron-fsdp",
-}
 
 
 def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
@@ -108,13 +105,11 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                 f"{name}: all experts of a rank lie in one tensor, which would be taken for one matrix; use "
                 "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
             )
-        for base in type(chunk).__mro__:
-            flag = _FSDP_WRAPPERS.get(base.__name__)
-            if flag is not None:
-                raise SupportError(
-                    f"{flag} (the model is a {base.__name__}) is invalid with --optimizer {name}: {_FSDP_REASON}; "
-                    f"{_FSDP_FIX}"
-                )
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(chunk).__mro__):
+            raise SupportError(
+                f"--use-megatron-fsdp (the model is a FullyShardedDataParallel) is invalid with --optimizer {name}: "
+                f"{_FSDP_REASON}; {_FSDP_FIX}"
+            )
         for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
             shards = getattr(get_model_config(chunk), field, 1) or 1
             if shards > 1:

@@ -91,6 +91,7 @@ class Adoption:
             OptionError: There is nothing to update.
         """
         self._capture(built)
+        self._measure()
         wrappers = getattr(built, "chained_optimizers", [built])
         for wrapper, members in zip(wrappers, share_members(wrappers, self.groups.pipeline), strict=True):
             wrapper.members, wrapper.pipeline = members, self.groups.pipeline
@@ -102,6 +103,13 @@ class Adoption:
                 inner.table.refuse_if_idle()
             raise OptionError("the optimizer would update none of the model's parameters with its own rule.")
         self._refuse_unmatched()
+
+    def _measure(self) -> None:
+        for inner, wrapper in self._adopted.items():
+            by = getattr(wrapper.config, "rankwise_log_norms", None)
+            if by is not None:
+                wrapper.norms = Norms(by, wrapper.config.rankwise_log_interval, self.groups.whole_stage)
+                wrapper.norms.watch(inner)
 
     def _refuse_unmatched(self) -> None:
         """Refuse patterns of options that match no parameter on any rank. A collective."""
@@ -193,9 +201,6 @@ class _Adopted(MegatronOptimizer):
         self.adoption.adopt(self)
         if self.optimizer is not None:
             let_others_move(self.optimizer, self.offload_to_cpu, self.restore_from_cpu)
-        by = getattr(self.config, "rankwise_log_norms", None)
-        if by is not None:
-            self.norms = Norms(by, self.config.rankwise_log_interval, self.adoption.groups.whole_stage)
         self.kept = keep(self)
 
     def main_weights(self) -> AbstractContextManager[None]:
@@ -232,15 +237,6 @@ class _Adopted(MegatronOptimizer):
         if not self.is_stub_optimizer:
             self.backward_scale = self.get_loss_scale().clone()
         return bool(super().prepare_grads())
-
-    def step_with_ready_grads(self) -> bool:
-        """As Megatron's; at the log interval it is measured."""
-        if self.norms is None or self.is_stub_optimizer:
-            return bool(super().step_with_ready_grads())
-        self.norms.begin(self.optimizer)
-        done = bool(super().step_with_ready_grads())
-        self.norms.end(self.optimizer)
-        return done
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """This rank's states, to be loaded into the same layout.
@@ -313,9 +309,6 @@ class _Distributed(_Adopted, DistributedOptimizer):
         if self.kept is None:
             super()._copy_main_params_to_model_params()
         else:
-            if self.norms is not None:
-                # While the weights that it has changed are there.
-                self.norms.end(self.optimizer)
             self.kept.put_away()
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
