@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,8 +14,6 @@ from rankwise.launch.planning.megatron import Part, slices_of_part
 from rankwise.sharding.sources import Slice, TensorContents
 
 __all__ = ["contents_under_autotp", "parts_under_autotp"]
-
-_ALIGNMENT = 2
 
 
 def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor], tp: int) -> list[Part]:
@@ -31,11 +30,10 @@ def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor],
         ValueError: No layer of the model is known to be cut, or one cannot be cut equally.
     """
     cuts = tensor_parallel_dims(model)
-    embeddings = {f"{path}.weight": module.weight for path, module in model.named_modules() if _is_embedding(module)}
-    heads = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    for name, weight in embeddings.items():
-        if all(weight is not head for head in heads):
-            cuts.pop(name, None)
+    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) not in heads:
+            cuts.pop(f"{path}.weight", None)
     found = []
     for name, parameter in parameters.items():
         dim, shape = cuts.get(name), tuple(parameter.shape)
@@ -45,38 +43,33 @@ def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor],
     return found
 
 
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
-
-
-def contents_under_autotp(parts: list[Part], cluster: Cluster) -> list[list[TensorContents]]:
+def contents_under_autotp(parts: list[Part], cluster: Cluster, alignment: int) -> list[list[TensorContents]]:
     """What every rank stores, tensor-parallel ranks next to each other; all parameters in one param group.
 
     Args:
         parts: See :func:`parts_under_autotp`.
         cluster: With a ZeRO stage.
+        alignment: Of partitions at stages 1 and 2, in elements.
     """
     found = []
     for data in range(cluster.dp):
-        runs = list(_runs(parts, cluster, data))
+        runs = list(_runs(parts, cluster, data, alignment))
         for rank in range(cluster.tp):
             slices: list[Slice] = []
             position = 0
             for part, start, end in runs:
                 copy = data if cluster.stage == 0 else 0
                 for piece in slices_of_part(part, cluster.tp, rank, start, end, copy):
-                    slices.append(
-                        Slice(piece.name, piece.start, piece.end, position + piece.offset, piece.columns, piece.copy)
-                    )
+                    slices.append(replace(piece, offset=position + piece.offset))
                 position += end - start
             found.append([TensorContents(0, tuple(slices))])
     return found
 
 
-def _runs(parts: list[Part], cluster: Cluster, data: int) -> Iterator[tuple[Part, int, int]]:
+def _runs(parts: list[Part], cluster: Cluster, data: int, alignment: int) -> Iterator[tuple[Part, int, int]]:
     """The elements of every flattened shard that a data-parallel rank has."""
     sizes = [part.shard(cluster.tp) for part in parts]
-    share = -(-sum(sizes) // (cluster.dp * _ALIGNMENT)) * _ALIGNMENT
+    share = -(-sum(sizes) // (cluster.dp * alignment)) * alignment
     position = 0
     for part, size in zip(parts, sizes, strict=True):
         if cluster.stage == 0:

@@ -110,7 +110,7 @@ def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Clust
         return units, sum(parameter.numel() for parameter in parameters.values())
     parts = parts_under_autotp(model, parameters, cluster.tp)
     optimizer.attach(StageSource(cluster))
-    units = optimizer.imagine([contents_under_autotp(parts, cluster)])
+    units = optimizer.imagine([contents_under_autotp(parts, cluster, _DEEPSPEED_ALIGNMENT)])
     for unit in units:
         unit.spends_gradients = cluster.stage > 0
     return units, sum(part.shard(cluster.tp) for part in parts)

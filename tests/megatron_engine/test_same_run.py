@@ -29,10 +29,8 @@ from language_model import Model
 from megatron_harness import largest_gap
 from ranks import run_ranks
 
-USUAL = ("ldadam", "mkor")
 ALL = tuple(name for name in OPTIONS if name != "mars")
 PLACES = ("ZeRO-3 × 2", "Megatron × 2", "FSDP2 × 2", "FSDP2 × 3")
-USUAL_PLACES = PLACES[:3]
 CUTS = (4, 8)
 
 
@@ -84,13 +82,6 @@ def _response(name: str) -> Figures:
 def _check(name: str, place: str, names: tuple[str, ...], places: tuple[str, ...]) -> None:
     found = _compared(names, places)
     check_alike(name, found[name, place], found["adam", place], _response(name).largest)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("place", USUAL_PLACES)
-@pytest.mark.parametrize("name", USUAL)
-def test_ends_at_the_weights_of_one_process(name: str, place: str) -> None:
-    _check(name, place, USUAL, USUAL_PLACES)
 
 
 @pytest.mark.exhaustive
