@@ -41,6 +41,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.uint8: "u8",
+    torch.int8: "i8",
 }
 
 
@@ -334,13 +335,32 @@ def low_rank_step(right: bool) -> None:
     low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
 
 
-def quantization() -> None:
-    from rankwise.kernels.quantization import quantized_length
-    from rankwise.kernels.triton.launched_quantization import add_dequantized, quantize_
+def narrow(dtype: torch.dtype, length: int = 4096) -> Any:
+    from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
 
-    values, kept = [torch.zeros(256)], [torch.zeros(quantized_length(256), dtype=torch.uint8)]
-    quantize_(values, kept)
-    add_dequantized(values, kept, values)
+    lengths = (BLOCK, length)
+    exponents = [torch.zeros(blocks_of(0, each), dtype=torch.int8) for each in lengths] if is_coded(dtype) else []
+    return NarrowRuns([torch.zeros(each, dtype=dtype) for each in lengths], exponents, [0, 0], [1, 2], 3)
+
+
+def narrow_update(first: torch.dtype, second: torch.dtype) -> None:
+    from rankwise.kernels import triton
+
+    states = {"exp_avg": narrow(first), "exp_avg_sq": narrow(second), "reference": narrow(first)}
+    wide = {name: [torch.zeros(64), torch.zeros(4096)] for name in ("grad", "param")}
+    scalars = Scalars(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=2, k=0.5, advance=True)
+    triton.run(Pass("adamw", {**wide, **states}, scalars, torch.ones(2)))
+    triton.squared_norms(wide["grad"], states["reference"], 0.5)
+
+
+def quantization(dtype: torch.dtype) -> None:
+    from rankwise.kernels.triton import launched_quantization as launched
+
+    values, kept = [torch.zeros(64), torch.zeros(4096)], narrow(dtype)
+    launched.encode_(values, kept)
+    launched.encode_(values, kept, launched.exponents_of(values, kept))
+    launched.decode_(values, kept)
+    launched.add_decoded(values, kept, values)
 
 
 def low_rank_matrices(rank: int) -> None:
@@ -378,7 +398,10 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (moments, ()),
     (low_rank_step, (False,)),
     (low_rank_matrices, (256,)),
-    (quantization, ()),
+    (narrow_update, (torch.int8, torch.uint8)),
+    (narrow_update, (torch.bfloat16, torch.bfloat16)),
+    (quantization, (torch.int8,)),
+    (quantization, (torch.uint8,)),
     (orthogonal_steps, (torch.bfloat16, 128, 64)),
 ]
 MORE = [

@@ -104,17 +104,27 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
     return Counter()
 
 
+def _bytes(given: dict[str, Any], state: str) -> float:
+    """Of an element of a state, with its share of an exponent."""
+    element = given[state]
+    return element.primitive_bitwidth / 8 + (1 / 64 if element.is_int() else 0)
+
+
 def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
     """Bytes of what a kernel finds by the addresses in its table."""
     if name in ("update_kernel", "norm_kernel"):
-        fields = given["FIELDS"]
-        reference = given["REFERENCE"].primitive_bitwidth // 8
-        moved = 4 * fields
-        if name == "update_kernel":
-            moved += 4 * {0: 1, 1: 2, 2: 3, 3: 1}[given["RULE"]] + given["GRAD"].primitive_bitwidth // 8 - 4
+        fields, stride = given["FIELDS"], given["FIELDS"] + 1 + given["EXTRAS"]
+        rule, is_update = given.get("RULE"), name == "update_kernel"
+        moved = given["GRAD"].primitive_bitwidth / 8 if is_update else 4.0
+        if is_update and rule != 3:
+            moved += 2 * _bytes(given, "EXP_AVG")
+        if is_update and rule:
+            moved += 8
+        if is_update and rule == 2:
+            moved += 2 * _bytes(given, "EXP_AVG_SQ")
         if given.get("CORRECT", fields == 2):
-            moved += reference - 4 + (reference if given.get("ADVANCE") else 0)
-        return moved * sum(table[fields :: fields + 1])
+            moved += _bytes(given, "REFERENCE") * (2 if given.get("ADVANCE") else 1)
+        return int(moved * sum(table[fields::stride]))
     if name == "normalise_kernel":
         return (4 + given["ELEMENT"].primitive_bitwidth // 8) * sum(table[2::3])
     if name in ("_gather_kernel", "_squares_kernel", "_finish_kernel"):
@@ -134,8 +144,10 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         short_first = not given["RIGHT"]
         thin = sum(row * (1 if short_first else other) + cols * (other if short_first else 1) for row in rows)
         return moved + 4 * rank * thin
-    if name in ("_quantize_kernel", "_add_dequantized_kernel"):
-        return int(sum(table[3::4]) * ((5 if name == "_quantize_kernel" else 9) + 1 / given["BLOCK"]))
+    if name in ("_encode_kernel", "_decode_kernel", "_exponents_kernel"):
+        codes = given["ELEMENT"].primitive_bitwidth // 8 + (1 / given["BLOCK"] if given["ELEMENT"].is_int() else 0)
+        wide = {"_encode_kernel": 4, "_decode_kernel": 8 if given.get("ADD") else 4}.get(name)
+        return int(sum(table[3::8]) * (4 + 1 / given["BLOCK"] if wide is None else wide + codes))
     if name == "_grouped_product_kernel":
         rows, columns, depth = given["rows"], given["columns"], given["depth"]
         operands = rows * depth if given["SCALED"] else (rows + columns) * depth

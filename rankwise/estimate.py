@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from rankwise.kernels.quantization import QUANTIZED, quantized_length
+from rankwise.kernels.narrow_runs import BLOCK, is_coded
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import (
@@ -128,11 +128,11 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
     layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
     for rank, size in zip(ranks, _scratch_memory(unit, work), strict=True):
         rank.scratch_bytes = max(rank.scratch_bytes, size)
-    for shares, count, width, quantized in _element_states(optimizer, unit):
+    for shares, count, width, coded in _element_states(optimizer, unit):
         for holder, held in shares.items():
             rank = ranks[holder]
             rank.elements += held * count
-            rank.element_state_bytes += held * width + quantized_length(held) * quantized
+            rank.element_state_bytes += held * width + -(-held // BLOCK) * coded
             rank.flops += held * count * work.element_flops
     if unit.exchange is not None:
         plan = unit.exchange.plan
@@ -219,18 +219,19 @@ def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tup
     """What keys keep that are held alike.
 
     Yields:
-        Their elements by rank, how many keys those are, bytes of state for each element, and states in 8 bits.
+        Their elements by rank, how many keys those are, bytes of state for each element, and states with an exponent
+        for every block.
     """
     found: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
     for key in unit.layout.shapes:
         group = unit.planned_groups[unit.group_position[key]]
         states = optimizer.declared.element_states(unit.infos[key], unit.routes[key].rule, group)
-        quantized = sum(dtype == QUANTIZED for dtype in states.values())
-        width = sum((dtype or unit.dtype).itemsize for dtype in states.values() if dtype != QUANTIZED)
+        coded = sum(map(is_coded, states.values()))
+        width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
         elements = unit.layout.elements(key)
         # They are kept here, so that no other has the same number.
         _, count, total, others = found.get(id(elements), (elements, 0, 0, 0))
-        found[id(elements)] = (elements, count + 1, total + width, others + quantized)
+        found[id(elements)] = (elements, count + 1, total + width, others + coded)
     return found.values()
 
 

@@ -32,7 +32,7 @@ class Case:
     def narrow_states(self) -> set[torch.dtype]:
         """Types of states that are narrower than float32; 8 bits lie in bytes."""
         found = {self.options.get("error_dtype"), self.options.get("reference_dtype")}
-        return {dtype for name, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.uint8)) if name in found}
+        return {dtype for name, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8)) if name in found}
 
     def build(self, params: Iterable[Any], model: nn.Module | None = None, **overrides: Any) -> Any:
         """The optimizer, its statistics hooked to ``model`` where it takes any."""

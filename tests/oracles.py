@@ -137,20 +137,41 @@ def one_sided_l1_damping(
     return (eps * sums.amax(dim=-1, keepdim=True)).clamp_min(floor)
 
 
-def quantized_to_8_bits(values: np.ndarray, block: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Block-wise quantization by search: the smallest power of two of which nothing in a block is more than 127 times.
+def codes_by_search(values: np.ndarray, is_root: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Block-wise quantization by search: of all numbers that codes stand for, the nearest, of two the even one.
 
     Args:
-        values: 1-D, fp64, finite.
-        block: Values that share a scale.
+        values: 1-D, fp64, finite; from the first element of a parameter on.
+        is_root: Whether codes are of roots, with an exponent of their own.
 
     Returns:
-        The integers, and the scale of each.
+        The codes, their exponents, one for each 64 values, and what the codes stand for.
     """
-    codes, scales = np.zeros(len(values)), np.zeros(len(values))
-    for first in range(0, len(values), block):
-        own = values[first : first + block]
-        scale = 2.0 ** next(e for e in range(-126, 128) if np.abs(own).max() <= 127 * 2.0**e)
-        codes[first : first + block] = np.rint(own / scale)
-        scales[first : first + block] = scale
-    return codes, scales
+    if is_root:
+        # 3 bits of an exponent, 5 digits behind it; the lowest exponent's without the digit before the point.
+        units = np.array([c if c < 64 else (32 + c % 32) * 2 ** (c // 32 - 1) for c in range(256)], dtype=np.float64)
+        grid, exponents = units, range(-63, 53)
+    else:
+        grid, exponents = np.arange(-127.0, 128.0), range(-126, 122)
+    roots = np.sqrt(values) if is_root else values
+    codes, scales = np.zeros(len(values)), np.zeros(-(-len(values) // 64))
+    for block, first in enumerate(range(0, len(values), 64)):
+        own = roots[first : first + 64]
+        fits = (e for e in exponents if np.abs(own).max() <= grid[-1] * 2.0**e)
+        scales[block] = next(fits, exponents[-1])
+        distances = np.abs(own[:, None] / 2.0 ** scales[block] - grid)
+        nearest = distances == distances.min(axis=1, keepdims=True)
+        even = nearest & (grid_codes(is_root) % 2 == 0)
+        chosen = np.where(even.any(axis=1), even.argmax(axis=1), nearest.argmax(axis=1))
+        codes[first : first + 64] = grid_codes(is_root)[chosen]
+        if is_root:
+            # What is not zero is never kept as zero.
+            codes[first : first + 64] = np.where(own > 0, np.maximum(codes[first : first + 64], 1), 0)
+    found = codes if not is_root else units[codes.astype(int)]
+    opened = found * 2.0 ** np.repeat(scales, 64)[: len(values)]
+    return codes, scales, opened**2 if is_root else opened
+
+
+def grid_codes(is_root: bool) -> np.ndarray:
+    """The codes of a kind, in the order of what they stand for."""
+    return np.arange(256) if is_root else np.arange(-127, 128)

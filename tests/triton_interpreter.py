@@ -36,8 +36,8 @@ def interpreted(function: Any) -> Any:
 
 
 def _repair_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as its bits: products of them come out as those of integers, and rounding up to
-    the next power of two gives half of it."""
+    """The interpreter keeps bfloat16 as its bits: products of them come out as those of integers, rounding up to the
+    next power of two gives half of it, and the smallest numbers are widened to others."""
     import numpy as np
     import torch
     import triton.language as tl
@@ -49,6 +49,8 @@ def _repair_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         if (source, target) == (tl.float32, tl.bfloat16):
             exact = torch.from_numpy(np.array(value, dtype=np.float32))
             return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (np.array(value).astype(np.uint32) << 16).view(np.float32)
         return convert(value, source, target, rounding)
 
     def product(self: Any, a: Any, b: Any, *rest: Any) -> Any:

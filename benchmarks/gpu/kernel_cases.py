@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.items import Place
+from rankwise.kernels.narrow_runs import BLOCK, SIGNED, NarrowRuns
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
-from rankwise.kernels.quantization import QUANTIZED, quantized_length
 
 __all__ = ["Case", "cases"]
 
@@ -53,10 +53,14 @@ class _Maker:
         flat = torch.rand(self.elements + 4, device=self.device).mul_(scale).to(dtype)
         return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
 
-    def quantized(self) -> list[Tensor]:
-        """As many bytes as its runs take in 8 bits."""
-        length = quantized_length(self.elements // _RUNS)
-        return [torch.zeros(length, dtype=QUANTIZED, device=self.device) for _ in range(_RUNS)]
+    def codes(self) -> NarrowRuns:
+        """Of as many elements as its runs have, in 8 bits."""
+        length = self.elements // _RUNS
+        codes, exponents = (
+            [torch.zeros(size, dtype=SIGNED, device=self.device) for _ in range(_RUNS)]
+            for size in (length, length // BLOCK)
+        )
+        return NarrowRuns(codes, exponents, [length * run for run in range(_RUNS)], [1] * _RUNS)
 
     def ones(self) -> Tensor:
         """A factor for each run."""
@@ -93,8 +97,8 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
     for rank in (8, 16) if place.tiny else (16, 64, 256, 512):
         yield f"low-rank step, rank {rank}", Case(lambda rank=rank: _low_rank_step(maker, shape, rank), 0.6)
         yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
-    yield "quantize to 8 bits", Case(lambda: _quantize(maker))
-    yield "add what is in 8 bits", Case(lambda: _dequantize(maker))
+    yield "quantize to 8 bits", Case(lambda: _encode(maker))
+    yield "add what is in 8 bits", Case(lambda: _add_decoded(maker))
 
 
 def _copy(maker: _Maker) -> Call:
@@ -178,18 +182,18 @@ def _low_rank_step(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
     return lambda: low_rank_step_([weight], part, [error], [error], **settings)
 
 
-def _quantize(maker: _Maker) -> Call:
-    from rankwise.kernels.triton.launched_quantization import quantize_
+def _encode(maker: _Maker) -> Call:
+    from rankwise.kernels.triton.launched_quantization import encode_
 
-    values, kept = maker.runs(0), maker.quantized()
-    return lambda: quantize_(values, kept)
+    values, kept = maker.runs(0), maker.codes()
+    return lambda: encode_(values, kept)
 
 
-def _dequantize(maker: _Maker) -> Call:
-    from rankwise.kernels.triton.launched_quantization import add_dequantized
+def _add_decoded(maker: _Maker) -> Call:
+    from rankwise.kernels.triton.launched_quantization import add_decoded
 
-    values, kept, sums = maker.runs(0), maker.quantized(), maker.runs(0)
-    return lambda: add_dequantized(values, kept, sums)
+    values, kept, sums = maker.runs(0), maker.codes(), maker.runs(0)
+    return lambda: add_decoded(values, kept, sums)
 
 
 def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:

@@ -85,9 +85,8 @@ def _smaller(least: int) -> Callable[[Any], Any]:
 _CHANGES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("comm_dtype", lambda now: "bfloat16"),
     ("update_interval", lambda now: now * 5 if now < 50 else None),
-    ("error_dtype", lambda now: None if now == "int8" else "bfloat16"),
-    ("error_dtype", lambda now: "int8"),
-    ("reference_dtype", lambda now: "bfloat16"),
+    ("state_dtype", lambda now: None if now == "int8" else "bfloat16"),
+    ("state_dtype", lambda now: "int8"),
     ("rank", _smaller(8)),
     ("rank", _smaller(8)),
     ("max_factor_dim", _smaller(1024)),

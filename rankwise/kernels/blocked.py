@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import lists
-from rankwise.kernels.passes import FIELDS, Pass, Scalars, Tensors
+from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.opened_passes import norms_with_opened, run_opened
+from rankwise.kernels.passes import FIELDS, Field, Pass, Scalars, Tensors
 from rankwise.kernels.sizes import check_lengths
 
 __all__ = ["block_size", "run", "squared_norm", "squared_norms"]
@@ -29,7 +31,10 @@ def block_size() -> int:
 
 def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.lists.run`, but "step" leaves directions alone."""
-    scalars, fields = update.scalars, update.fields
+    if update.is_narrow:
+        run_opened(update, run)
+        return
+    scalars, fields = update.scalars, {name: update.wide(name) for name in update.fields}
     if isinstance(scalars.step, Tensor) or update.is_cautious:
         lists.run(update)
         return
@@ -64,8 +69,10 @@ def squared_norm(block: Tensor) -> Tensor:
     return torch.dot(wide, wide)
 
 
-def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
+def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms`, without keeping what is measured."""
+    if isinstance(references, NarrowRuns):
+        return norms_with_opened(tensors, references, k, squared_norms)
     sums = torch.zeros(len(tensors), dtype=torch.float64)
     fields, space = {"grad": tensors, **({} if references is None else {"reference": references})}, _workspace(tensors)
     for index, block in _blocks(*fields.values()):

@@ -109,7 +109,7 @@ def orthogonal_steps_for(
 
 
 def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module whose ``quantize_`` and ``add_dequantized`` are the fastest, see :mod:`.quantization`.
+    """The module whose functions on codes are the fastest, see :mod:`.quantization`.
 
     Args:
         device: Where the tensors lie.

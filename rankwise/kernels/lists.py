@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.kernels.passes import Pass, Scalars, Tensors
+from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.opened_passes import norms_with_opened, run_opened
+from rankwise.kernels.passes import Field, Pass, Scalars, Tensors
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["add_", "copy_", "corrected", "decay_", "gradients", "run", "scale_by_", "squared_norms", "subtract_scaled_"]
@@ -29,7 +31,10 @@ def run(update: Pass) -> None:
     """Do a pass, in place."""
     if not update.grads:
         return
-    found, fields, scalars = gradients(update), update.fields, update.scalars
+    if update.is_narrow:
+        run_opened(update, run)
+        return
+    found, fields, scalars = gradients(update), {name: update.wide(name) for name in update.fields}, update.scalars
     if update.rule == "step":
         _decoupled_step_(fields["param"], found, scalars)
         return
@@ -55,7 +60,7 @@ def gradients(update: Pass) -> Tensors:
     return found
 
 
-def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
+def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """Squared 2-norm of every tensor, in fp64 so that partial sums can be added over ranks.
 
     Args:
@@ -68,6 +73,8 @@ def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float 
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
+    if isinstance(references, NarrowRuns):
+        return norms_with_opened(tensors, references, k, squared_norms)
     found = tensors if references is None else corrected(tensors, references, k)
     return torch.stack(torch._foreach_norm(found, 2, dtype=torch.float64)).square()
 
@@ -141,7 +148,7 @@ def _decay_along_(params: Tensors, directions: Tensors, scalars: Scalars) -> Non
 def _adamw_(update: Pass, grads: Tensors) -> None:
     """What follows the momentum in :func:`rankwise.updates.adamw.adamw_update`, and a decoupled step."""
     scalars, (scale, root) = update.scalars, update.corrections()
-    params, exp_avgs, exp_avg_sqs = (update.fields[name] for name in ("param", "exp_avg", "exp_avg_sq"))
+    params, exp_avgs, exp_avg_sqs = map(update.wide, ("param", "exp_avg", "exp_avg_sq"))
     torch._foreach_mul_(exp_avg_sqs, scalars.betas[1])
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - scalars.betas[1])
 

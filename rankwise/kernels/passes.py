@@ -26,11 +26,13 @@ from typing import Literal
 
 from torch import Tensor, stack
 
+from rankwise.kernels.narrow_runs import NarrowRuns
 from rankwise.updates.adamw import Scalar, Step, bias_corrections
 
-__all__ = ["FIELDS", "STATES", "Pass", "Rule", "Scalars", "Tensors"]
+__all__ = ["FIELDS", "STATES", "Field", "Pass", "Rule", "Scalars", "Tensors", "only_some"]
 
 Tensors = list[Tensor]
+Field = Tensors | NarrowRuns
 Rule = Literal["step", "momentum", "lion", "adamw"]
 
 STATES: dict[Rule, tuple[str, ...]] = {
@@ -82,9 +84,10 @@ class Pass:
     Args:
         rule: What becomes of an element.
         fields: The lists of :data:`FIELDS`, and "reference" where the gradients are compared with one. One tensor per
-            fragment, all lists of one length, and the tensors of a position of one length and type, but that references
-            may have fewer digits and are rounded to the nearest as they advance; any list may be empty. "grad" is read
-            only, but that "step" may use its directions up; the others are updated in place.
+            fragment, all lists of one length, and the tensors of a position of one length and type; any list may be
+            empty. States and references may be narrow, their runs then beginning with a block: each is opened, and kept
+            in its codes if the pass changes it. "grad" is read only, but that "step" may use its directions up; the
+            others are updated in place.
         scalars: The rule's numbers.
         factors: (fragments,), what multiplies the (corrected) gradient; None for 1.
 
@@ -94,7 +97,7 @@ class Pass:
     """
 
     rule: Rule
-    fields: Mapping[str, Tensors]
+    fields: Mapping[str, Field]
     scalars: Scalars
     factors: Tensor | None = None
 
@@ -115,7 +118,7 @@ class Pass:
 
     def only(self, places: Sequence[int]) -> Pass:
         """The same on some of the fragments, given by their places in the lists."""
-        fields = {name: [tensors[place] for place in places] for name, tensors in self.fields.items()}
+        fields = {name: only_some(field, places) for name, field in self.fields.items()}
         scalars, factors = self.scalars, self.factors
         if isinstance(scalars.step, Tensor):
             scalars = replace(scalars, step=stack([scalars.step[place] for place in places]))
@@ -129,16 +132,32 @@ class Pass:
         return self.scalars.cautious and self.scalars.weight_decay != 0.0 and "param" in self.fields
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether a state is kept in codes."""
+        return any(isinstance(field, NarrowRuns) for field in self.fields.values())
+
+    @property
     def grads(self) -> Tensors:
         """Gradients, or directions."""
-        return self.fields["grad"]
+        return self.wide("grad")
 
     @property
     def references(self) -> Tensors | None:
         """What the gradients are compared with."""
-        return self.fields.get("reference")
+        return self.wide("reference") if "reference" in self.fields else None
+
+    def wide(self, name: str) -> Tensors:
+        """A field that is no narrow one."""
+        field = self.fields[name]
+        assert not isinstance(field, NarrowRuns)
+        return field
 
     def corrections(self) -> tuple[Scalar, Scalar]:
         """``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``: numbers, or one for each fragment."""
         first, second = bias_corrections(self.scalars.betas, self.scalars.step)
         return 1.0 / first, second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)
+
+
+def only_some(field: Field, places: Sequence[int]) -> Field:
+    """Some of a field's fragments, by their places."""
+    return field.only(places) if isinstance(field, NarrowRuns) else [field[place] for place in places]

@@ -1,137 +1,241 @@
-r"""Block-wise quantization (Dettmers et al., arXiv 2110.02861) to 8 bits, with powers of two as scales.
+r"""Codes of element states in 8 bits (after block-wise quantization, Dettmers et al., arXiv 2110.02861) or bfloat16.
 
-Of a run of *n* values, every :data:`BLOCK` share a scale :math:`2^e`, the smallest of which no value is more than 127
-times. Kept are *n* integers :math:`q = \mathrm{round}(v / 2^e)`, halves to even, and behind them the exponents, all of
-a byte, and up to a multiple of 16 bytes: :func:`quantized_length`. A value moves by at most half a scale, which is at
-most 1/127 of the largest of its block.
+Every :data:`BLOCK` elements of a parameter share a scale :math:`2^e`, the least that reaches the largest of them.
 
-With such scales nothing is rounded twice: :math:`q \, 2^e` is a number of bfloat16, and quantizing it gives the same
-integers and exponents again. A block with a value that is not finite is NaN throughout. Numbers below :math:`2^{-127}`
-are zero.
+- *Signed* codes are integers :math:`|q| \le 127` with the value :math:`q \, 2^e`.
+- *Root* codes are of second moments, through :math:`r = \sqrt v`, of which each has its own 3 bits of an exponent and 5
+  digits behind it: :math:`r / 2^e` is a whole number up to 63, or 32 to 63 times one of 2, 4, ... 64. The largest is
+  4032 times the least, and what is not zero is never kept as zero: an update that is divided by it stays bounded. The
+  value is :math:`r^2`.
+
+With such scales nothing is rounded twice: what a code stands for is a number of bfloat16 (signed) or float32 (root),
+and has the same code again, whatever other elements share its block as long as the scale reaches them. A block with a
+value that is not finite (or a negative second moment) is NaN throughout.
+
+Rounding is to the nearest, halves to even; or stochastic, up with the probability of what is cut off, by 16 bits of
+noise that is a function of a key, the number of the step and the place in the parameter (a counter-based generator: the
+same on every layout, and after a resume).
 
 These are the plain forms, for every device and floating-point type; :func:`rankwise.kernels.forms.quantization_for`
-knows the others, which have the same bits.
+knows the others, which have the same bits in float32.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["BLOCK", "QUANTIZED", "add_dequantized", "check_quantized", "dequantized", "quantize_", "quantized_length"]
+from rankwise.kernels.narrow_runs import BFLOAT16, BLOCK, ROOT, SIGNED, NarrowRuns, blocks_of
 
-BLOCK = 64
-"""Values that share a scale."""
+__all__ = ["BROKEN", "CODED", "Code", "add_decoded", "decode_", "encode_", "exponents_of", "key_of", "noise"]
 
-_ALIGNMENT = 16
-
-QUANTIZED = torch.uint8
-"""Type of what is kept, integers and exponents alike."""
-
-LEAST, MOST = -126, 126
-"""Exponents of scales; one more tells that a value was not finite."""
-
-# 127 / 128: mantissas up to here fit in 127 times the scale below.
-_FULL = 0.9921875
-# Values that plain forms work on at a time, so that temporaries stay small.
-_AT_ONCE = 1 << 22
+BROKEN = 127
+"""The exponent of a block that is NaN throughout."""
 
 
-def quantized_length(numel: int) -> int:
-    """Bytes for so many values: a multiple of what wide accesses need, so that runs may lie one behind the other."""
-    return -(-(numel + -(-numel // BLOCK)) // _ALIGNMENT) * _ALIGNMENT
+class Code(NamedTuple):
+    """Of a kind of codes.
 
-
-def check_quantized(values: Sequence[Tensor], quantized: Sequence[Tensor]) -> None:
-    """Refuse lists that do not fit together, of which compiled forms would read and write whatever lies there.
-
-    Raises:
-        ValueError: A tensor has another type or length than it must have.
+    Attributes:
+        least: Of the exponents.
+        most: Of the exponents.
+        beyond: Exponents up to here become the largest, those above it :data:`BROKEN`.
+        power: Of two, which the largest code is just below.
+        share: Of that power, the largest code.
     """
-    for value, kept in zip(values, quantized, strict=True):
-        if kept.dtype != QUANTIZED or kept.dim() != 1 or kept.numel() != quantized_length(value.numel()):
-            raise ValueError(
-                f"{value.numel()} values need {quantized_length(value.numel())} bytes in a row, got "
-                f"{tuple(kept.shape)} of {kept.dtype}"
-            )
+
+    least: int
+    most: int
+    beyond: int
+    power: int
+    share: float
 
 
-def quantize_(values: Sequence[Tensor], quantized: Sequence[Tensor]) -> None:
-    """Quantize runs.
+CODED = {
+    # What the largest codes stand for is a number of float32.
+    SIGNED: Code(-126, 121, 122, 7, 127 / 128),
+    # The squares of all that is left stay normal numbers of float32.
+    ROOT: Code(-63, 52, 53, 12, 4032 / 4096),
+}
+"""By the type of the codes."""
+
+# Elements that plain forms work on at a time, so that temporaries stay small; whole blocks.
+_AT_ONCE = 1 << 20
+
+_WORD = 0xFFFFFFFF
+
+
+def key_of(name: str, state: str) -> int:
+    """32 bits that tell a state of a parameter from others."""
+    return zlib.crc32(f"{state}/{name}".encode())
+
+
+def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
+    """Overwrite values with what codes stand for.
 
     Args:
-        values: 1-D, of any floating-point type.
-        quantized: For each, :func:`quantized_length` bytes, overwritten.
+        values: 1-D, one for each run.
+        kept: The runs.
     """
-    check_quantized(values, quantized)
-    for value, kept in zip(values, quantized, strict=True):
-        codes, exponents = _split(kept, value.numel())
-        for first in range(0, value.numel(), _AT_ONCE):
-            part = value[first : first + _AT_ONCE]
-            if part.dtype == torch.float16:
-                part = part.float()  # what it is multiplied by may be beyond float16
-            blocks = pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-            found = _exponents(blocks)
-            rounded = (blocks * _powers(-found, blocks.dtype)[:, None]).round_()
-            rounded.masked_fill_((found > MOST)[:, None], 0.0)
-            codes[first : first + _AT_ONCE].copy_(rounded.view(-1)[: part.numel()])
-            exponents[first // BLOCK : first // BLOCK + len(found)].copy_(found)
+    for value, part in _parts(values, kept):
+        value.copy_(part.decoded(value.dtype))
 
 
-def add_dequantized(values: Sequence[Tensor], quantized: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """Add what was quantized to other values.
+def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tensor]) -> None:
+    """Add what codes stand for to other values.
 
     Args:
-        values: 1-D.
-        quantized: For each, as :func:`quantize_` made it.
+        values: 1-D, one for each run.
+        kept: The runs.
         sums: For each, a tensor alike, overwritten; may be the values themselves.
     """
-    check_quantized(values, quantized)
-    for value, kept, total in zip(values, quantized, sums, strict=True):
-        for first, part in _parts(kept, value.numel(), value.dtype):
-            here = slice(first, first + part.numel())
-            torch.add(value[here], part, out=total[here])
+    for (value, part), (total, _) in zip(_parts(values, kept), _parts(sums, kept), strict=True):
+        torch.add(value, part.decoded(value.dtype), out=total)
 
 
-def dequantized(quantized: Tensor, numel: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """What was quantized, exactly.
+def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
+    """The exponents that runs of codes would have by these values alone.
 
     Args:
-        quantized: As :func:`quantize_` made it.
-        numel: How many values it has.
-        dtype: Of the result: one with bfloat16's exponents.
+        values: 1-D, one for each run.
+        kept: The runs, of which only type, places and lengths count.
+
+    Returns:
+        (blocks of all runs) int8.
     """
-    result = torch.empty(numel, dtype=dtype, device=quantized.device)
-    for first, part in _parts(quantized, numel, torch.float32):
-        result[first : first + part.numel()].copy_(part)
-    return result
+    found = [part.exponents_of(part.roots(value)) for value, part in _parts(values, kept)]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int8)
 
 
-def _parts(quantized: Tensor, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    codes, exponents = _split(quantized, numel)
-    for first in range(0, numel, _AT_ONCE):
-        part = codes[first : first + _AT_ONCE].to(dtype)
-        own = exponents[first // BLOCK : -(-(first + part.numel()) // BLOCK)]
-        scales = _powers(own.to(torch.int32), dtype)
-        scales.masked_fill_(own > MOST, torch.nan)
-        yield first, part.mul_(scales.repeat_interleave(BLOCK)[: part.numel()])
+def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None = None) -> None:
+    """Overwrite codes, and their exponents, with what is kept of values.
+
+    Args:
+        values: 1-D, one for each run.
+        kept: The runs.
+        exponents: As of :func:`exponents_of` or larger; None: those.
+    """
+    position = 0
+    for value, part in _parts(values, kept):
+        given = None
+        if exponents is not None:
+            given = exponents[position : position + part.exponents.numel()]
+            position += part.exponents.numel()
+        part.encode(value, given)
 
 
-def _split(quantized: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    signed = quantized.view(torch.int8)
-    return signed[:numel], signed[numel : numel + -(-numel // BLOCK)]
+def noise(key: int, step: int | Tensor, places: Tensor) -> Tensor:
+    """16 bits for each place in a parameter (int64), by an integer hash (C. Wellons, lowbias32) of all three."""
+    count = step.to(torch.int64) if isinstance(step, Tensor) else torch.tensor(step, device=places.device)
+    seed = _mixed((places >> 32) ^ _mixed((count & _WORD) ^ _mixed(torch.tensor(key, device=places.device))))
+    return _mixed((places & _WORD) ^ seed) >> 16
 
 
-def _exponents(blocks: Tensor) -> Tensor:
-    """Of each row, int32."""
-    largest = blocks.abs().amax(1)
-    mantissas, exponents = torch.frexp(largest)
-    found = exponents.to(torch.int32) - 7 + (mantissas > _FULL)
-    found = torch.where(largest > 0, found, LEAST).clamp_(LEAST, MOST + 1)
-    return found.masked_fill_(~largest.isfinite(), MOST + 1)
+def _mixed(word: Tensor) -> Tensor:
+    word = (word ^ (word >> 16)) * 0x7FEB352D & _WORD
+    word = (word ^ (word >> 15)) * 0x846CA68B & _WORD
+    return word ^ (word >> 16)
+
+
+class _RunPart(NamedTuple):
+    """Of a run, as much as is worked on at a time: whole blocks but for the run's own ends."""
+
+    codes: Tensor
+    exponents: Tensor
+    first: int
+    key: int
+    step: int | Tensor | None
+
+    def encode(self, values: Tensor, given: Tensor | None) -> None:
+        random = None
+        if self.step is not None:
+            places = self.first + torch.arange(values.numel(), device=values.device)
+            random = noise(self.key, self.step, places)
+        if self.codes.dtype == BFLOAT16:
+            self.codes.copy_(_narrowed(values, random))
+            return
+        roots = self.roots(values)
+        self.exponents.copy_(self.exponents_of(roots) if given is None else given)
+        self.codes.copy_(_codes(roots, self._of_elements(), self.codes.dtype, random))
+
+    def roots(self, values: Tensor) -> Tensor:
+        """What is divided by the scale, in float32 at least."""
+        wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+        # Through float64: the root of a library may be the second nearest float32.
+        return wide.double().sqrt().to(wide.dtype) if self.codes.dtype == ROOT else wide
+
+    def exponents_of(self, roots: Tensor) -> Tensor:
+        code = CODED[self.codes.dtype]
+        before = self.first % BLOCK
+        largest = pad(roots.abs(), (before, -(before + roots.numel()) % BLOCK)).view(-1, BLOCK).amax(1)
+        mantissas, exponents = torch.frexp(largest)
+        wanted = exponents.to(torch.int32) - code.power + (mantissas > code.share)
+        found = torch.where(largest > 0, wanted, code.least).clamp_(code.least, code.most)
+        return found.masked_fill_(~largest.isfinite() | (wanted > code.beyond), BROKEN).to(torch.int8)
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        wide = dtype if dtype == torch.float64 else torch.float32
+        if self.codes.dtype == BFLOAT16:
+            return self.codes.to(wide)
+        exponents = self._of_elements()
+        broken = exponents == BROKEN
+        scales = _powers(exponents.masked_fill(broken, 0), wide).masked_fill_(broken, torch.nan)
+        if self.codes.dtype == SIGNED:
+            return self.codes.to(wide) * scales
+        codes = self.codes.to(torch.int32)
+        shifts = (codes >> 5).sub_(1).clamp_(min=0)
+        return ((codes - 32 * shifts).to(wide) * _powers(shifts, wide) * scales).square()
+
+    def _of_elements(self) -> Tensor:
+        """An exponent for each element, int32."""
+        before = self.first % BLOCK
+        return self.exponents.to(torch.int32).repeat_interleave(BLOCK)[before : before + self.codes.numel()]
+
+
+def _parts(values: Sequence[Tensor], kept: NarrowRuns) -> Iterator[tuple[Tensor, _RunPart]]:
+    kept.check(values)
+    for at, (value, codes, first) in enumerate(zip(values, kept.codes, kept.firsts, strict=True)):
+        exponents = kept.exponents[at] if kept.exponents else codes[:0]
+        step = kept.step[at] if isinstance(kept.step, Tensor) and kept.step.dim() else kept.step
+        start = 0
+        while start < value.numel():
+            end = min(value.numel(), start + _AT_ONCE - (first + start) % BLOCK)
+            block = (first + start) // BLOCK - first // BLOCK
+            own = exponents[block : block + blocks_of(first + start, end - start)]
+            yield value[start:end], _RunPart(codes[start:end], own, first + start, kept.keys[at], step)
+            start = end
+
+
+def _codes(roots: Tensor, exponents: Tensor, dtype: torch.dtype, random: Tensor | None) -> Tensor:
+    broken = exponents == BROKEN
+    scaled = roots * _powers((-exponents).masked_fill_(broken, 0), roots.dtype)
+    scaled.masked_fill_(broken, 0.0)
+    if dtype == SIGNED:
+        return _rounded(scaled, random).clamp_(-127.0, 127.0)
+    shifts = (torch.frexp(scaled)[1].to(torch.int32) - 6).clamp_(0, 6)
+    digits = _rounded(scaled * _powers(-shifts, roots.dtype), random)
+    found = digits.to(torch.int32) + 32 * shifts
+    return torch.where(scaled > 0, found.clamp_(1, 255), 0)
+
+
+def _rounded(scaled: Tensor, random: Tensor | None) -> Tensor:
+    # The sum of a number up to 127 and 16 bits behind the point is exact where the number is whole.
+    return scaled.round() if random is None else torch.floor(scaled + random.to(scaled.dtype) * 2.0**-16)
+
+
+def _narrowed(values: Tensor, random: Tensor | None) -> Tensor:
+    """To bfloat16; what is not finite, or would not be, to the nearest."""
+    nearest = values.to(BFLOAT16)
+    if random is None or values.dtype == BFLOAT16:
+        return nearest
+    bits = values.float().contiguous().view(torch.int32)
+    cut = ((bits + random.to(torch.int32)) & -65536).view(torch.float32)
+    return torch.where(cut.isfinite() & values.isfinite(), cut, nearest.float()).to(BFLOAT16)
 
 
 def _powers(exponents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from rankwise.kernels.quantization import QUANTIZED
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.planning.declared import Declared
@@ -27,6 +25,7 @@ class LDAdamDeclared(Declared):
     matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
     counted_states = ("step", "beta1")
     owns_blocks = True
+    always_coded = ("error",)
     idle_advice: ClassVar[Mapping[str, str]] = {"saves nothing": "lower 'rank'"}
 
     @property
@@ -51,13 +50,10 @@ class LDAdamDeclared(Declared):
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """AdamW's moments on the fallback, the error buffer on matrices."""
         if rule == "fallback":
-            return {"exp_avg": None, "exp_avg_sq": None}
+            return self.kept_as(("exp_avg", "exp_avg_sq"), info)
         if not group["error_feedback"]:
             return {}
-        dtype = self.options.error_dtype
-        if dtype is None:
-            return {"error": None}
-        return {"error": QUANTIZED if dtype == "int8" else getattr(torch, dtype)}
+        return self.kept_as(("error",), info, error=self.options.error_dtype)
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         """Of the part within the subspace: an orthonormal basis leaves norms as they are."""

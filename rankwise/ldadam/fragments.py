@@ -12,7 +12,6 @@ from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.forms import fragments_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
-from rankwise.ldadam.quantized_errors import QuantizedErrors
 from rankwise.ldadam.signature import LowRankSignature, split_factors
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
@@ -40,7 +39,6 @@ class Fragments:
         self._weights: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
         self._missing: dict[int, Tensor] = {}  # gradients that their sources do not have yet
-        self._quantized = QuantizedErrors(unit) if unit.states.are_in_bytes("error") else None
 
     def add(self, bucket: Bucket, later: Collection[int] = ()) -> None:
         """Enter the fragments of a bucket.
@@ -51,10 +49,11 @@ class Fragments:
                 in their buffers before.
         """
         feedback = bucket.group["error_feedback"]
-        errors = bucket.state("error") if feedback and self._quantized is None else None
+        coded = feedback and bucket.is_coded("error")
+        errors = bucket.kept("error") if feedback and not coded else None
         sources = grads = bucket.grads
-        if feedback and self._quantized is not None:
-            sources = errors = self._quantized.opened(bucket)
+        if coded:
+            sources = errors = bucket.narrow.open_onto(bucket, "error", self._unit.spends)
         elif errors is not None and errors and errors[0].dtype == grads[0].dtype:
             indices = [entry.index for entry in bucket.entries]
             self._missing |= {index: grad for index, grad in zip(indices, grads, strict=True) if index in later}
@@ -214,11 +213,6 @@ class Fragments:
         source = self.sources[index]
         assert source is not None
         return source
-
-    def close(self) -> None:
-        """Keep the error buffers, at the end of the step."""
-        if self._quantized is not None:
-            self._quantized.close()
 
     def _keep_error(self, index: int) -> None:
         if self._errors[index] is not self.source(index):

@@ -45,6 +45,8 @@ class LDAdamOptions(Options):
         'memory and rounds the momentum; "int8", block-wise quantization with a scale for every 64 elements, takes a '
         "quarter and rounds it more.",
     )
+    state_dtype: str | Mapping[str, str] | None = shared.state_dtype("exp_avg", "exp_avg_sq", "error")
+    state_rounding: str = shared.state_rounding()
     comm_dtype: str | None = shared.comm_dtype()
     exclude: Sequence[str] = shared.exclude()
     blocks: Mapping[str, Any] | None = shared.blocks()

@@ -109,7 +109,6 @@ class LDAdamRule(MatrixRule):
             chunk = max(1, BATCH_ELEMENTS // (signature.rows * signature.columns))
             for first in range(0, len(others), chunk):
                 self._step_others(others[first : first + chunk])
-        self._fragments.close()
 
     def _step_taken(self, form: StepsInPlace) -> None:
         found = form.step([ready for _, _, ready in self._taken])

@@ -45,12 +45,15 @@ class MARSDeclared(Declared):
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """The momentum, the second moment where AdamW is involved, and the comparison gradient(s)."""
         if rule == "fallback":
-            return {"exp_avg": None, "exp_avg_sq": None}
+            return self.kept_as(("exp_avg", "exp_avg_sq"), info)
         second = () if self.options.variant == "lion" or self.is_orthogonal(info) else ("exp_avg_sq",)
         references = ("reference", "next_reference") if self.options.exact else ("reference",)
-        dtype = self.options.reference_dtype
-        compared = None if dtype is None else getattr(torch, dtype)
-        return dict.fromkeys(("exp_avg", *second)) | dict.fromkeys(references, compared)
+        own = self.options.reference_dtype
+        if self.options.exact and own is None:
+            # What is recorded between steps is never in codes.
+            wish = self.kept_as(("reference",), info)["reference"]
+            own = None if wish is None else "bfloat16"
+        return self.kept_as(("exp_avg", *second, *references), info, reference=own, next_reference=own)
 
     @property
     def owns_blocks(self) -> bool:  # type: ignore[override]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels.passes import STATES, Pass, Scalars
+from rankwise.kernels.passes import STATES, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
 from rankwise.mars.declared import MARSDeclared
@@ -176,9 +176,9 @@ class MARS(ShardedOptimizer):
         # Other ranks may have something to clip where this one has nothing.
         if not clipping and not unit.sums.straddlers:
             return None
-        norms = [
-            unit.squared_norms(bucket.grads, bucket.state("reference"), _factor(bucket)) for bucket in buckets
-        ] or [torch.zeros(0, dtype=torch.float64, device=unit.device)]
+        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in buckets] or [
+            torch.zeros(0, dtype=torch.float64, device=unit.device)
+        ]
         entries = [entry for bucket in buckets for entry in bucket.entries]
         squares = unit.sum_over_ranks(entries, joined(norms))[0]
         found = []
@@ -213,16 +213,18 @@ class MARS(ShardedOptimizer):
         """The variant's rule, or the momentum alone, which is to be orthogonalised."""
         rule: PassRule = "momentum" if part.orthogonal else "lion" if self.options.variant == "lion" else "adamw"
         bucket, group = part.bucket, part.bucket.group
-        fields = {name: bucket.state(name) for name in ("reference", *STATES[rule])} | {"grad": bucket.grads}
         scalars = Scalars(betas=group["betas"], k=_factor(bucket))
         # In exact mode the reference is recorded; it is not the gradient of the step before.
         scalars.advance = not self.options.exact
         if not part.orthogonal:
-            fields["param"] = bucket.weights
             scalars.lr, scalars.weight_decay, scalars.eps = (group[name] for name in ("lr", "weight_decay", "eps"))
+        else:
+            bucket.state("exp_avg")  # opened: what is orthogonalised has not been rounded
         if rule == "adamw":
             scalars.step = bucket.step
-        unit.run(Pass(rule, fields, scalars, part.coefficients))
+        names = ("reference", *STATES[rule])
+        for update in bucket.passes(rule, names, scalars, part.coefficients, weights=not part.orthogonal):
+            unit.run(update)
 
     def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.

@@ -79,6 +79,8 @@ class MARSOptions(Options):
         "Type of what gradients are compared with, the previous gradient: bfloat16 halves its memory and rounds it to "
         "the nearest, by 0.2 % at most. None: that of the computation.",
     )
+    state_dtype: str | Mapping[str, str] | None = shared.state_dtype("exp_avg", "exp_avg_sq", "reference")
+    state_rounding: str = shared.state_rounding()
     optimize_1d: bool = option(False, Flag(), "Vectors take the variance-reduced rule too, instead of AdamW.")
     lr_1d: float | None = option(
         None,

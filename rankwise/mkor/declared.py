@@ -65,7 +65,7 @@ class MKORDeclared(Declared):
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Those of the backend."""
-        return dict.fromkeys(self.first_order.states)
+        return self.kept_as(self.first_order.states, info)
 
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]

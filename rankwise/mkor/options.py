@@ -102,6 +102,8 @@ class MKOROptions(Options):
         '"float32"; "float64" for float64 parameters. A machine with bfloat16 products runs them several times as '
         "fast, one without 15 to 70 times as slow; data-parallel ranks of both kinds must name a type.",
     )
+    state_dtype: str | Mapping[str, str] | None = shared.state_dtype("exp_avg", "exp_avg_sq", "momentum_buffer")
+    state_rounding: str = shared.state_rounding()
     comm_dtype: str | None = shared.comm_dtype()
     tp_mode: str = option(
         "exact",

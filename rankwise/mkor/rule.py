@@ -175,7 +175,7 @@ class MKORRule(MatrixRule):
         for bucket in self.buckets:
             positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
             if pieces:
-                self._step_pieces(bucket.pieces(pieces, chosen_of(found.runs, positions)), found, positions)
+                self._step_pieces(self._pieces(bucket, pieces, chosen_of(found.runs, positions)), found, positions)
         self._stepped.update(index for index, _ in plan.runs)
 
     def _flat_gradients(self) -> dict[int, Tensor] | None:
@@ -244,8 +244,13 @@ class MKORRule(MatrixRule):
         for positions in by_bucket.values():
             bucket = self._places[runs[positions[0]][0]][0]
             pieces = [(self._places[index][1], own) for index, own in (runs[position] for position in positions)]
-            self._step_pieces(bucket.pieces(pieces, [found.runs[position] for position in positions]), found, positions)
+            self._step_pieces(
+                self._pieces(bucket, pieces, [found.runs[position] for position in positions]), found, positions
+            )
         self._stepped.update(index for index, _ in runs)
+
+    def _pieces(self, bucket: Bucket, found: Sequence[tuple[int, slice]], gradients: list[Tensor]) -> Bucket:
+        return bucket.pieces(found, gradients, self._first_order.states)
 
     def _step_pieces(self, pieces: Bucket, found: Preconditioned, positions: Sequence[int]) -> None:
         if found.factors is None:

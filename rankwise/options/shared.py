@@ -8,6 +8,7 @@ from rankwise.options.block_layouts import BlockLayouts
 from rankwise.options.checks import Betas, Choice, Flag, FloatType, Integer, Number, OrNone, Patterns
 from rankwise.options.fields import option
 from rankwise.options.rate_scales import RateScales
+from rankwise.options.state_dtypes import StateDtypes
 
 __all__ = [
     "betas",
@@ -22,6 +23,8 @@ __all__ = [
     "ns_steps",
     "skip_nonfinite",
     "split_heads",
+    "state_dtype",
+    "state_rounding",
     "transition_steps",
     "weight_decay",
     "weight_decay_method",
@@ -79,6 +82,28 @@ def comm_dtype(which: str = "straddling matrices") -> Any:
         OrNone(FloatType()),
         f'Type in which {which} travel to their owners and back. None: their own, which rounds nothing; "bfloat16" '
         "halves the bytes.",
+    )
+
+
+def state_dtype(*states: str, text: str = "") -> Any:
+    """The types in which element states are kept."""
+    return option(
+        None,
+        StateDtypes(*states),
+        'Type in which element states are kept; steps compute in their own. None: that of the computation. "bfloat16" '
+        'halves their memory, "int8" leaves about a quarter: codes of a byte with an exponent for every 64 elements, '
+        "second moments through their roots. Tensors of fewer than 4,096 elements stay as they are under it. A "
+        "dictionary names types by state." + text,
+    )
+
+
+def state_rounding() -> Any:
+    """How narrow states are rounded."""
+    return option(
+        "auto",
+        Choice("auto", "nearest", "stochastic"),
+        'How narrow states are rounded. "auto": second moments stochastically, which decay by less than half a digit a '
+        "step, and others to the nearest. Noise is a function of parameter, place and step: the same on every layout.",
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels.narrow_runs import is_coded
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import ElementStates, StateTypes
 from rankwise.planning.entries import Entry, cut_into_entries, entries_of_blocks
@@ -17,6 +18,7 @@ from rankwise.planning.logical_matrices import block_info
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, refuse_difference
 from rankwise.planning.values import GroupValues
+from rankwise.routing.roles import ParameterInfo, Route
 from rankwise.sharding import EvenCuts, EvenLayout, Fragment, Layout, LayoutError, gather_together, in_blocks
 from rankwise.sharding.shards import is_sharded
 from rankwise.sharding.sources import LayoutSource, TensorContents
@@ -140,13 +142,17 @@ class UnitBuilder:
         # A rank may hold nothing at all; it works on the type and device of the others all the same.
         device, dtype = device_and_dtype(tensors or list(table.parameters.values()))
         declared = [
-            self._declared.element_states(entry.info, entry.route.rule, groups[positions[entry.fragment.tensor]])
-            for entry in entries
+            self._states_of(entry.info, entry.route, groups[positions[entry.fragment.tensor]]) for entry in entries
         ]
         blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
         infos = {key: table.catalog[name][0] for key, name in names.items()}
         routes = {key: table.routes[name] for key, name in names.items()}
         key_tensors = {} if tensor_of is None else {key: tensor_of[name] for key, name in names.items()}
+        everywhere = {**others, **groups}
+        coded = {
+            key: [n for n, kept in self._states_of(infos[key], routes[key], everywhere[at]).items() if is_coded(kept)]
+            for key, at in group_position.items()
+        }
         of_empty = self.states_of_empty(tensors, entries, tensor_of or {}, groups, positions)
         step_groups = self._declared.step_groups
         step_group = {
@@ -179,7 +185,12 @@ class UnitBuilder:
             dtype=dtype,
             sum_all=self._declared.sums_cover_fallback,
             cautious=step_groups.cautious,
+            coded=coded,
+            stochastic=self._declared.rounds_stochastically,
         )
+
+    def _states_of(self, info: ParameterInfo, route: Route, group: Mapping[str, Any]) -> StateTypes:
+        return self._declared.element_states(info, route.rule, group)
 
     def _refuse_other_parameters(
         self, source: LayoutSource, tensors: Sequence[Tensor], ranks: dist.ProcessGroup | None

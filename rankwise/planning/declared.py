@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels.forms import product_dtype_for
+from rankwise.kernels.narrow_runs import ROOT, SIGNED
 from rankwise.options.fields import Options
 from rankwise.planning.element_states import StateTypes
 from rankwise.planning.step_groups import StepGroups
@@ -17,6 +19,9 @@ from rankwise.planning.succession import MOMENTS
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 
 __all__ = ["Declared"]
+
+FEWEST_CODED = 4096
+"""Elements of a parameter from which on its states are kept in codes: those of smaller ones weigh nothing."""
 
 
 class Declared(ABC):
@@ -52,6 +57,10 @@ class Declared(ABC):
     """Whether the blocks of a fused weight are matrices with owners of their own."""
     block_states: ClassVar[tuple[str, ...]] = ()
     """Where they have none of their own: the states of a matrix of which each block has one, ``name[block]``."""
+    codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": ROOT}
+    """What "int8" is for element states of which it is something else than signed codes."""
+    always_coded: ClassVar[tuple[str, ...]] = ()
+    """Element states in codes for small parameters, too."""
     sums_cover_fallback: ClassVar[bool] = False
     """Whether per-parameter sums are taken over parameters on the fallback too."""
 
@@ -85,6 +94,38 @@ class Declared(ABC):
     @abstractmethod
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Names of a parameter's per-element states, and their type (None: that of the computation)."""
+
+    def kept_as(self, states: Sequence[str], info: ParameterInfo, **own: str | None) -> StateTypes:
+        """The types in which element states of a parameter are kept, by the option ``state_dtype``.
+
+        Args:
+            states: Their names.
+            info: The parameter.
+            own: Types that other options ask for, by name.
+        """
+        wish = getattr(self.options, "state_dtype", None)
+        by_state = dict(wish) if isinstance(wish, Mapping) else {}
+        word = wish if isinstance(wish, str) else None
+        found: dict[str, torch.dtype | None] = {}
+        for name in states:
+            asked = own.get(name)
+            if asked is None:
+                asked = by_state.get(name.rstrip("_0123456789"), word)
+                asked = None if asked == "float32" else asked
+            found[name] = self._type(name, asked, info)
+        return found
+
+    def _type(self, name: str, asked: str | None, info: ParameterInfo) -> torch.dtype | None:
+        if asked != "int8":
+            return None if asked is None else getattr(torch, asked)
+        if prod(info.shape) < FEWEST_CODED and name not in self.always_coded:
+            return None
+        return self.codes.get(name, SIGNED)
+
+    def rounds_stochastically(self, state: str) -> bool:
+        """Whether an element state is rounded so where it is narrow."""
+        wish = getattr(self.options, "state_rounding", "nearest")
+        return wish == "stochastic" or (wish == "auto" and state.endswith("_sq"))
 
     def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of a parameter's element states that mean the same in AdamW, as the rule takes them all or none."""

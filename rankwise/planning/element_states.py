@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
-from rankwise.kernels.quantization import QUANTIZED
+from rankwise.kernels.narrow_runs import BLOCK, blocks_of, is_coded
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
+from rankwise.planning.coded_states import OPENED, CodedLayout, CodedRun
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.quantized_states import OPENED, ByteLayout, StateRun
 from rankwise.sharding.shards import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.sharding.sources import real_view
 
-__all__ = ["ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
+__all__ = ["CodesPlan", "ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
 
 StateTypes = Mapping[str, torch.dtype | None]
-"""Type of every element state by name; None is that of the computation, ``QUANTIZED`` 8 bits with common scales."""
+"""Type of every element state by name, in codes or wider; None is that of the computation."""
 
 States = Mapping[Tensor, dict[str, Any]]
 """``Optimizer.state``: handed in at every call, because loading a checkpoint replaces it."""
@@ -33,26 +33,26 @@ class _Slot:
     """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it.
 
     Attributes:
-        dtype: Its type; of one that is kept in 8 bits, when it is opened.
+        dtype: Its type; of one that is kept in codes, when it is opened.
         compact_numel: Elements of a compact state, else None.
         numel: Elements of the state, compact or not.
         offsets: Where the entries' parts begin, by their index.
-        in_bytes: Of a state that is kept in 8 bits, else None.
+        coded: Of a state that is kept in codes, else None.
     """
 
     dtype: torch.dtype
     compact_numel: int | None
     numel: int
     offsets: Mapping[int, int]
-    in_bytes: ByteLayout | None = None
+    coded: CodedLayout | None = None
 
 
 def _type_of(kept: torch.dtype | None, computed: torch.dtype) -> torch.dtype:
-    return OPENED if kept == QUANTIZED else kept or computed
+    return computed if kept is None else OPENED.get(kept, kept)
 
 
-def _bytes_of(kept: torch.dtype | None, runs: Sequence[StateRun]) -> ByteLayout | None:
-    return ByteLayout(runs) if kept == QUANTIZED else None
+def _coded(kept: torch.dtype | None, numel: int, runs: Sequence[CodedRun]) -> CodedLayout | None:
+    return CodedLayout(kept, numel, runs) if kept is not None and is_coded(kept) else None
 
 
 class EntryRuns(NamedTuple):
@@ -65,6 +65,20 @@ class EntryRuns(NamedTuple):
 
     tensors: tuple[int, ...]
     runs: RunPlan
+
+
+class CodesPlan(NamedTuple):
+    """Where the codes and exponents of parts of entries lie, in their order.
+
+    Attributes:
+        tensors: Of the unit, those that have any, in the order of the parts.
+        codes: In their states.
+        exponents: The same.
+    """
+
+    tensors: tuple[int, ...]
+    codes: RunPlan
+    exponents: RunPlan
 
 
 def _runs_of_entries(entries: Iterable[Entry], first: Callable[[Entry], int]) -> EntryRuns:
@@ -123,7 +137,7 @@ class ElementStates:
         self._empty = tuple(of_empty or ())
         for index, states in (of_empty or {}).items():
             for name, kept in states.items():
-                self._slots[(index, name)] = _Slot(_type_of(kept, dtype), None, 0, {}, _bytes_of(kept, ()))
+                self._slots[(index, name)] = _Slot(_type_of(kept, dtype), None, 0, {}, _coded(kept, 0, ()))
 
     def _slot(self, full: int, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
         users = [entry for entry in stored if name in self._declared[entry.index]]
@@ -134,8 +148,8 @@ class ElementStates:
             offsets[entry.index] = position if compact else entry.fragment.offset
             position += entry.fragment.numel
         numel, of_compact = (position, position) if compact else (full, None)
-        runs = [StateRun(offsets[entry.index], entry.fragment.numel) for entry in users]
-        return _Slot(_type_of(state_dtype, dtype), of_compact, numel, offsets, _bytes_of(state_dtype, runs))
+        runs = [CodedRun(offsets[entry.index], entry.fragment.numel, entry.fragment.start) for entry in users]
+        return _Slot(_type_of(state_dtype, dtype), of_compact, numel, offsets, _coded(state_dtype, numel, runs))
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
         """Views of a state on some entries, see :class:`RunPlan`, allocated on first use."""
@@ -148,28 +162,48 @@ class ElementStates:
     def _plan(self, name: str, entries: Iterable[Entry]) -> EntryRuns:
         return _runs_of_entries(entries, lambda entry: self._first(entry, self._slots[(entry.fragment.tensor, name)]))
 
-    def are_in_bytes(self, name: str) -> bool:
-        """Whether a state is kept in 8 bits."""
-        return any(at == name and slot.in_bytes is not None for (_, at), slot in self._slots.items())
+    def type_of(self, name: str, entry: Entry) -> torch.dtype:
+        """In which type an entry keeps a state: that of the codes, where it is kept in codes."""
+        slot = self._slots[(entry.fragment.tensor, name)]
+        return slot.dtype if slot.coded is None else slot.coded.dtype
 
-    def in_bytes(self, states: States, name: str, entries: Iterable[Entry]) -> list[Tensor]:
-        """The bytes of entries that keep a state in 8 bits, themselves; allocated on first use."""
-        kept: dict[int, Tensor] = {}
-        found = []
-        for entry in entries:
-            index = entry.fragment.tensor
+    def codes(self, states: States, name: str, plan: CodesPlan) -> tuple[RunViews, RunViews]:
+        """Codes and exponents of parts of entries that keep a state in codes; allocated on first use."""
+        kept = [self._in_codes(states, index, name) for index in plan.tensors]
+        return plan.codes.cut(kept), plan.exponents.cut([state.view(torch.int8) for state in kept])
+
+    def plan_codes(self, name: str, parts: Iterable[tuple[Entry, slice]]) -> CodesPlan:
+        """Where codes and exponents of parts of stored entries lie.
+
+        Args:
+            name: Of the state.
+            parts: In the order of the tensors; each begins with a block, or where its entry does.
+        """
+        tensors: list[int] = []
+        codes: list[list[RunPlace]] = []
+        exponents: list[list[RunPlace]] = []
+        for entry, part in parts:
+            index, start = entry.fragment.tensor, entry.fragment.start
             slot = self._slots[(index, name)]
-            assert slot.in_bytes is not None
-            if index not in kept:
-                kept[index] = self._in_bytes(states, index, name, slot)
-            found.append(slot.in_bytes.of(kept[index], StateRun(slot.offsets[entry.index], entry.fragment.numel)))
-        return found
+            assert slot.coded is not None
+            if not tensors or tensors[-1] != index:
+                tensors.append(index)
+                codes.append([])
+                exponents.append([])
+            offset, numel = slot.offsets[entry.index], part.stop - part.start
+            block = slot.coded.exponents[offset] + (start + part.start) // BLOCK - start // BLOCK
+            codes[-1].append(RunPlace(offset + part.start, numel))
+            exponents[-1].append(RunPlace(block, blocks_of(start + part.start, numel)))
+        return CodesPlan(tuple(tensors), RunPlan(codes), RunPlan(exponents))
 
     def allocate(self, states: States, index: int) -> None:
         """Make the states of one tensor that it does not have yet, each in the form that steps change."""
         for (at, name), slot in self._slots.items():
             if at == index:
-                (self._stored if slot.in_bytes is None else self._in_bytes)(states, index, name, slot)
+                if slot.coded is None:
+                    self._stored(states, index, name, slot)
+                else:
+                    self._in_codes(states, index, name)
 
     def allocate_empty(self, states: States, tensor: Tensor) -> None:
         """Make the states of a sharded tensor of which this rank has an empty part."""
@@ -180,10 +214,10 @@ class ElementStates:
     def opened(self, index: int, name: str, state: Any) -> Any:
         """A state of one tensor as :meth:`views` would find it, which itself stays as it is."""
         slot = self._slots.get((index, name))
-        if slot is None or slot.in_bytes is None or not slot.in_bytes.fits(state):
+        if slot is None or slot.coded is None or not isinstance(state, Tensor) or not slot.coded.fits(state):
             return state
         owner = self._tensors[index]
-        return sharded_like(owner, slot.in_bytes.opened(state, self._local_shape(owner, slot)))
+        return sharded_like(owner, slot.coded.opened(state, self._local_shape(owner, slot)))
 
     def _flat(self, states: States, index: int, name: str) -> Tensor:
         stored = self._stored(states, index, name, self._slots[(index, name)])
@@ -217,17 +251,17 @@ class ElementStates:
         return local
 
     def _as_planned(self, stored: Tensor, owner: Tensor, name: str, slot: _Slot) -> Tensor:
-        """A state in 8 bits, of a checkpoint, or of before the model was brought to another type."""
+        """A state in codes, of a checkpoint, or of before the model was brought to another type."""
         refuse_capture(owner.device, "the first step with states of another type")
-        if slot.in_bytes is not None and slot.in_bytes.fits(stored):
-            stored = slot.in_bytes.opened(stored, self._local_shape(owner, slot))
+        if slot.coded is not None and slot.coded.fits(stored):
+            stored = slot.coded.opened(stored, self._local_shape(owner, slot))
         self._refuse_other_shape(stored, owner, name, slot)
         return stored.to(owner.device, slot.dtype)
 
-    def _in_bytes(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
-        owner, layout = self._tensors[index], slot.in_bytes
+    def _in_codes(self, states: States, index: int, name: str) -> Tensor:
+        owner, slot = self._tensors[index], self._slots[(index, name)]
+        layout, state = slot.coded, states[owner]
         assert layout is not None
-        state = states[owner]
         kept: Tensor | None = state.get(name)
         if kept is None or not layout.fits(kept) or kept.device != owner.device:
             refuse_capture(owner.device, "the first step of a parameter, or one with states of another type")
@@ -236,13 +270,13 @@ class ElementStates:
             elif not layout.fits(kept):
                 kept = local_view(kept)
                 self._refuse_other_shape(kept, owner, name, slot)
-                kept = layout.quantized(kept.reshape(-1))
+                kept = layout.encoded(kept.reshape(-1))
             kept = state[name] = kept.to(owner.device)
         return kept
 
     def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
-        # Bytes that are not of this layout mean nothing.
-        if state.numel() != slot.numel or state.dtype == QUANTIZED:
+        # Codes that are not of this layout mean nothing.
+        if state.numel() != slot.numel or is_coded(state.dtype):
             raise RuntimeError(
                 f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
                 f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -16,10 +17,13 @@ from torch import Tensor
 from rankwise.kernels import lists
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
-from rankwise.kernels.passes import Pass
+from rankwise.kernels.passes import Field, Pass, Scalars, only_some
+from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.run_views import are_runs, chosen_of
 from rankwise.planning.element_states import ElementStates, States
 from rankwise.planning.entries import Entry, PlannedEntries
+from rankwise.planning.narrow_states import NarrowStates
+from rankwise.planning.shared_blocks import SharedBlocks
 from rankwise.routing.roles import ParameterInfo, Route, Rule
 from rankwise.sharding import (
     DeviceIndices,
@@ -56,7 +60,8 @@ class Bucket:
 
     Attributes:
         count: The step count that they share, too; None where only the device knows the counts.
-        in_bytes: See :meth:`rankwise.planning.element_states.ElementStates.in_bytes`.
+        narrow: The states that are kept in fewer bits.
+        found: States that have been asked for, in the type of the computation.
     """
 
     group: dict[str, Any]
@@ -65,10 +70,9 @@ class Bucket:
     entries: PlannedEntries
     weights: list[Tensor]
     grads: list[Tensor]
-    _states: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
-    in_bytes: Callable[[str, Sequence[Entry]], list[Tensor]] = field(repr=False)
+    narrow: NarrowStates = field(repr=False)
     _counts: Callable[[Sequence[Entry]], Tensor] = field(repr=False)
-    _found: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
+    found: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def step(self) -> Step:
@@ -76,10 +80,51 @@ class Bucket:
         return self._counts(self.entries) if self.count is None else self.count
 
     def state(self, name: str) -> list[Tensor]:
-        """Views of an element state on the bucket's fragments; a bucket lives for one step, and looks once."""
-        if name not in self._found:
-            self._found[name] = self._states(name, self.entries)
-        return self._found[name]
+        """An element state on the bucket's fragments, opened if it is narrow; a bucket lives for one step, and looks
+        once.
+        """
+        if name not in self.found:
+            self.found[name] = self.narrow.opened(self, name)
+        return self.found[name]
+
+    def kept(self, name: str) -> list[Tensor]:
+        """The same as they are kept, in bfloat16 or wider."""
+        return self.narrow.kept(self, name)
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a state is kept in codes on a fragment."""
+        return self.narrow.is_coded(self, name)
+
+    def passes(
+        self,
+        rule: PassRule,
+        states: Sequence[str],
+        scalars: Scalars,
+        factors: Tensor | None = None,
+        *,
+        weights: bool = True,
+    ) -> Iterator[Pass]:
+        """A rule on all of the bucket, whose states are opened and kept on the way.
+
+        Args:
+            rule: What becomes of an element.
+            states: The rule's, and "reference" where gradients are compared with one.
+            scalars: The rule's numbers.
+            factors: (entries,), see :class:`rankwise.kernels.passes.Pass`.
+            weights: Whether the rule changes weights.
+        """
+        for part in self.narrow.passes(self, states, self.found):
+            own = {"grad": part.cut(self.grads), **part.states}
+            if weights:
+                own["param"] = part.cut(self.weights)
+            if part.parts is None and len(part.places) == len(self.entries):
+                yield Pass(rule, own, scalars, factors)
+            else:
+                chosen = partial(self.narrow.chosen, places=part.places)
+                step = chosen(scalars.step) if isinstance(scalars.step, Tensor) else scalars.step
+                # Cut or not, by one kernel: of AdamW without factors, torch has another.
+                ones = torch.ones(len(part.places), dtype=self.weights[0].dtype, device=self.weights[0].device)
+                yield Pass(rule, own, replace(scalars, step=step), ones if factors is None else chosen(factors))
 
     def only(self, places: Sequence[int]) -> Bucket:
         """The same of some of its entries, given by their places in its lists."""
@@ -90,12 +135,13 @@ class Bucket:
             grads=chosen_of(self.grads, places),
         )
 
-    def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor]) -> Bucket:
+    def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor], states: Sequence[str]) -> Bucket:
         """Parts of its entries, each with what takes its gradient's place.
 
         Args:
             found: Places in its lists, and which of their elements.
             grads: For each.
+            states: Names of those that will be asked for.
         """
         whole = self.only([place for place, _ in found])
         parts = [part for _, part in found]
@@ -105,10 +151,9 @@ class Bucket:
         def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor if part == WHOLE else tensor[part] for tensor, part in zip(tensors, parts, strict=True)]
 
-        def states(name: str, _: Sequence[Entry]) -> list[Tensor]:
-            return cut(whole.state(name))
-
-        return replace(whole, weights=cut(whole.weights), grads=grads, _states=states)
+        cut_out = replace(whole, weights=cut(whole.weights), grads=grads)
+        cut_out.found.update((name, cut(whole.state(name))) for name in states)
+        return cut_out
 
 
 def joined(values: Sequence[Tensor]) -> Tensor:
@@ -145,6 +190,8 @@ class StepUnit:
     dtype: torch.dtype
     sum_all: bool = False
     cautious: bool = False  # whether elements that step away from zero do not decay
+    coded: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states in codes by key, held here or not
+    stochastic: Callable[[str], bool] = bool  # whether a state is rounded stochastically where it is narrow
     spends_gradients: bool = False  # whether nobody reads the gradients after the step
     forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
     key: Any = ()  # among the optimizer's units
@@ -154,6 +201,8 @@ class StepUnit:
     sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
     sums: FragmentSums = field(init=False)
     indices: DeviceIndices = field(init=False)
+    shared: SharedBlocks = field(init=False)
+    narrow: NarrowStates = field(init=False)  # of the step under way
     exchange: MatrixExchange | None = None
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
     halo: HaloExchange | None = None
@@ -165,6 +214,7 @@ class StepUnit:
         self.sharded = list(map(is_sharded, self.tensors))
         keys = self.layout.shapes if self.sum_all else self.keys("matrix")
         self.sums = FragmentSums(self.layout, self.device, set(keys))
+        self.shared = SharedBlocks(self.stored, self.coded, self.indices, self.traffic)
 
     @property
     def missing_alike(self) -> bool:
@@ -216,6 +266,13 @@ class StepUnit:
         """The list forms of the element-wise updates for this unit's device and type."""
         return kernels_for(self.device, self.dtype)
 
+    def begin(self, states: States) -> NarrowStates:
+        """What hands out the narrow states of a step that begins."""
+        self.narrow = NarrowStates(
+            self.states, states, self.entries, self.shared, self.indices, self.dtype, self.scratch, self.stochastic
+        )
+        return self.narrow
+
     def run(self, update: Pass) -> None:
         """Do a pass; where tensors have gaps, in torch's own form, which alone takes them."""
         update.scalars.cautious = self.cautious
@@ -223,7 +280,17 @@ class StepUnit:
         for form, places in parts:
             form.run(update if len(parts) == 1 else update.only(places))
 
-    def squared_norms(self, tensors: list[Tensor], references: list[Tensor] | None = None, k: float = 0.0) -> Tensor:
+    def corrected_norms(self, bucket: Bucket, name: str, k: float) -> Tensor:
+        """Squared norms of a bucket's gradients, corrected by the change since a state of that name."""
+        found = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
+        for part in bucket.narrow.passes(bucket, (name,), {}):
+            squares = self.squared_norms(part.cut(bucket.grads), part.states[name], k)
+            if part.parts is None and len(part.places) == len(bucket.entries):
+                return squares
+            found.index_add_(0, self.indices.of(tuple(part.places)), squares)
+        return found
+
+    def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:
         """As :func:`rankwise.kernels.lists.squared_norms`, of tensors with and without gaps."""
         parts = self._by_form(tensors)
         if len(parts) == 1:
@@ -231,7 +298,7 @@ class StepUnit:
         found = torch.empty(len(tensors), dtype=torch.float64, device=self.device)
         for form, places in parts:
             own = [tensors[place] for place in places]
-            theirs = None if references is None else [references[place] for place in places]
+            theirs = None if references is None else only_some(references, places)
             found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
         return found
 

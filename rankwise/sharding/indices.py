@@ -24,7 +24,7 @@ class DeviceIndices:
     """
 
     def __init__(self, device: torch.device, kept: int = _KEPT) -> None:
-        self._device, self._kept = device, kept
+        self.device, self._kept = device, kept
         self._recent: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         # A graph reads them at every replay; how long it lives is not known here.
         self._in_graphs: dict[tuple[int, ...], Tensor] = {}
@@ -41,9 +41,9 @@ class DeviceIndices:
         if found is None:
             found = self._in_graphs.get(positions)
         if found is None:
-            found = torch.tensor(positions, dtype=torch.long, device=self._device)
+            found = torch.tensor(positions, dtype=torch.long, device=self.device)
         self._recent[positions] = found
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._in_graphs[positions] = found
         while len(self._recent) > self._kept:
             self._recent.popitem(last=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+
+from rankwise.kernels.narrow_runs import ROOT
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
@@ -18,6 +21,8 @@ class SONewDeclared(Declared):
 
     options: SONewOptions
     health_means = ("graft_ratio",)
+    # What is divided by differences of them must not be rounded by much.
+    codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": torch.bfloat16, "graft_sq": ROOT}
 
     @property
     def policy(self) -> RoutingPolicy:
@@ -35,4 +40,4 @@ class SONewDeclared(Declared):
         if rule == "matrix":
             names += self.covariance_names
             names += ["graft_sq"] if self.options.graft == "rmsprop" else []
-        return dict.fromkeys(names)
+        return self.kept_as(names, info)

@@ -152,6 +152,7 @@ class SONew(ShardedOptimizer):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
+        unit.narrow.keep_apart()
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""

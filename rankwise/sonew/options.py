@@ -52,6 +52,8 @@ class SONewOptions(Options):
         '"row": chains end with the rows of a matrix, which makes row cuts free of communication; "tensor": one chain '
         "per parameter in row-major order, as in the paper. Either is exact under any cut.",
     )
+    state_dtype: str | Mapping[str, str] | None = shared.state_dtype("exp_avg", "exp_avg_sq", "covariance", "graft_sq")
+    state_rounding: str = shared.state_rounding()
     exclude: Sequence[str] = shared.exclude()
     transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()

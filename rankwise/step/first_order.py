@@ -26,9 +26,9 @@ def adamw_step(unit: StepUnit, bucket: Bucket, factors: Tensor | None = None, **
         overrides: ``lr``, ``betas``, ``eps`` or ``weight_decay``, where they are not those of the param group.
     """
     hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    states = {name: bucket.state(name) for name in STATES["adamw"]}
     scalars = Scalars(**{**hyper, **overrides}, step=bucket.step)
-    unit.run(Pass("adamw", {"grad": bucket.grads, "param": bucket.weights, **states}, scalars, factors))
+    for update in bucket.passes("adamw", STATES["adamw"], scalars, factors):
+        unit.run(update)
 
 
 def step_and_decay(unit: StepUnit, weights: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:

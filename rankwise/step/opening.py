@@ -194,8 +194,7 @@ class Opening:
             None if weight is None else int(states[tensor]["step"]) if known else 0
             for tensor, weight in zip(unit.tensors, weights, strict=True)
         )
-        transition, views = self._transition, partial(unit.states.views, states)
-        in_bytes = partial(unit.states.in_bytes, states)
+        transition, narrow = self._transition, unit.begin(states)
         found = []
         for plan in plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
             tensors, runs = plan.runs
@@ -210,8 +209,7 @@ class Opening:
                     plan.entries,
                     own_weights,
                     own_grads,
-                    views,
-                    in_bytes,
+                    narrow,
                     partial(_counts_of, unit, states, plan.before),
                 )
             )

@@ -324,6 +324,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 buckets = self.opening.buckets(unit, self.state, self.param_groups, weights, finite)
                 with self.transition.ramp(buckets):
                     self._update(unit, buckets)
+                unit.narrow.close()
 
             if self.options.skip_nonfinite:
                 self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)

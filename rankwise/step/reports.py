@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.kernels.quantization import QUANTIZED, quantized_length
+from rankwise.kernels.narrow_runs import blocks_of, is_coded
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.logical_matrices import block_info
@@ -229,8 +229,8 @@ class Reports:
                 kept = _element_states(states.get(unit.tensors[entry.fragment.tensor], {}))
                 own = [value for name, value in kept.items() if unit.states.offset(name, entry) is not None]
                 each, numel = sum(map(Tensor.element_size, own)), entry.fragment.numel
-                # The scales that elements have in common are the first line's.
-                shared = sum(quantized_length(numel) - numel for value in own if value.dtype == QUANTIZED)
+                # The exponents that elements have in common are the first line's.
+                shared = sum(blocks_of(entry.fragment.start, numel) for value in own if is_coded(value.dtype))
                 for line, block in self._blocks_of(self._table.base_name(entry.key)):
                     parts = cut_into_blocks(entry.fragment, () if block is None else (block,))
                     found[line] = found.get(line, 0) + each * sum(part.numel for part in parts) + shared

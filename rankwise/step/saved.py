@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.kernels.quantization import QUANTIZED
+from rankwise.kernels.narrow_runs import is_coded
 from rankwise.planning.assembling import dtype_of
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States, StateTypes
@@ -153,14 +153,14 @@ class SavedStates:
         self._waiting = {}
 
     def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
-        """What a dictionary of torch's has of states, those that are kept in 8 bits in their open form."""
+        """What a dictionary of torch's has of states, those in codes in their open form."""
         found = dict(result["state"])
         planned = self._places()
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
             for tensor in group["params"]:
                 key, state = next(keys), states.get(tensor, {})
-                if any(isinstance(value, Tensor) and value.dtype == QUANTIZED for value in state.values()):
+                if any(isinstance(value, Tensor) and is_coded(value.dtype) for value in state.values()):
                     unit, index = planned.get(id(tensor), (None, 0))
                     kept = unit.states if unit is not None else self._planner.kept_in(groups, tensor, group)[1]
                     found[key] = {name: kept.opened(index, name, value) for name, value in state.items()}

@@ -1,13 +1,12 @@
 """LDAdam's error buffers in 8 bits, under every layout, against one process whose buffers are quantized in fp64.
 
-The oracle keeps fp64 buffers; after each step it rounds them, run by run of what the ranks hold, by a quantizer that
-searches its scales. A block of values that a cut runs through has a scale on either side of it.
+The oracle keeps fp64 buffers; after each step it rounds them, parameter by parameter, by a quantizer that searches its
+scales: it knows nothing of how ranks have cut them, but for the columns that tensor parallelism gave them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from simulated import LAYOUTS, Case, Framework, Model, gradients, run_of, world_
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.kernels.quantization import quantize_, quantized_length
+from rankwise.kernels.narrow_runs import SIGNED, NarrowRuns, blocks_of
+from rankwise.kernels.quantization import encode_
 from rankwise.sharding.sources import Slice
 
 STEPS = 6
@@ -43,22 +43,13 @@ def _follow(rank: int, world: int, layouts: Sequence[str]) -> dict[str, Held]:
     return found
 
 
-def _matrices(piece: Slice, shape: torch.Size) -> list[tuple[int, int]]:
-    """The runs of a piece in each matrix of a stack."""
-    size = prod(shape[1:]) if len(shape) == 3 else prod(shape)
-    bounds = [piece.start, *(at for at in range(size, prod(shape), size) if piece.start < at < piece.end), piece.end]
-    return list(zip(bounds, bounds[1:], strict=False))
-
-
-def _round(error: Tensor, pieces: Sequence[Slice]) -> None:
-    """As the ranks do with the runs that they hold."""
-    for piece in pieces:
-        for start, end in _matrices(piece, error.shape):
-            block = error if piece.columns is None else error[:, slice(*piece.columns)]
-            codes, scales = quantized_to_8_bits(block.reshape(-1)[start:end].numpy())
-            flat = block.reshape(-1).clone()
-            flat[start:end] = torch.from_numpy(codes * scales)
-            block.copy_(flat.view(block.shape))
+def _round(error: Tensor, cuts: set[tuple[int, int] | None]) -> None:
+    """Each matrix of a stack, and each block of columns, for itself."""
+    for columns in cuts:
+        block = error if columns is None else error[:, slice(*columns)]
+        for matrix in block if block.dim() == 3 else [block]:
+            codes, scales = quantized_to_8_bits(matrix.reshape(-1).numpy())
+            matrix.copy_(torch.from_numpy(codes * scales).view(matrix.shape))
 
 
 def _expected(pieces: Sequence[Slice], rounded: bool = True) -> dict[str, Tensor]:
@@ -72,7 +63,7 @@ def _expected(pieces: Sequence[Slice], rounded: bool = True) -> dict[str, Tensor
         for name, parameter in named.items():
             error = optimizer.state[parameter].get("error")
             if error is not None and rounded:
-                _round(error, [piece for piece in pieces if piece.name == name])
+                _round(error, {piece.columns for piece in pieces if piece.name == name})
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -98,15 +89,21 @@ def test_spent_gradients_are_what_is_quantized(layout: str) -> None:
     framework.spends_gradients = True
     framework.step()
     (unit,) = framework.optimizer.planned_units
-    fused = 0
+    spent: dict[str, list[Tensor]] = {}
+    kept: dict[str, list[Tensor]] = {}
     for entry in unit.stored_entries:
         tensor, part = unit.tensors[entry.fragment.tensor], entry.fragment
         if entry.route.rule == "matrix":
-            kept = torch.zeros(quantized_length(part.numel), dtype=torch.uint8)
-            quantize_([tensor.grad.view(-1)[part.offset : part.offset + part.numel]], [kept])
-            assert torch.equal(kept, unit.states.in_bytes(framework.optimizer.state, "error", [entry])[0]), entry.key
-            fused += entry.key == "c.weight"
-    assert fused
+            spent.setdefault(entry.key, []).append(tensor.grad.view(-1)[part.offset : part.offset + part.numel])
+            plan = unit.states.plan_codes("error", [(entry, slice(0, part.numel))])
+            kept.setdefault(entry.key, []).append(unit.states.codes(framework.optimizer.state, "error", plan)[0][0])
+    assert "c.weight" in spent
+    for key, parts in spent.items():
+        values = torch.cat(parts)
+        codes = torch.zeros(values.numel(), dtype=SIGNED)
+        exponents = torch.zeros(blocks_of(0, values.numel()), dtype=torch.int8)
+        encode_([values], NarrowRuns([codes], [exponents], [0], [0]))
+        assert torch.equal(torch.cat(kept[key]), codes), key
 
 
 def _resumed(rank: int, world: int, layouts: Sequence[str]) -> list[tuple[Held, Held]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rankwise.kernels import blocked, forms, native, triton
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.forms import kernels_for, using
+from rankwise.kernels.narrow_runs import NarrowRuns
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import formulas as updates_ldadam
@@ -336,12 +337,13 @@ def test_references_of_fewer_digits_are_rounded_to_the_nearest(form: ModuleType)
     """As torch rounds, ties and what is not finite included; what is compared is what was kept."""
     numbers = [0.0, -0.0, 1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1e-40, 3.4e38, torch.inf, -torch.inf, torch.nan]
     grad = torch.cat([torch.tensor(numbers), torch.randn(100, generator=torch.Generator().manual_seed(0))])
-    reference, momentum = torch.full((110,), 0.3, dtype=torch.bfloat16), torch.zeros(110)
-    found = form.squared_norms([grad[10:]], [reference[10:]], 0.5)
-    corrected = grad + 0.5 * (grad - reference.float())
+    kept, momentum = torch.full((110,), 0.3, dtype=torch.bfloat16), torch.zeros(110)
+    reference = NarrowRuns([kept], [], [0], [1])
+    corrected = grad + 0.5 * (grad - kept.float())
+    found = form.squared_norms([grad[10:]], NarrowRuns([kept[10:]], [], [0], [1]), 0.5)
     torch.testing.assert_close(found[0], corrected[10:].double().square().sum(), rtol=1e-6, atol=0.0)
-    fields = {"grad": [grad], "exp_avg": [momentum], "reference": [reference]}
+    fields = {"grad": [grad], "exp_avg": [momentum], "reference": reference}
     form.run(Pass("momentum", fields, Scalars(betas=(0.9, 0.0), k=0.5, advance=True)))
     torch.testing.assert_close(momentum, 0.1 * corrected, rtol=1e-5, atol=1e-7, equal_nan=True)
-    assert torch.equal(reference.view(torch.int16)[:-101], grad.bfloat16().view(torch.int16)[:-101])
-    torch.testing.assert_close(reference, grad.bfloat16(), rtol=0.0, atol=0.0, equal_nan=True)
+    assert torch.equal(kept.view(torch.int16)[:-101], grad.bfloat16().view(torch.int16)[:-101])
+    torch.testing.assert_close(kept, grad.bfloat16(), rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Block-wise quantization: what it promises, and that its forms have the same bits."""
+"""Codes of element states: what they promise, and that their forms have the same bits."""
 
 from __future__ import annotations
 
@@ -8,91 +8,46 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from oracles import quantized_to_8_bits
-from torch import Tensor
+from narrow_cases import FIRSTS, LENGTHS, assert_same, copy_of, runs_of, values_of
+from oracles import codes_by_search
 
 from rankwise.kernels import blocked, native, quantization
 from rankwise.kernels.forms import quantization_for, using
+from rankwise.kernels.narrow_runs import BFLOAT16, BLOCK, ROOT, SIGNED, NarrowRuns
 from rankwise.kernels.native import compiled_quantization as compiled
-from rankwise.kernels.quantization import BLOCK, dequantized, quantized_length
+from rankwise.kernels.quantization import BROKEN, CODED
 
-LENGTHS = (1, 63, 64, 65, 127, 128, 1000, 4096, 16384 + 7, 40000)
-
-
-def values_of(numel: int, seed: int = 0) -> Tensor:
-    """Of all magnitudes, block by block, with zeros and the edges of what scales reach."""
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.randn(numel, generator=generator)
-    sizes = torch.randint(-140, 128, (-(-numel // BLOCK),), generator=generator).float()
-    found = torch.ldexp(found, sizes.repeat_interleave(BLOCK)[:numel]).clamp(-3e38, 3e38)
-    found[torch.rand(numel, generator=generator) < 0.1] = 0.0
-    return found
+KINDS = pytest.mark.parametrize("dtype", [SIGNED, ROOT, BFLOAT16], ids=["signed", "root", "bfloat16"])
+CODES = pytest.mark.parametrize("dtype", [SIGNED, ROOT], ids=["signed", "root"])
+FORMS = pytest.mark.parametrize(
+    "form", [quantization, pytest.param(compiled, marks=pytest.mark.compiled)], ids=["plain", "native"]
+)
 
 
-def packed(numel: int) -> Tensor:
-    return torch.full((quantized_length(numel),), 171, dtype=torch.uint8)
-
-
-def assert_same_bits(form: ModuleType, runs: list[Tensor], has_nans: bool = False) -> None:
-    """Of a form and the plain one, there and back, and into the values themselves."""
-    ours, plain = ([packed(len(run)) for run in runs] for _ in range(2))
-    form.quantize_(runs, ours)
-    quantization.quantize_(runs, plain)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    others = [torch.randn_like(run) for run in runs]
-    found, expected = ([torch.empty_like(run) for run in runs] for _ in range(2))
-    form.add_dequantized(others, ours, found)
-    quantization.add_dequantized(others, ours, expected)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=has_nans)
-    form.add_dequantized(others, ours, others)
-    torch.testing.assert_close(others, expected, rtol=0, atol=0, equal_nan=has_nans)
-
-
-def quantized(values: Tensor, form: ModuleType = quantization) -> Tensor:
-    kept = packed(values.numel())
-    form.quantize_([values], [kept])
-    return kept
-
-
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_integers_and_scales(numel: int) -> None:
-    values = values_of(numel)
-    codes, scales = quantized_to_8_bits(values.double().numpy())
-    kept = quantized(values)
-    np.testing.assert_array_equal(kept[:numel].view(torch.int8).numpy(), codes)
-    exponents = kept[numel:].view(torch.int8).double().numpy()[: len(scales[::BLOCK])]
-    np.testing.assert_array_equal(2.0**exponents, scales[::BLOCK])
-    np.testing.assert_array_equal(dequantized(kept, numel).double().numpy(), codes * scales)
-    error = np.abs(values.double().numpy() - codes * scales)
-    assert (error <= scales / 2).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_nothing_is_rounded_twice(dtype: torch.dtype) -> None:
-    kept = quantized(values_of(40000))
-    opened = dequantized(kept, 40000, dtype)
-    assert opened.dtype == dtype
-    torch.testing.assert_close(quantized(opened), kept, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types_are_quantized_as_float32_is(dtype: torch.dtype) -> None:
-    sizes = torch.arange(-20, 15).repeat_interleave(BLOCK)
-    values = torch.ldexp(torch.rand(len(sizes)) - 0.5, sizes).to(dtype)
-    torch.testing.assert_close(quantized(values), quantized(values.float()), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("form", [quantization, compiled], ids=["plain", "native"])
-def test_what_is_not_finite_stays_so(form: ModuleType, broken: float) -> None:
-    values = torch.ones(3 * BLOCK)
-    values[BLOCK + 5] = broken
-    opened = dequantized(quantized(values, form), len(values))
-    assert opened[BLOCK : 2 * BLOCK].isnan().all()
-    assert opened[:BLOCK].eq(1).all() and opened[2 * BLOCK :].eq(1).all()
-    sums = torch.empty_like(values)
-    form.add_dequantized([torch.zeros_like(values)], [quantized(values, form)], [sums])
-    assert sums.isnan().sum() == BLOCK
+def assert_same_bits(form: ModuleType, dtype: torch.dtype, step: int | torch.Tensor | None) -> None:
+    """Of a form and the plain one: there, with exponents of their own and with larger ones, and back."""
+    ours = runs_of(LENGTHS, FIRSTS, dtype, step)
+    plain, values = copy_of(ours), [values_of(numel, dtype, seed) for seed, numel in enumerate(LENGTHS)]
+    form.encode_(values, ours)
+    quantization.encode_(values, plain)
+    assert_same(ours, plain)
+    if dtype != BFLOAT16:
+        found = form.exponents_of(values, ours)
+        torch.testing.assert_close(found, quantization.exponents_of(values, plain), rtol=0, atol=0)
+        larger = (found.int() + 2).clamp(max=CODED[dtype].most).where(found < BROKEN, BROKEN).to(torch.int8)
+        form.encode_(values, ours, larger)
+        quantization.encode_(values, plain, larger)
+        assert_same(ours, plain)
+    opened, expected = ([torch.empty_like(value) for value in values] for _ in range(2))
+    form.decode_(opened, ours)
+    quantization.decode_(expected, ours)
+    assert_same(opened, expected)
+    others = [torch.randn_like(value) for value in values]
+    form.add_decoded(others, ours, opened)
+    quantization.add_decoded(others, ours, expected)
+    assert_same(opened, expected)
+    form.add_decoded(others, ours, others)
+    assert_same(others, expected)
 
 
 @pytest.fixture(params=[1, 3])
@@ -103,50 +58,133 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("threads")
-def test_the_compiled_form_has_the_same_bits() -> None:
-    if not native.is_available():
-        pytest.skip("no compiler")
-    runs = [values_of(numel, seed) for seed, numel in enumerate((*LENGTHS, 0))]
-    assert_same_bits(compiled, runs)
-    runs[3][7], runs[4][100] = torch.nan, -torch.inf
-    assert_same_bits(compiled, runs, has_nans=True)
+@KINDS
+@pytest.mark.parametrize("step", [None, 77], ids=["nearest", "stochastic"])
+def test_the_compiled_form_has_the_same_bits(dtype: torch.dtype, step: int | None) -> None:
+    assert_same_bits(compiled, dtype, step)
 
 
-def test_the_compiled_form_leaves_other_types_to_the_plain_one() -> None:
-    values = values_of(100).double()
-    torch.testing.assert_close(quantized(values, compiled), quantized(values), rtol=0, atol=0)
-    every_other = torch.randn(200)[::2]
-    torch.testing.assert_close(quantized(every_other, compiled), quantized(every_other.clone()), rtol=0, atol=0)
+@pytest.mark.compiled
+def test_what_the_compiled_form_leaves_to_the_plain_one() -> None:
+    assert_same_bits(compiled, SIGNED, torch.tensor(7))
+    values = [values_of(100, SIGNED, 0).double()]
+    found, expected = runs_of([100], [0], SIGNED), runs_of([100], [0], SIGNED)
+    compiled.encode_(values, found)
+    quantization.encode_(values, expected)
+    assert_same(found, expected)
 
 
-@pytest.mark.parametrize("form", [quantization, compiled], ids=["plain", "native"])
-@pytest.mark.parametrize("kept", [torch.zeros(96, dtype=torch.uint8), torch.zeros(80), torch.zeros(80, 1).byte()])
-def test_other_lengths_and_types_are_refused(form: ModuleType, kept: Tensor) -> None:
-    values = torch.zeros(65)
-    with pytest.raises(ValueError, match="bytes in a row"):
-        form.quantize_([values], [kept])
-    with pytest.raises(ValueError, match="bytes in a row"):
-        form.add_dequantized([values], [kept], [values])
+@CODES
+@FORMS
+def test_codes_are_the_nearest(form: ModuleType, dtype: torch.dtype) -> None:
+    values = values_of(5000, dtype, 1, is_finite=True)
+    if dtype == ROOT:
+        # Whose roots are float32s.
+        values = values.sqrt().bfloat16().float().clamp(max=2.0**63).square()
+    codes, exponents, opened = codes_by_search(values.double().numpy(), dtype == ROOT)
+    kept = runs_of([5000], [0], dtype)
+    form.encode_([values], kept)
+    np.testing.assert_array_equal(kept.exponents[0].numpy(), exponents)
+    np.testing.assert_array_equal(kept.codes[0].numpy(), codes)
+    found = torch.empty(5000)
+    form.decode_([found], kept)
+    np.testing.assert_array_equal(found.double().numpy(), opened)
+    assert found.isfinite().all() and not (found[values != 0] == 0).any() or dtype == SIGNED
 
 
-def test_large_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = values_of(1000)
-    kept, opened = quantized(values), dequantized(quantized(values), 1000)
+@CODES
+@FORMS
+@pytest.mark.parametrize("step", [None, 5], ids=["nearest", "stochastic"])
+def test_nothing_is_rounded_twice(form: ModuleType, dtype: torch.dtype, step: int | None) -> None:
+    """Neither with its own exponent nor with a larger one, where what a code stands for has a code again."""
+    codes = torch.arange(-127, 128) if dtype == SIGNED else torch.arange(256)
+    kept = runs_of([len(codes)], [0], dtype, step)
+    kept.codes[0].copy_(codes)
+    kept.exponents[0].fill_(-9)
+    opened = [torch.empty(len(codes))]
+    form.decode_(opened, kept)
+    again = copy_of(kept)
+    form.encode_(opened, again, kept.exponents[0])
+    assert_same(again, kept)
+    # Every other code, or those of a third of the range that are whole at twice the scale.
+    chosen = [
+        opened[0][codes % 2 == 0]
+        if dtype == SIGNED
+        else opened[0][(codes % 2 == 0) & (codes < 64) | (codes >= 64) & (codes < 224)]
+    ]
+    larger = runs_of([len(chosen[0])], [0], dtype, step)
+    form.encode_(chosen, larger, torch.full_like(larger.exponents[0], -8))
+    found = [torch.empty_like(chosen[0])]
+    form.decode_(found, larger)
+    assert_same(found, chosen)
+
+
+@CODES
+@FORMS
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan, -1.0])
+def test_what_is_not_finite_stays_so(form: ModuleType, dtype: torch.dtype, broken: float) -> None:
+    values = torch.ones(3 * BLOCK)
+    values[BLOCK + 5] = broken
+    kept, opened = runs_of([len(values)], [0], dtype), torch.empty_like(values)
+    form.encode_([values], kept)
+    form.decode_([opened], kept)
+    lost = broken != -1.0 or dtype == ROOT
+    assert opened[BLOCK : 2 * BLOCK].isnan().all() if lost else opened.isfinite().all()
+    assert opened[:BLOCK].eq(1).all() and opened[2 * BLOCK :].eq(1).all()
+
+
+@KINDS
+@FORMS
+def test_the_noise_knows_no_cuts(form: ModuleType, dtype: torch.dtype) -> None:
+    """A parameter has the same codes in one run and in many, also where places need more than 32 bits."""
+    first, cuts = 2**32 - 3 * BLOCK, [BLOCK, 5 * BLOCK, 300]
+    values = values_of(sum(cuts), dtype, 3)
+    whole = runs_of([sum(cuts)], [first], dtype, 9)
+    form.encode_([values], whole)
+    parts = runs_of(cuts, [first, first + BLOCK, first + 6 * BLOCK], dtype, 9)
+    parts = NarrowRuns(parts.codes, parts.exponents, parts.firsts, [5, 5, 5], 9)
+    form.encode_(list(values.split(cuts)), parts)
+    assert_same([torch.cat(list(parts.codes))], whole.codes)
+    if dtype != BFLOAT16:
+        assert_same([torch.cat(list(parts.exponents))], whole.exponents)
+    form.encode_([values], other := NarrowRuns(copy_of(whole).codes, whole.exponents, [first], [5], 10))
+    assert not torch.equal(other.codes[0], whole.codes[0])
+
+
+@KINDS
+def test_stochastic_rounding_is_unbiased(dtype: torch.dtype) -> None:
+    value, numel = 1.0078125 + 1 / 1024, 1 << 16
+    values = torch.full((numel,), value).square() if dtype == ROOT else torch.full((numel,), value)
+    values[::BLOCK] = 16.0
+    kept, opened = runs_of([numel], [0], dtype, 3), torch.empty(numel)
+    quantization.encode_([values], kept)
+    quantization.decode_([opened], kept)
+    found = (opened.sqrt() if dtype == ROOT else opened).view(-1, BLOCK)[:, 1:].double()
+    assert len(found.unique()) == 2
+    # Four standard deviations of a mean.
+    assert abs(found.mean() - value) < 4 * found.std() / found.numel() ** 0.5
+
+
+@KINDS
+@FORMS
+def test_other_lengths_are_refused(form: ModuleType, dtype: torch.dtype) -> None:
+    kept = runs_of([65], [0], dtype)
+    for given, runs in ((torch.zeros(64), kept), (torch.zeros(65), NarrowRuns(kept.codes, [torch.zeros(3)], [0], [1]))):
+        with pytest.raises(ValueError, match="it must have a code for each"):
+            form.encode_([given], runs)
+        with pytest.raises(ValueError, match="it must have a code for each"):
+            form.decode_([given], runs)
+
+
+@KINDS
+def test_large_runs_in_parts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    values, kept, parts = values_of(1000, dtype, 0), runs_of([1000], [7], dtype, 4), runs_of([1000], [7], dtype, 4)
+    quantization.encode_([values], kept)
     monkeypatch.setattr(quantization, "_AT_ONCE", 2 * BLOCK)
-    torch.testing.assert_close(quantized(values), kept, rtol=0, atol=0)
-    torch.testing.assert_close(dequantized(kept, 1000), opened, rtol=0, atol=0)
-
-
-def test_a_part_is_done_with_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, kept = values_of(4 * BLOCK), quantized(values_of(4 * BLOCK))
-    done: list[str] = []
-    powers, add = quantization._powers, torch.add
-    monkeypatch.setattr(quantization, "_AT_ONCE", BLOCK)
-    monkeypatch.setattr(quantization, "_powers", lambda *given: done.append("made") or powers(*given))
-    monkeypatch.setattr(torch, "add", lambda *given, **more: done.append("added") or add(*given, **more))
-    quantization.add_dequantized([values], [kept], [values])
-    assert done == 4 * ["made", "added"]
+    quantization.encode_([values], parts)
+    assert_same(parts, kept)
 
 
 def test_the_form_goes_by_device() -> None:

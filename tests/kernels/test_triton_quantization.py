@@ -1,37 +1,53 @@
-"""Block-wise quantization in one launch, in the interpreter, against the plain form: the same bits."""
+"""Codes and narrow passes in one launch, in the interpreter, against the plain forms: the same bits."""
 
 from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from test_quantization import LENGTHS, assert_same_bits, values_of  # noqa: E402
+from test_narrow_passes import assert_as_opened, fields_of  # noqa: E402
+from test_quantization import assert_same_bits  # noqa: E402
 
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.forms import quantization_for, using  # noqa: E402
+from rankwise.kernels.narrow_runs import BFLOAT16, ROOT, SIGNED  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-def test_the_same_bits(launches: list[str]) -> None:
-    from rankwise.kernels.triton import launched_quantization as launched
-
+@pytest.fixture
+def launched() -> ModuleType:
     with using(triton):
-        assert quantization_for(torch.device("cpu"), torch.float32) is launched
-    runs = [values_of(numel, seed) for seed, numel in enumerate((*LENGTHS, 0))]
-    runs.append(values_of(5001, 99)[1:])  # begins where wide accesses do not
-    runs[3][7], runs[4][100] = torch.nan, -torch.inf
-    assert_same_bits(launched, runs, has_nans=True)
-    assert len(launches) == 3
+        return quantization_for(torch.device("cpu"), torch.float32)
 
 
-def test_other_lengths_are_refused() -> None:
-    from rankwise.kernels.triton import launched_quantization as launched
+@pytest.mark.parametrize("dtype, step", [(SIGNED, None), (ROOT, torch.tensor(7)), (BFLOAT16, 5)])
+def test_the_same_bits(launched: ModuleType, launches: list[str], dtype: torch.dtype, step: Any) -> None:
+    assert_same_bits(launched, dtype, step)
+    assert len(launches) == (4 if dtype == BFLOAT16 else 6)
 
-    values, kept = torch.zeros(65), torch.zeros(80, dtype=torch.uint8)
+
+@pytest.mark.parametrize(
+    "rule, state, reference, step",
+    [("adamw", SIGNED, SIGNED, 7), ("lion", BFLOAT16, SIGNED, None), ("step", None, BFLOAT16, None)],
+)
+def test_passes(launches: list[str], rule: Any, state: Any, reference: Any, step: Any) -> None:
+    assert_as_opened(triton, rule, fields_of(rule, state, reference, step), True, True)
+    assert launches[0] == "update_kernel" and launches.count("update_kernel") <= 12
+
+
+def test_other_lengths_are_refused(launched: ModuleType) -> None:
+    from narrow_cases import runs_of
+
+    values, kept = torch.zeros(65), runs_of([65], [0], SIGNED)
     with pytest.raises(ValueError, match="of its length"):
-        launched.add_dequantized([values], [kept], [values[1:]])
-    with pytest.raises(ValueError, match="bytes in a row"):
-        launched.quantize_([values], [kept[1:]])
+        launched.add_decoded([values], kept, [values[1:]])
+    with pytest.raises(ValueError, match="it must have a code for each"):
+        launched.encode_([values[1:]], kept)
+    with pytest.raises(ValueError, match="exponents has the shape"):
+        launched.encode_([values], kept, torch.zeros(3, dtype=torch.int8))

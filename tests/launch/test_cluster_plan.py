@@ -225,13 +225,13 @@ def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [None, "bfloat16", "int8"])
-def test_the_buffer_is_narrowed_before_the_rank(kept: str | None, tmp_path: Path) -> None:
-    config = {"optimizer": {"type": "LDAdam", "params": {"rank": 32, "error_dtype": kept}}}
+def test_states_are_narrowed_before_the_rank(kept: str | None, tmp_path: Path) -> None:
+    config = {"optimizer": {"type": "LDAdam", "params": {"rank": 32, "state_dtype": kept}}}
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 2}, **config}))
     arguments = ["--config", str(tmp_path / "ds.json"), "--model", "gpt2-small", "--ranks", "1"]
     held = plan(*arguments)["bytes"]["optimizer states"]["max"]
     status, output = run(*arguments, "--max-state-gb", f"{0.99 * held / 2**30}")
-    wanted = {None: "error_dtype='bfloat16'", "bfloat16": "error_dtype='int8'", "int8": "rank=16"}[kept]
+    wanted = {None: "state_dtype='bfloat16'", "bfloat16": "state_dtype='int8'", "int8": "rank=16"}[kept]
     assert status == 1 and f"With comm_dtype='bfloat16', {wanted} it is: 0." in " ".join(output.split())
 
 

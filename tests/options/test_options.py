@@ -38,6 +38,7 @@ LAYOUTS = {
     r"'groups' of '\*' must be an integer >= 1": [{"*": {"q": 2, "groups": 0}}, {"*": {"q": 2, "groups": "2"}}],
     r"'heads' of '\*' must be": [{"*": {"q": 2, "k": 2, "heads": [1]}}, {"*": {"q": 2, "heads": "2"}}],
 }
+STATES: dict[type, str] = {MARS: "reference", SONew: "covariance", LDAdam: "error", MKOR: "momentum_buffer"}
 DTYPES = ["float", "int8", torch.int64, 32]
 HUGE = [10**400, 10**5000]  # no float; not even text
 
@@ -145,6 +146,17 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
                 for wrong in (0, -1.0, "1")
             ],
             (cls, "exclude", PATTERNS, "it must be a list of name patterns", r'write e.g. \["\*gate\*"\]'),
+            (
+                cls,
+                "state_dtype",
+                ["float16", "fp8", 8, ["int8"]],
+                "it must be 'float32', 'bfloat16' or 'int8'",
+                "write '",
+            ),
+            (cls, "state_dtype", [{"exp_av": "int8"}], "'exp_av' must be a state", "did you mean 'exp_avg"),
+            (cls, "state_dtype", [{"error_feedback": "int8"}, {1: "int8"}], ".* must be a state", ""),
+            (cls, "state_dtype", [{STATES[cls]: "int4"}], "the type of '.*' must be 'float32'", "write 'int8'"),
+            (cls, "state_rounding", ["near", None], "it must be one of 'auto', 'nearest'", ""),
             (cls, "skip_nonfinite", FLAGS, "it must be true or false", "the default is False"),
             (cls, "transition_steps", [-1, 1.0, True, None], "it must be an integer >= 0", "the default is 20"),
         )
@@ -211,7 +223,7 @@ GOOD: list[tuple[type, dict[str, Any]]] = [
     (MARS, {"clip": None, "lr_1d": 0.0, "gamma": 0.0, "betas": [0.0, 0.0], "exclude": ["*.bias"]}),
     (MARS, {"lr": torch.tensor(0.1), "ns_dtype": "float16", "variant": "muon"}),
     (SONew, {"band": 0, "gamma": 0.0, "eps": 0.0, "graft_eps": 0.0, "lr": 1}),
-    (LDAdam, {"rank": 1, "rho": 1.0, "error_dtype": None}),
+    (LDAdam, {"rank": 1, "rho": 1.0, "error_dtype": None, "state_dtype": {"exp_avg": "int8"}}),
     (LDAdam, {"rank": 1, "rho": 0.0, "error_dtype": "float16"}),
     (MKOR, {"stabilizer": None, "rescale": None, "momentum": 0.0, "backend": "sgd", "exclude": ("*bias",)}),
     (MKOR, {"stabilizer": [1, 0], "hybrid": True, "hybrid_ema": 0.0, "hybrid_min_steps": 2, "hybrid_patience": 1}),
@@ -448,7 +460,7 @@ def test_the_signature_names_types_and_defaults_alone(cls: type) -> None:
         ((), {"learning_rate": 1}, "did you mean 'lr'"),
         ((), {"zzz": 1}, r"LDAdam\(\) got an unexpected keyword argument 'zzz'$"),
         ((1e-3,), {"lr": 1}, r"LDAdam\(\) multiple values for argument 'lr'"),
-        ((1,) * 19, {}, r"LDAdam\(\) too many positional arguments"),
+        ((1,) * 21, {}, r"LDAdam\(\) too many positional arguments"),
     ],
 )
 def test_wrong_keywords_are_named_as_in_any_call(given: tuple[Any, ...], keywords: Any, words: str) -> None:

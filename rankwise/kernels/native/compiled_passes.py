@@ -1,7 +1,8 @@
 """Element-wise updates for CPUs in C++: every pass one way through memory, many runs per call.
 
-The results are those of :mod:`rankwise.kernels.lists` but for the last bits. What C++ has no form for (mixed types,
-tensors with gaps) goes to :mod:`rankwise.kernels.blocked`, and so does AdamW alone, which torch has in one kernel.
+The results are those of :mod:`rankwise.kernels.lists` but for the last bits. Narrow states are opened and kept again
+tile by tile, so that what goes through memory are their codes. What C++ has no form for (mixed types, tensors with
+gaps) goes to :mod:`rankwise.kernels.blocked`, and so does AdamW alone, which torch has in one kernel.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import blocked
+from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, is_coded
 from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
-from rankwise.kernels.passes import Pass, Rule, Tensors
+from rankwise.kernels.native.narrow_arrays import in_c, takes
+from rankwise.kernels.opened_passes import norms_with_opened, run_opened
+from rankwise.kernels.passes import FIELDS, Field, Pass, Rule, Tensors
 
 __all__ = ["is_available", "run", "squared_norms"]
 
 _SOURCE = Path(__file__).with_name("elementwise.cpp")
 _TILE = 8192
-"""Elements of a tile: what a thread takes at a time, and what norms are added up over."""
+"""Elements of a tile: what a thread takes at a time, and what norms are added up over; the source knows the most."""
+_OPENED = 16 * BLOCK
+"""Those of a tile whose narrow states are opened, no more than the source has room for."""
 
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
+
+
+class _FieldInC(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = [("runs", ctypes.c_void_p), ("narrow", ctypes.c_void_p)]
 
 
 class _PassInC(ctypes.Structure):
@@ -34,7 +46,7 @@ class _PassInC(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rule", "advance", "cautious", "runs", "tile", "threads")),
         *((name, ctypes.c_void_p) for name in ("length", "factor")),
-        *((name, ctypes.c_void_p) for name in ("grad", "exp_avg", "param", "exp_avg_sq", "reference")),
+        *((name, _FieldInC) for name in ("grad", "exp_avg", "param", "exp_avg_sq", "reference")),
         *((name, ctypes.c_double) for name in ("k", "lr", "beta1", "beta2", "eps", "weight_decay")),
         *((name, ctypes.c_double) for name in ("root", "scale")),
     ]
@@ -48,9 +60,12 @@ def is_available() -> bool:
 def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.blocked.run`."""
     scalars = update.scalars
-    alone = update.rule == "adamw" and update.factors is None and update.references is None and not update.is_cautious
-    left = alone or isinstance(scalars.step, Tensor) or not update.grads
-    types = None if left else _types(update.fields)
+    alone = update.rule == "adamw" and set(update.fields) == set(FIELDS["adamw"]) and update.factors is None
+    left = alone and not update.is_cautious and not update.is_narrow
+    types = None if left or isinstance(scalars.step, Tensor) or not update.grads else _types(update.fields)
+    if types is None and update.is_narrow:
+        run_opened(update, run)
+        return
     if types is None:
         blocked.run(update)
         return
@@ -67,46 +82,56 @@ def run(update: Pass) -> None:
     }
     if update.rule == "adamw":
         numbers["scale"], numbers["root"] = (float(value) for value in update.corrections())
+    numbers["tile"] = _OPENED if update.is_narrow else _TILE
     _call(f"run_{types}", update.fields, update.factors, numbers)
 
 
-def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
+def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms`, summed in a fixed order."""
     fields = {"grad": tensors, **({} if references is None else {"reference": references})}
     types = _types(fields) if tensors else None
+    if types is None and isinstance(references, NarrowRuns):
+        return norms_with_opened(tensors, references, k, squared_norms)
     if types is None:
         return blocked.squared_norms(tensors, references, k)
     sums = torch.zeros(len(tensors), dtype=torch.float64)
-    _call(f"squared_norms_{types}", fields, None, {"k": k}, ctypes.c_void_p(sums.data_ptr()))
+    _call(f"squared_norms_{types}", fields, None, {"k": k, "tile": _TILE}, ctypes.c_void_p(sums.data_ptr()))
     return sums
 
 
-def _types(fields: Mapping[str, Tensors]) -> str | None:
+def _types(fields: Mapping[str, Field]) -> str | None:
     """What the functions for these lists end with, or None where there are none."""
-    own = [tensors for name, tensors in fields.items() if name != "reference"]
-    grads, references = fields["grad"], fields.get("reference")
-    if not are_runs(*own):
+    wide = [field for field in fields.values() if not isinstance(field, NarrowRuns)]
+    if not are_runs(*wide):
         return None
-    suffix = SUFFIXES[grads[0].dtype]
-    if references is None or are_runs(grads, references):
-        return suffix
-    narrow = all(
-        reference.dtype == torch.bfloat16 and reference.is_contiguous() and reference.numel() == grad.numel()
-        for reference, grad in zip(references, grads, strict=True)
-    )
-    return f"{suffix}_bfloat16" if narrow and suffix == "float32" else None
+    grads = wide[0]
+    narrow = [field for field in fields.values() if isinstance(field, NarrowRuns)]
+    if narrow and not all(takes(grads, field) and _begin_with_blocks(field) for field in narrow):
+        return None
+    return SUFFIXES[grads[0].dtype]
+
+
+def _begin_with_blocks(runs: NarrowRuns) -> bool:
+    """Whether tiles do not cut blocks either, where there are any."""
+    return not is_coded(runs.dtype) or not any(first % BLOCK for first in runs.firsts)
 
 
 def _call(
-    name: str, fields: Mapping[str, Tensors], factors: Tensor | None, numbers: Mapping[str, float], *more: object
+    name: str, fields: Mapping[str, Field], factors: Tensor | None, numbers: Mapping[str, float], *more: object
 ) -> None:
     own, first = library(_SOURCE, EXACT), fields["grad"]
-    assert own is not None
+    assert own is not None and not isinstance(first, NarrowRuns)
     # Kept until the call returns: C sees addresses only.
-    arrays: dict[str, ctypes.Array[Any]] = {field: addresses(tensors) for field, tensors in fields.items()}
-    arrays["length"] = integers([tensor.numel() for tensor in first])
-    if factors is not None:
-        arrays["factor"] = doubles(factors.tolist())
-    places = {array: ctypes.addressof(values) for array, values in arrays.items()}
-    described = _PassInC(runs=len(first), tile=_TILE, threads=torch.get_num_threads(), **places, **numbers)
+    arrays: dict[str, ctypes.Array[Any]] = {
+        field: addresses(tensors) for field, tensors in fields.items() if not isinstance(tensors, NarrowRuns)
+    }
+    found = {field: _FieldInC(runs=ctypes.addressof(values)) for field, values in arrays.items()}
+    narrow = {field: in_c(runs) for field, runs in fields.items() if isinstance(runs, NarrowRuns)}
+    found |= {field: _FieldInC(narrow=ctypes.addressof(runs)) for field, runs in narrow.items()}
+    lengths = integers([tensor.numel() for tensor in first])
+    known = None if factors is None else doubles(factors.tolist())
+    described = _PassInC(runs=len(first), threads=torch.get_num_threads(), **found, **numbers)
+    described.length = ctypes.addressof(lengths)
+    if known is not None:
+        described.factor = ctypes.addressof(known)
     getattr(own, name)(ctypes.byref(described), *more)

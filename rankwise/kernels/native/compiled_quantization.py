@@ -4,44 +4,82 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rankwise.kernels import quantization
+from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
 from rankwise.kernels.native.arrays import addresses, are_runs, integers
 from rankwise.kernels.native.building import EXACT, library
+from rankwise.kernels.native.narrow_arrays import NarrowInC, in_c, takes
 
-__all__ = ["add_dequantized", "quantize_"]
+__all__ = ["add_decoded", "decode_", "encode_", "exponents_of"]
 
 _SOURCE = Path(__file__).with_name("quantization.cpp")
-_TILE = 256 * quantization.BLOCK
+_TILE = 256 * BLOCK
 
 
-def quantize_(values: Sequence[Tensor], quantized: Sequence[Tensor]) -> None:
-    """As :func:`rankwise.kernels.quantization.quantize_`."""
-    if _takes(values, quantized):
-        _call("quantize_runs", values, quantized)
+class _RunsInC(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = [
+        ("kept", NarrowInC),
+        *((name, ctypes.c_int64) for name in ("count", "tile", "threads")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "bases")),
+    ]
+
+
+def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
+    """As :func:`rankwise.kernels.quantization.decode_`."""
+    if _takes(values, kept):
+        _call("decode_runs", kept, addresses(values))
     else:
-        quantization.quantize_(values, quantized)
+        quantization.decode_(values, kept)
 
 
-def add_dequantized(values: Sequence[Tensor], quantized: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """As :func:`rankwise.kernels.quantization.add_dequantized`."""
-    if _takes(values, quantized, sums):
-        _call("add_dequantized_runs", values, quantized, sums)
+def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tensor]) -> None:
+    """As :func:`rankwise.kernels.quantization.add_decoded`."""
+    if _takes(values, kept, sums):
+        _call("add_decoded_runs", kept, addresses(values), addresses(sums))
     else:
-        quantization.add_dequantized(values, quantized, sums)
+        quantization.add_decoded(values, kept, sums)
 
 
-def _takes(values: Sequence[Tensor], quantized: Sequence[Tensor], *more: Sequence[Tensor]) -> bool:
-    quantization.check_quantized(values, quantized)
-    known = bool(values) and values[0].dtype == torch.float32 and are_runs(values, *more)
-    return known and all(map(Tensor.is_contiguous, quantized)) and library(_SOURCE, EXACT) is not None
+def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
+    """As :func:`rankwise.kernels.quantization.exponents_of`."""
+    if not _takes(values, kept) or not is_coded(kept.dtype):
+        return quantization.exponents_of(values, kept)
+    found = torch.empty(sum(_blocks(kept)), dtype=torch.int8)
+    _call("exponents_of_runs", kept, addresses(values), ctypes.c_void_p(found.data_ptr()))
+    return found
 
 
-def _call(name: str, *lists: Sequence[Tensor]) -> None:
-    own, lengths = library(_SOURCE, EXACT), integers([tensor.numel() for tensor in lists[0]])
-    sizes = (ctypes.c_int64(len(lists[0])), lengths, ctypes.c_int64(_TILE), torch.get_num_threads())
-    getattr(own, name)(*sizes, *map(addresses, lists))
+def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None = None) -> None:
+    """As :func:`rankwise.kernels.quantization.encode_`."""
+    given = None if exponents is None else exponents.to(torch.int8).contiguous()
+    fit = given is None or given.shape == (sum(_blocks(kept)),)
+    if fit and _takes(values, kept):
+        _call("encode_runs", kept, addresses(values), None if given is None else ctypes.c_void_p(given.data_ptr()))
+    else:
+        quantization.encode_(values, kept, exponents)
+
+
+def _takes(values: Sequence[Tensor], kept: NarrowRuns, *more: Sequence[Tensor]) -> bool:
+    return takes(values, kept) and are_runs(values, *more) and library(_SOURCE, EXACT) is not None
+
+
+def _blocks(kept: NarrowRuns) -> list[int]:
+    return [blocks_of(first, codes.numel()) for first, codes in zip(kept.firsts, kept.codes, strict=True)]
+
+
+def _call(name: str, kept: NarrowRuns, *pointers: object) -> None:
+    # Kept until the call returns: C sees addresses only.
+    lengths = integers([codes.numel() for codes in kept.codes])
+    bases = integers(list(accumulate(_blocks(kept), initial=0)))
+    narrow = in_c(kept)
+    places = {"lengths": ctypes.addressof(lengths), "bases": ctypes.addressof(bases)}
+    described = _RunsInC(narrow, len(kept), _TILE, torch.get_num_threads(), **places)
+    getattr(library(_SOURCE, EXACT), name)(ctypes.byref(described), *pointers)

@@ -2,56 +2,66 @@
 //
 // Compiled without contraction of products and sums: an element has the same bits wherever its run was cut.
 
-#include "tiles.h"
-
-#include <cmath>
-#include <cstring>
+#include "narrow.h"
 
 namespace {
 
-// Rounded to the nearest, of two to the even one, as torch does.
-struct Bfloat16 {
-  uint16_t bits;
-  Bfloat16() = default;
-  Bfloat16(float value) {
-    uint32_t wide;
-    std::memcpy(&wide, &value, sizeof wide);
-    const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
-    bits = static_cast<uint16_t>(value == value ? rounded : 0x7fc0);
-  }
-  operator float() const {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-  }
-};
+// Elements that narrow states are opened for at a time: all of them stay in the first-level cache.
+constexpr int64_t kOpened = 1024;
+// Those of a tile whose norm is taken.
+constexpr int64_t kMeasured = 8192;
 
 enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2, kStep = 3 };
 
-// What the Python side describes; addresses of what there is not are null. R is the type of references.
-template <typename T, typename R>
+// A field of a pass: tensors, codes that stand for them, or neither.
+template <typename T>
+struct Field {
+  T* const* runs;
+  const NarrowRuns* narrow;
+  explicit operator bool() const { return runs || narrow; }
+};
+
+// What the Python side describes; addresses of what there is not are null.
+template <typename T>
 struct Pass {
   int64_t rule, advance, cautious, runs, tile, threads;
   const int64_t* lengths;
   const double* factors;
-  T *const *grads, *const *firsts, *const *params, *const *seconds;
-  R* const* references;
+  Field<T> grad, exp_avg, param, exp_avg_sq, reference;
   double k, lr, beta1, beta2, eps, weight_decay, root, scale;
 };
 
-// The gradient of an element, or where there is a reference h: g + k (g - h).
-template <typename T, typename R, bool kCompared>
-inline T gradient(const T* __restrict__ grad, const R* __restrict__ reference, T k, int64_t i) {
-  return kCompared ? grad[i] + k * (grad[i] - static_cast<T>(reference[i])) : grad[i];
+// A part of a field as it lies there, or opened in `space`.
+template <typename T>
+inline T* opened(const Field<T>& field, const Tile& tile, T* space) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (field.narrow) {
+      open_codes(*field.narrow, tile.run, tile.start, tile.end - tile.start, space);
+      return space;
+    }
+  }
+  return field.runs ? field.runs[tile.run] + tile.start : nullptr;
 }
 
-template <typename T, typename R, bool kCompared>
-double squared_norm(const T* grad, const R* reference, int64_t count, T k) {
+// What a pass has made of an opened part.
+template <typename T>
+inline void keep(const Field<T>& field, const Tile& tile, const T* values) {
+  if constexpr (std::is_same_v<T, float>)
+    if (field.narrow) keep_codes(*field.narrow, tile.run, tile.start, tile.end - tile.start, values);
+}
+
+// The gradient of an element, or where there is a reference h: g + k (g - h).
+template <typename T, bool kCompared>
+inline T gradient(const T* __restrict__ grad, const T* __restrict__ reference, T k, int64_t i) {
+  return kCompared ? grad[i] + k * (grad[i] - reference[i]) : grad[i];
+}
+
+template <typename T, bool kCompared>
+double squared_norm(const T* grad, const T* reference, int64_t count, T k) {
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < count; ++i) {
-    const double value = gradient<T, R, kCompared>(grad, reference, k, i);
+    const double value = gradient<T, kCompared>(grad, reference, k, i);
     sum += value * value;
   }
   return sum;
@@ -65,15 +75,15 @@ inline T kept(T weight, T direction, T keep) {
 }
 
 // One tile; compilers take a promise that arrays are apart from parameters only.
-template <typename T, typename R, int kRule, bool kCompared, bool kCautious>
+template <typename T, int kRule, bool kCompared, bool kCautious>
 void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restrict__ param, T* __restrict__ second,
-                 R* __restrict__ reference, int64_t count, double own, const Pass<T, R>& pass) {
+                 const T* __restrict__ reference, int64_t count, double own, const Pass<T>& pass) {
   const T factor = own, k = pass.k, keep = 1.0 - pass.lr * pass.weight_decay, lr = pass.lr, rest1 = 1.0 - pass.beta1;
   const T beta2 = pass.beta2, rest2 = 1.0 - pass.beta2, root = pass.root, eps = pass.eps;
   const T scaled = pass.lr * own, step = pass.lr * pass.scale;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    const T found = gradient<T, R, kCompared>(grad, reference, k, i);
+    const T found = gradient<T, kCompared>(grad, reference, k, i);
     if (kRule == kStep) {
       param[i] = kept<T, kCautious>(param[i], found * factor, keep) - found * scaled;
     } else {
@@ -90,50 +100,60 @@ void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restric
       }
     }
   }
+}
+
+template <typename T, int kRule, bool kCompared, bool kCautious>
+void update(const Pass<T>& pass, const Tile& tile) {
+  alignas(64) T first_space[kOpened], second_space[kOpened], reference_space[kOpened];
+  const T* grad = pass.grad.runs[tile.run] + tile.start;
+  T* first = opened(pass.exp_avg, tile, first_space);
+  T* second = opened(pass.exp_avg_sq, tile, second_space);
+  T* reference = opened(pass.reference, tile, reference_space);
+  update_tile<T, kRule, kCompared, kCautious>(grad, first, opened<T>(pass.param, tile, nullptr), second, reference,
+                                              tile.end - tile.start, pass.factors ? pass.factors[tile.run] : 1.0, pass);
+  keep(pass.exp_avg, tile, first);
+  keep(pass.exp_avg_sq, tile, second);
+  if (!kCompared || !pass.advance) return;
   // A copy, never the buffer itself: frameworks use it again for the next gradient.
-  if (kCompared && pass.advance) std::copy(grad, grad + count, reference);
+  if (pass.reference.narrow) {
+    keep(pass.reference, tile, grad);
+  } else {
+    std::copy(grad, grad + (tile.end - tile.start), reference);
+  }
 }
 
-template <typename T, typename R, int kRule, bool kCompared, bool kCautious>
-void update(const Pass<T, R>& pass, const Tile& tile) {
-  const auto at = [&](auto* field) { return field ? field[tile.run] + tile.start : nullptr; };
-  update_tile<T, R, kRule, kCompared, kCautious>(at(pass.grads), at(pass.firsts), at(pass.params), at(pass.seconds),
-                                                 at(pass.references), tile.end - tile.start,
-                                                 pass.factors ? pass.factors[tile.run] : 1.0, pass);
-}
-
-template <typename T, typename R, bool kCompared, bool kCautious>
+template <typename T, bool kCompared, bool kCautious>
 auto update_of(int64_t rule) {
-  return rule == kAdamW  ? update<T, R, kAdamW, kCompared, kCautious>
-         : rule == kLion ? update<T, R, kLion, kCompared, kCautious>
-         : rule == kStep ? update<T, R, kStep, kCompared, kCautious>
-                         : update<T, R, kMomentum, kCompared, false>;
+  return rule == kAdamW  ? update<T, kAdamW, kCompared, kCautious>
+         : rule == kLion ? update<T, kLion, kCompared, kCautious>
+         : rule == kStep ? update<T, kStep, kCompared, kCautious>
+                         : update<T, kMomentum, kCompared, false>;
 }
 
-template <typename T, typename R, bool kCompared>
-auto update_of(const Pass<T, R>& pass) {
-  return pass.cautious ? update_of<T, R, kCompared, true>(pass.rule) : update_of<T, R, kCompared, false>(pass.rule);
+template <typename T, bool kCompared>
+auto update_of(const Pass<T>& pass) {
+  return pass.cautious ? update_of<T, kCompared, true>(pass.rule) : update_of<T, kCompared, false>(pass.rule);
 }
 
-template <typename T, typename R>
-void run(const Pass<T, R>& pass) {
+template <typename T>
+void run(const Pass<T>& pass) {
   const auto tiles = tiles_of(pass.runs, pass.lengths, pass.tile);
-  const auto apply = pass.references ? update_of<T, R, true>(pass) : update_of<T, R, false>(pass);
+  const auto apply = pass.reference ? update_of<T, true>(pass) : update_of<T, false>(pass);
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (size_t index = 0; index < tiles.size(); ++index) apply(pass, tiles[index]);
 }
 
-template <typename T, typename R>
-void squared_norms(const Pass<T, R>& pass, double* sums) {
+template <typename T>
+void squared_norms(const Pass<T>& pass, double* sums) {
   const auto tiles = tiles_of(pass.runs, pass.lengths, pass.tile);
   std::vector<double> parts(tiles.size());
 #pragma omp parallel for num_threads(pass.threads) schedule(static)
   for (size_t index = 0; index < tiles.size(); ++index) {
-    const auto [run, start, end] = tiles[index];
-    const T* grad = pass.grads[run] + start;
-    parts[index] = pass.references
-                       ? squared_norm<T, R, true>(grad, pass.references[run] + start, end - start, pass.k)
-                       : squared_norm<T, R, false>(grad, nullptr, end - start, 0);
+    alignas(64) T space[kMeasured];
+    const Tile& tile = tiles[index];
+    const T *grad = pass.grad.runs[tile.run] + tile.start, *reference = opened(pass.reference, tile, space);
+    parts[index] = reference ? squared_norm<T, true>(grad, reference, tile.end - tile.start, pass.k)
+                             : squared_norm<T, false>(grad, nullptr, tile.end - tile.start, 0);
   }
   add_up(tiles, parts, pass.runs, sums);
 }
@@ -141,10 +161,8 @@ void squared_norms(const Pass<T, R>& pass, double* sums) {
 }  // namespace
 
 extern "C" {
-void run_float32(const Pass<float, float>* pass) { run(*pass); }
-void run_float32_bfloat16(const Pass<float, Bfloat16>* pass) { run(*pass); }
-void run_float64(const Pass<double, double>* pass) { run(*pass); }
-void squared_norms_float32(const Pass<float, float>* pass, double* sums) { squared_norms(*pass, sums); }
-void squared_norms_float32_bfloat16(const Pass<float, Bfloat16>* pass, double* sums) { squared_norms(*pass, sums); }
-void squared_norms_float64(const Pass<double, double>* pass, double* sums) { squared_norms(*pass, sums); }
+void run_float32(const Pass<float>* pass) { run(*pass); }
+void run_float64(const Pass<double>* pass) { run(*pass); }
+void squared_norms_float32(const Pass<float>* pass, double* sums) { squared_norms(*pass, sums); }
+void squared_norms_float64(const Pass<double>* pass, double* sums) { squared_norms(*pass, sums); }
 }

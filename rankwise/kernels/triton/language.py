@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,15 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ELEMENTS", "ceil_div", "device_scalar", "has_wide_products", "jit", "launch"]
+__all__ = ["CODES", "ELEMENTS", "ceil_div", "count_of", "device_scalar", "has_wide_products", "jit", "launch"]
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What a kernel calls a type."""
 
+CODES = {torch.bfloat16: tl.bfloat16, torch.int8: tl.int8, torch.uint8: tl.uint8}
+"""What it calls those of narrow states."""
+
 
 def jit(function: Callable[..., Any]) -> Any:
-    """A Triton kernel, or a function that kernels call."""
-    return triton.jit(function)
+    """A Triton kernel, or a function that kernels call; one for all values of a ``count``, which changes every step."""
+    names = [name for name in inspect.signature(function).parameters if name == "count"]
+    return triton.jit(function, do_not_specialize=names)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -35,6 +40,13 @@ def device_scalar(value: float | torch.Tensor, device: torch.device) -> float | 
     if isinstance(value, torch.Tensor):
         return value.detach().to(device=device, dtype=torch.float32, non_blocking=True)
     return float(value)
+
+
+def count_of(step: int | torch.Tensor | None, runs: int, device: torch.device) -> int | torch.Tensor:
+    """What a kernel takes for the number of the step in noise: a number, or one for each run on the device."""
+    if isinstance(step, torch.Tensor):
+        return step.to(device=device, dtype=torch.int64, non_blocking=True).expand(runs).contiguous()
+    return step or 0
 
 
 def has_wide_products(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from rankwise.kernels.passes import Pass, Tensors
+from rankwise.kernels.passes import Field, Pass, Tensors
 
 __all__ = ["STEPS_ON_DEVICE", "is_available", "run", "squared_norms"]
 
@@ -32,7 +32,7 @@ def run(update: Pass) -> None:
         steps.run(update)
 
 
-def squared_norms(tensors: Tensors, references: Tensors | None = None, k: float = 0.0) -> Tensor:
+def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.triton.steps.squared_norms`, and nothing of nothing."""
     from rankwise.kernels.triton import steps
 

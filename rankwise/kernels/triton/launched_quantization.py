@@ -1,142 +1,201 @@
-"""Block-wise quantization on the device, see :mod:`rankwise.kernels.quantization`: one launch for all runs.
+"""Codes of many runs on the device, see :mod:`rankwise.kernels.quantization`: one launch for all of them.
 
-Bytes per value: quantizing reads 4 and writes 1 and a scale's share; adding reads as many and writes 4.
+Bytes per value: encoding reads 4 and writes 1 (bfloat16: 2) and an exponent's share; adding reads as many and writes 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.quantization import BLOCK, LEAST, MOST, QUANTIZED, check_quantized
-from rankwise.kernels.triton.language import jit, launch
+from rankwise.kernels import quantization
+from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
+from rankwise.kernels.triton.codes import exponents_of as _exponents_of
+from rankwise.kernels.triton.codes import opened, roots_of, store
+from rankwise.kernels.triton.language import CODES, count_of, jit, launch
 from rankwise.kernels.triton.segments import addresses, read, tiles_of, wide, write
 from rankwise.kernels.triton.tables import table_here
 
-__all__ = ["add_dequantized", "quantize_"]
+__all__ = ["add_decoded", "decode_", "encode_", "exponents_of"]
 
 _TILE = 32 * BLOCK
 _WARPS = 4
 
-
-def quantize_(values: Sequence[Tensor], quantized: Sequence[Tensor]) -> None:
-    """As :func:`rankwise.kernels.quantization.quantize_`, of contiguous fp32 runs."""
-    _launch(_quantize_kernel, values, quantized, values)
+# The row of a run: values, codes, sums; length, exponents, first place, key, and where its exponents lie among all.
+_LENGTH, _AT, _FIRST, _BASE, _COLUMNS = (tl.constexpr(column) for column in (3, 4, 5, 7, 8))
 
 
-def add_dequantized(values: Sequence[Tensor], quantized: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    """As :func:`rankwise.kernels.quantization.add_dequantized`, of contiguous fp32 runs."""
+def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
+    """As :func:`rankwise.kernels.quantization.decode_`, of contiguous fp32 runs."""
+    _launch(_decode_kernel, values, kept, values, ADD=False)
+
+
+def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tensor]) -> None:
+    """As :func:`rankwise.kernels.quantization.add_decoded`, of contiguous fp32 runs."""
     if [total.numel() for total in sums] != [value.numel() for value in values]:
         raise ValueError("the sums need one run per run of values, of its length")
-    _launch(_add_dequantized_kernel, values, quantized, sums)
+    _launch(_decode_kernel, values, kept, sums, ADD=True)
 
 
-def _launch(kernel: object, values: Sequence[Tensor], quantized: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-    check_quantized(values, quantized)
+def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
+    """As :func:`rankwise.kernels.quantization.exponents_of`, of contiguous fp32 runs."""
+    if not values:
+        return quantization.exponents_of(values, kept)
+    found = torch.empty(sum(_blocks(kept)), dtype=torch.int8, device=values[0].device)
+    _launch(_exponents_kernel, values, kept, values, found)
+    return found
+
+
+def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None = None) -> None:
+    """As :func:`rankwise.kernels.quantization.encode_`, of contiguous fp32 runs."""
     if not values:
         return
-    device, lengths = values[0].device, tuple(value.numel() for value in values)
-    rows = zip(addresses(values), addresses(quantized, QUANTIZED), addresses(sums), lengths, strict=True)
-    tiles = tiles_of(lengths, _TILE, device)
+    device = values[0].device
+    if exponents is not None and exponents.shape != (sum(_blocks(kept)),):
+        raise ValueError(f"exponents has the shape {tuple(exponents.shape)}, but must have ({sum(_blocks(kept))},)")
+    given = values[0] if exponents is None else exponents.to(device=device, dtype=torch.int8).contiguous()
+    count = count_of(kept.step, len(kept), device)
+    random = {"RANDOM": kept.step is not None, "COUNTS": isinstance(count, Tensor)}
+    _launch(_encode_kernel, values, kept, values, given, count, GIVEN=exponents is not None, **random)
+
+
+def _blocks(kept: NarrowRuns) -> list[int]:
+    return [blocks_of(first, codes.numel()) for first, codes in zip(kept.firsts, kept.codes, strict=True)]
+
+
+def _launch(
+    kernel: object,
+    values: Sequence[Tensor],
+    kept: NarrowRuns,
+    sums: Sequence[Tensor],
+    *more: object,
+    **constants: object,
+) -> None:
+    kept.check(values)
+    if not values:
+        return
+    device, lengths = values[0].device, [value.numel() for value in values]
+    exponents = addresses(kept.exponents, torch.int8) if is_coded(kept.dtype) else [0] * len(values)
+    fields = addresses(values), addresses(kept.codes, kept.dtype), addresses(sums)
+    rows = zip(*fields, lengths, exponents, kept.firsts, kept.keys, accumulate(_blocks(kept), initial=0), strict=False)
+    # Tiles are of whole blocks: they begin before a run that begins within one.
+    reach = (length + first % BLOCK if length else 0 for length, first in zip(lengths, kept.firsts, strict=True))
+    tiles = tiles_of(tuple(reach), _TILE, device)
     table = table_here(tuple(chain.from_iterable(rows)), device)
-    launch(
-        kernel,
-        (tiles.count,),
-        device,
-        table,
-        tiles.rows,
-        LEAST=LEAST,
-        MOST=MOST,
-        BLOCKS=_TILE // BLOCK,
-        BLOCK=BLOCK,
-        num_warps=_WARPS,
-    )
+    own = {"ELEMENT": CODES[kept.dtype], "LANES": _TILE, "BLOCK": BLOCK, **constants}
+    launch(kernel, (tiles.count,), device, table, tiles.rows, *more, num_warps=_WARPS, **own)
 
 
 @jit
-def _power(exponents: tl.tensor) -> tl.tensor:
-    """Of two, from its bits."""
-    return ((exponents + 127) << 23).to(tl.float32, bitcast=True)
+def _place(table: tl.tensor, tiles: tl.tensor, LANES: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Of a program: the run, its row, where the tile begins in the run, the first block, and whether it is wide."""
+    tile = tl.program_id(0).to(tl.int64)
+    run = tl.load(tiles + 2 * tile)
+    row, reached = table + run * _COLUMNS, tl.load(tiles + 2 * tile + 1)
+    before = tl.load(row + _FIRST) % BLOCK
+    fast = (before == 0) & (reached + LANES <= tl.load(row + _LENGTH)) & wide(row, 3)
+    return run, row, reached - before, reached // BLOCK, fast
 
 
 @jit
-def _quantize(
+def _inside(row: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Which elements, and which blocks, of a tile the run has."""
+    places, length = start + tl.arange(0, LANES), tl.load(row + _LENGTH)
+    blocks = start + BLOCK * tl.arange(0, LANES // BLOCK)
+    return (places >= 0) & (places < length), blocks < length
+
+
+@jit
+def _decode(
     row: tl.tensor,
-    first: tl.tensor,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    start: tl.tensor,
+    block: tl.tensor,
+    ADD: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    length = tl.load(row + 3)
-    inside = first + tl.arange(0, BLOCKS * BLOCK) < length
-    values = read(row, 0, first, inside, BLOCKS * BLOCK, FAST).reshape(BLOCKS, BLOCK)
-    # Magnitudes are ordered as their bits are, infinities and NaNs behind all others.
-    bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    found = (bits >> 23) - 126 - 7 + ((bits & 0x7FFFFF) > 0x7E0000).to(tl.int32)
-    found = tl.minimum(tl.maximum(found, LEAST), MOST + 1)
-    broken = bits >= 0x7F800000
-    found = tl.where(broken, MOST + 1, found)
-    # Added and taken away, this leaves no digits behind the point: rounded to the nearest, halves to even.
-    scaled = values * _power(tl.where(broken, 0, -found))[:, None]
-    codes = tl.where((found > MOST)[:, None], 0.0, (scaled + 12582912.0) - 12582912.0)
-    write(row, 1, first, codes.to(tl.int8).reshape(BLOCKS * BLOCK), inside, BLOCKS * BLOCK, FAST, tl.int8)
-    blocks = first // BLOCK + tl.arange(0, BLOCKS)
-    exponents = tl.load(row + 1).to(tl.pointer_type(tl.int8)) + length + blocks
-    tl.store(exponents, found.to(tl.int8), mask=blocks * BLOCK < length)
+    inside, blocks = _inside(row, start, LANES, BLOCK)
+    value = opened(row, 1, start, block, blocks, inside, LANES, FAST, ELEMENT, _AT)
+    if ADD:
+        value = read(row, 0, start, inside, LANES, FAST) + value
+    write(row, 2, start, value, inside, LANES, FAST)
 
 
 @jit
-def _quantize_kernel(
+def _decode_kernel(
     table: tl.tensor,
     tiles: tl.tensor,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    ADD: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * tile) * 4
-    first = tl.load(tiles + 2 * tile + 1)
-    if (first + BLOCKS * BLOCK <= tl.load(row + 3)) & wide(row, 2):
-        _quantize(row, first, LEAST, MOST, BLOCKS, BLOCK, True)
+    run, row, start, block, fast = _place(table, tiles, LANES, BLOCK)
+    if fast:
+        _decode(row, start, block, ADD, ELEMENT, LANES, BLOCK, True)
     else:
-        _quantize(row, first, LEAST, MOST, BLOCKS, BLOCK, False)
+        _decode(row, start, block, ADD, ELEMENT, LANES, BLOCK, False)
 
 
 @jit
-def _add(
-    row: tl.tensor, first: tl.tensor, MOST: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr
-) -> None:
-    length = tl.load(row + 3)
-    inside = first + tl.arange(0, BLOCKS * BLOCK) < length
-    blocks = first // BLOCK + tl.arange(0, BLOCKS)
-    exponents = tl.load(row + 1).to(tl.pointer_type(tl.int8)) + length + blocks
-    found = tl.load(exponents, mask=blocks * BLOCK < length, other=0).to(tl.int32)
-    scales = tl.where(found > MOST, float("nan"), _power(found))
-    codes = read(row, 1, first, inside, BLOCKS * BLOCK, FAST, tl.int8).to(tl.float32).reshape(BLOCKS, BLOCK)
-    added = (codes * scales[:, None]).reshape(BLOCKS * BLOCK)
-    values = read(row, 0, first, inside, BLOCKS * BLOCK, FAST)
-    write(row, 2, first, values + added, inside, BLOCKS * BLOCK, FAST)
-
-
-@jit
-def _add_dequantized_kernel(
+def _exponents_kernel(
     table: tl.tensor,
     tiles: tl.tensor,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    found: tl.tensor,
+    ELEMENT: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * tile) * 4
-    first = tl.load(tiles + 2 * tile + 1)
-    if (first + BLOCKS * BLOCK <= tl.load(row + 3)) & wide(row, 3):
-        _add(row, first, MOST, BLOCKS, BLOCK, True)
+    run, row, start, block, fast = _place(table, tiles, LANES, BLOCK)
+    inside, blocks = _inside(row, start, LANES, BLOCK)
+    roots = roots_of(read(row, 0, start, inside, LANES, False), ELEMENT)
+    at = found + tl.load(row + _BASE) + block + tl.arange(0, LANES // BLOCK)
+    tl.store(at, _exponents_of(roots, ELEMENT, LANES).to(tl.int8), mask=blocks)
+
+
+@jit
+def _encode(
+    row: tl.tensor,
+    start: tl.tensor,
+    block: tl.tensor,
+    given: tl.tensor,
+    count: tl.tensor,
+    GIVEN: tl.constexpr,
+    RANDOM: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    inside, blocks = _inside(row, start, LANES, BLOCK)
+    value = read(row, 0, start, inside, LANES, FAST)
+    store(row, 1, start, block, blocks, value, inside, count, given, LANES, FAST, ELEMENT, _AT, RANDOM, GIVEN)
+
+
+@jit
+def _encode_kernel(
+    table: tl.tensor,
+    tiles: tl.tensor,
+    given: tl.tensor,
+    count: tl.tensor,
+    GIVEN: tl.constexpr,
+    RANDOM: tl.constexpr,
+    COUNTS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    run, row, start, block, fast = _place(table, tiles, LANES, BLOCK)
+    if COUNTS:
+        count = tl.load(count + run)
+    at = given + tl.load(row + _BASE) + block + tl.arange(0, LANES // BLOCK)
+    if fast:
+        _encode(row, start, block, at, count, GIVEN, RANDOM, ELEMENT, LANES, BLOCK, True)
     else:
-        _add(row, first, MOST, BLOCKS, BLOCK, False)
+        _encode(row, start, block, at, count, GIVEN, RANDOM, ELEMENT, LANES, BLOCK, False)

@@ -1,19 +1,24 @@
 """Passes and norms on many runs, on the device: one launch for a pass whatever the number of runs, two for norms.
 
 Bytes per element (fp32): a pass reads and writes the fields of its rule once (:data:`rankwise.kernels.passes.FIELDS`,
-the gradient and a reference that does not advance read only).
+the gradient and a reference that does not advance read only). Narrow states are opened and kept again in registers:
+what goes through memory are their codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.passes import Pass, Rule
-from rankwise.kernels.triton.language import ELEMENTS, device_scalar, jit, launch
+from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns
+from rankwise.kernels.opened_passes import norms_with_opened, run_opened
+from rankwise.kernels.passes import Field, Pass, Rule
+from rankwise.kernels.triton.codes import opened, store
+from rankwise.kernels.triton.language import device_scalar, jit, launch
+from rankwise.kernels.triton.pass_fields import PassFields, are_alike
 from rankwise.kernels.triton.segments import Runs, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
@@ -22,6 +27,7 @@ __all__ = ["number", "number_of", "one_per_run", "run", "squared_norms", "step_s
 TILE = 2048
 WARPS = 4
 _WARPS_OF_RULES = 8
+_SHARED: tl.constexpr = tl.constexpr(BLOCK)
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
 
 
@@ -29,15 +35,17 @@ def run(update: Pass, scale: float = 1.0) -> None:
     """Do a pass, in place.
 
     Args:
-        update: Its tensors are contiguous fp32 runs; references and gradients may be narrower.
+        update: Its tensors are contiguous fp32 runs; gradients may be narrower, states and references narrow.
         scale: Of a "step": what its directions are multiplied by.
 
     Raises:
         ValueError: One is of another kind, or the lists do not fit together.
     """
-    fields, scalars = list(update.fields.values()), update.scalars
-    types = _types(update.fields, ("grad", "reference"))
-    runs = Runs(fields, TILE, types=list(types.values()))
+    if not are_alike(update.fields):
+        run_opened(update, run)
+        return
+    scalars, fields = update.scalars, PassFields(update.fields, TILE, ("grad", "reference"))
+    runs = fields.runs
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
     launch(
         update_kernel,
@@ -56,27 +64,28 @@ def run(update: Pass, scale: float = 1.0) -> None:
         step_scale(1.0 / root, runs),
         float(scalars.eps),
         step_scale(own_scale, runs),
+        fields.count,
         RULE=_RULES[update.rule],
-        CORRECT=update.references is not None,
+        CORRECT="reference" in update.fields,
         SCALED=update.factors is not None,
         ADVANCE=scalars.advance,
         CAUTIOUS=update.is_cautious,
         LR_ON_DEVICE=isinstance(scalars.lr, Tensor),
         STEPS_ON_DEVICE=isinstance(own_scale, Tensor),
-        GRAD=ELEMENTS[types["grad"]],
-        REFERENCE=ELEMENTS[types.get("reference", torch.float32)],
-        FIELDS=len(fields),
+        GRAD=fields.types["grad"],
+        **fields.constants,
+        FIELDS=len(update.fields),
         BLOCK=TILE,
         num_warps=WARPS if update.rule == "step" else _WARPS_OF_RULES,
     )
 
 
-def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None, k: float) -> Tensor:
+def squared_norms(tensors: Sequence[Tensor], references: Field | None, k: float) -> Tensor:
     """Squared 2-norm of every run, or of ``g + k (g - h)``, in fp64, summed in a fixed order.
 
     Args:
         tensors: Contiguous fp32 runs, at least one.
-        references: ``h``, if any; in fp32 or narrower.
+        references: ``h``, if any; in fp32, or narrow.
         k: As in a pass.
 
     Returns:
@@ -85,9 +94,13 @@ def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None
     Raises:
         ValueError: If a tensor is of another kind.
     """
-    fields = {"grad": tensors} if references is None else {"grad": tensors, "reference": references}
-    types = _types(fields, ("reference",))
-    runs = Runs(list(fields.values()), TILE, types=list(types.values()))
+    lists: dict[str, Field] = {"grad": list(tensors)}
+    if references is not None:
+        lists["reference"] = references
+    if isinstance(references, NarrowRuns) and not are_alike(lists):
+        return norms_with_opened(list(tensors), references, k, squared_norms)
+    fields = PassFields(lists, TILE, ("reference",))
+    runs = fields.runs
     partials = runs.partial_sums(1)
     launch(
         norm_kernel,
@@ -97,18 +110,12 @@ def squared_norms(tensors: Sequence[Tensor], references: Sequence[Tensor] | None
         runs.tiles,
         partials,
         float(k),
-        REFERENCE=ELEMENTS[types.get("reference", torch.float32)],
-        FIELDS=len(fields),
+        **{name: fields.constants[name] for name in ("REFERENCE", "REFERENCE_AT", "EXTRAS")},
+        FIELDS=len(lists),
         BLOCK=TILE,
         num_warps=WARPS if references is None else _WARPS_OF_RULES,
     )
     return run_sums(runs, partials)[0]
-
-
-def _types(fields: Mapping[str, Sequence[Tensor]], narrow: Collection[str]) -> dict[str, torch.dtype]:
-    """Types of the lists; those that may not be narrow are fp32."""
-    known = {name: tensors[0].dtype for name, tensors in fields.items() if name in narrow}
-    return {name: known[name] if known.get(name) in ELEMENTS else torch.float32 for name in fields}
 
 
 def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
@@ -155,10 +162,12 @@ def number_of(value: tl.tensor, index: tl.tensor, ON_DEVICE: tl.constexpr) -> tl
 def _gradient(
     row: tl.tensor,
     start: tl.tensor,
+    blocks: tl.tensor,
     inside: tl.tensor,
     k: tl.tensor,
     GRAD: tl.constexpr,
     REFERENCE: tl.constexpr,
+    REFERENCE_AT: tl.constexpr,
     FIELDS: tl.constexpr,
     CORRECT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -167,7 +176,8 @@ def _gradient(
     """``g + k (g - h)``, or ``g`` itself, and ``g``; the gradient is the first field, the reference the last."""
     grad = read(row, 0, start, inside, BLOCK, FAST, GRAD).to(tl.float32)
     if CORRECT:
-        reference = read(row, FIELDS - 1, start, inside, BLOCK, FAST, REFERENCE).to(tl.float32)
+        at = start // _SHARED
+        reference = opened(row, FIELDS - 1, start, at, blocks, inside, BLOCK, FAST, REFERENCE, REFERENCE_AT)
         return grad + k * (grad - reference), grad
     else:
         return grad, grad
@@ -180,18 +190,20 @@ def norm_kernel(
     partials: tl.tensor,
     k: tl.tensor,
     REFERENCE: tl.constexpr,
+    REFERENCE_AT: tl.constexpr,
+    EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Squares of the gradient, or of the corrected one where there are two fields; one partial sum per tile."""
     program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * program) * (FIELDS + 1)
+    row = table + tl.load(tiles + 2 * program) * (FIELDS + 1 + EXTRAS)
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + FIELDS)
     if (start + BLOCK <= length) & wide(row, FIELDS):
-        _norm_tile(row, start, length, partials + program, k, REFERENCE, FIELDS, BLOCK, True)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, True)
     else:
-        _norm_tile(row, start, length, partials + program, k, REFERENCE, FIELDS, BLOCK, False)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, False)
 
 
 @jit
@@ -202,14 +214,24 @@ def _norm_tile(
     partial: tl.tensor,
     k: tl.tensor,
     REFERENCE: tl.constexpr,
+    REFERENCE_AT: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     inside = start + tl.arange(0, BLOCK) < length
-    value, grad = _gradient(row, start, inside, k, tl.float32, REFERENCE, FIELDS, FIELDS == 2, BLOCK, FAST)
+    blocks = _blocks(start, length, BLOCK)
+    value, grad = _gradient(
+        row, start, blocks, inside, k, tl.float32, REFERENCE, REFERENCE_AT, FIELDS, FIELDS == 2, BLOCK, FAST
+    )
     value = value.to(tl.float64)
     tl.store(partial, tl.sum(value * value, axis=0))
+
+
+@jit
+def _blocks(start: tl.tensor, length: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Which blocks of a tile the run has."""
+    return start + _SHARED * tl.arange(0, LANES // _SHARED) < length
 
 
 @jit
@@ -237,6 +259,7 @@ def update_kernel(
     root_scale: tl.tensor,
     eps: tl.tensor,
     step_scale: tl.tensor,
+    count: tl.tensor,
     RULE: tl.constexpr,
     CORRECT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -245,14 +268,24 @@ def update_kernel(
     LR_ON_DEVICE: tl.constexpr,
     STEPS_ON_DEVICE: tl.constexpr,
     GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_AT: tl.constexpr,
+    EXP_AVG_RANDOM: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    EXP_AVG_SQ_AT: tl.constexpr,
+    EXP_AVG_SQ_RANDOM: tl.constexpr,
     REFERENCE: tl.constexpr,
+    REFERENCE_AT: tl.constexpr,
+    REFERENCE_RANDOM: tl.constexpr,
+    COUNTS: tl.constexpr,
+    EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The update of one tile; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
-    row = table + run * (FIELDS + 1)
+    row = table + run * (FIELDS + 1 + EXTRAS)
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + FIELDS)
     rate = number(lr, LR_ON_DEVICE)
@@ -262,13 +295,19 @@ def update_kernel(
     factor = 1.0
     if SCALED:
         factor = tl.load(factors + run)
+    if COUNTS:
+        count = tl.load(count + run)
     # fmt: off
     if (start + BLOCK <= length) & wide(row, FIELDS):
         _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
-                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, REFERENCE, FIELDS, BLOCK, True)
+                     count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
+                     EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
+                     FIELDS, BLOCK, True)
     else:
         _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
-                     RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, REFERENCE, FIELDS, BLOCK, False)
+                     count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
+                     EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
+                     FIELDS, BLOCK, False)
     # fmt: on
 
 
@@ -287,22 +326,34 @@ def _update_tile(
     share2: tl.tensor,
     root_scale: tl.tensor,
     eps: tl.tensor,
+    count: tl.tensor,
     RULE: tl.constexpr,
     CORRECT: tl.constexpr,
     SCALED: tl.constexpr,
     ADVANCE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_AT: tl.constexpr,
+    EXP_AVG_RANDOM: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    EXP_AVG_SQ_AT: tl.constexpr,
+    EXP_AVG_SQ_RANDOM: tl.constexpr,
     REFERENCE: tl.constexpr,
+    REFERENCE_AT: tl.constexpr,
+    REFERENCE_RANDOM: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """Fields: gradient, momentum, then weight, second moment (AdamW) and, last, reference, as far as there are."""
     inside = start + tl.arange(0, BLOCK) < length
-    value, grad = _gradient(row, start, inside, k, GRAD, REFERENCE, FIELDS, CORRECT, BLOCK, FAST)
+    at, blocks = start // _SHARED, _blocks(start, length, BLOCK)
+    value, grad = _gradient(row, start, blocks, inside, k, GRAD, REFERENCE, REFERENCE_AT, FIELDS, CORRECT, BLOCK, FAST)
+    # fmt: off
     if CORRECT and ADVANCE:
-        write(row, FIELDS - 1, start, grad, inside, BLOCK, FAST, REFERENCE)
+        store(row, FIELDS - 1, start, at, blocks, grad, inside, count, row, BLOCK, FAST,
+             REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
     if RULE == 3:
         direction = value
         if SCALED:
@@ -313,16 +364,20 @@ def _update_tile(
     else:
         if SCALED:
             value = value * factor
-        momentum = beta1 * read(row, 1, start, inside, BLOCK, FAST) + share1 * value
-        write(row, 1, start, momentum, inside, BLOCK, FAST)
+        momentum = opened(row, 1, start, at, blocks, inside, BLOCK, FAST, EXP_AVG, EXP_AVG_AT)
+        momentum = beta1 * momentum + share1 * value
+        store(row, 1, start, at, blocks, momentum, inside, count, row, BLOCK, FAST, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
         if RULE == 1:
             sign = (momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32)
             weight = read(row, 2, start, inside, BLOCK, FAST)
             write(row, 2, start, _kept(weight, momentum, keep, CAUTIOUS) - rate * sign, inside, BLOCK, FAST)
         if RULE == 2:
-            second = beta2 * read(row, 3, start, inside, BLOCK, FAST) + share2 * value * value
-            write(row, 3, start, second, inside, BLOCK, FAST)
+            second = opened(row, 3, start, at, blocks, inside, BLOCK, FAST, EXP_AVG_SQ, EXP_AVG_SQ_AT)
+            second = beta2 * second + share2 * value * value
+            store(row, 3, start, at, blocks, second, inside, count, row, BLOCK, FAST,
+                 EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
             # Rounded correctly: the fast root flushes denormal second moments to zero.
             direction = tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
             weight = read(row, 2, start, inside, BLOCK, FAST)
             write(row, 2, start, _kept(weight, momentum, keep, CAUTIOUS) - rate * direction, inside, BLOCK, FAST)
+    # fmt: on

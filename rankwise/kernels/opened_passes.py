@@ -1,0 +1,52 @@
+"""Passes over narrow states in forms that know none: opened, passed and kept again, one fragment after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.passes import Field, Pass, Tensors
+from rankwise.kernels.quantization import decode_, encode_
+
+__all__ = ["norms_with_opened", "run_opened"]
+
+
+def run_opened(update: Pass, run: Callable[[Pass], None]) -> None:
+    """Do a pass some of whose fields are narrow.
+
+    Args:
+        update: The pass.
+        run: Does one whose fields are lists of tensors.
+    """
+    for place in range(len(update.grads)):
+        single = update.only([place])
+        narrow = {name: field for name, field in single.fields.items() if isinstance(field, NarrowRuns)}
+        opened = {name: _opened(field, single.grads) for name, field in narrow.items()}
+        run(Pass(single.rule, {**single.fields, **opened}, single.scalars, single.factors))
+        for name, field in narrow.items():
+            if name != "reference" or single.scalars.advance:
+                encode_(opened[name], field)
+
+
+def norms_with_opened(
+    tensors: Tensors, references: NarrowRuns, k: float, norms: Callable[[Tensors, Field | None, float], Tensor]
+) -> Tensor:
+    """As :func:`rankwise.kernels.lists.squared_norms` with narrow references.
+
+    Args:
+        tensors: As there, as of the following.
+        references: See above.
+        k: See above.
+        norms: Measures with references that are lists of tensors.
+    """
+    found = [norms([tensor], _opened(references.only([place]), [tensor]), k) for place, tensor in enumerate(tensors)]
+    return torch.cat(found) if found else norms([], None, k)
+
+
+def _opened(runs: NarrowRuns, like: Tensors) -> Tensors:
+    values = [torch.empty_like(tensor) for tensor in like]
+    decode_(values, runs)
+    return values

@@ -1,0 +1,82 @@
+"""The fields of a pass as its kernel finds them: lists of tensors, and narrow states with what opens them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, is_coded
+from rankwise.kernels.passes import Field
+from rankwise.kernels.triton.codes import EXTRAS
+from rankwise.kernels.triton.language import CODES, ELEMENTS, count_of
+from rankwise.kernels.triton.segments import Runs, addresses
+
+__all__ = ["PassFields", "are_alike"]
+
+_STATES = ("exp_avg", "exp_avg_sq", "reference")
+
+
+def are_alike(fields: Mapping[str, Field]) -> bool:
+    """Whether narrow fields are such as a launch takes: of whole blocks, and with the noise of one step, if any."""
+    narrow = [field for field in fields.values() if isinstance(field, NarrowRuns)]
+    steps = [field.step for field in narrow if field.step is not None]
+    same = all(step is steps[0] or (type(step) is type(steps[0]) is int and step == steps[0]) for step in steps)
+    return same and not any(first % BLOCK for field in narrow for first in field.firsts)
+
+
+class PassFields:
+    """Tables and constants of a launch.
+
+    Args:
+        fields: The lists in the kernel's order, such as :func:`are_alike` takes.
+        tile: Elements per program.
+        narrow: Lists of tensors that may be narrower than fp32.
+
+    Attributes:
+        runs: The tables.
+        types: Of the fields, as kernels call them.
+        count: The number of the step in noise, or one for each run on the device.
+        constants: What the kernel wants to know of the states.
+
+    Raises:
+        ValueError: If the lists do not fit together, or a tensor is of another kind.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], tile: int, narrow: Collection[str]) -> None:
+        first = next(iter(fields.values()))
+        lists: list[Sequence[Tensor]] = []
+        types: list[torch.dtype] = []
+        columns: list[Sequence[int]] = []
+        places, random = dict.fromkeys(_STATES, 0), dict.fromkeys(_STATES, False)
+        step: int | Tensor | None = None
+        for name, field in fields.items():
+            if not isinstance(field, NarrowRuns):
+                dtype = field[0].dtype if name in narrow else torch.float32
+                lists.append(field)
+                types.append(dtype if dtype in ELEMENTS else torch.float32)
+                continue
+            assert not isinstance(first, NarrowRuns)
+            field.check(first)
+            places[name], random[name] = len(fields) + 1 + len(columns), field.step is not None
+            step = step if field.step is None else field.step
+            coded = is_coded(field.dtype)
+            columns += (
+                addresses(field.exponents, torch.int8) if coded else [0] * len(field),
+                field.firsts,
+                field.keys,
+            )
+            lists.append(field.codes)
+            types.append(field.dtype)
+        assert len(columns) % EXTRAS == 0
+        self.runs = Runs(lists, tile, columns, types)
+        self.types = {name: (ELEMENTS | CODES)[dtype] for name, dtype in zip(fields, types, strict=True)}
+        self.count = count_of(step, self.runs.runs, self.runs.device)
+        self.constants: dict[str, Any] = {"EXTRAS": len(columns), "COUNTS": isinstance(self.count, Tensor)}
+        for name in _STATES:
+            key = name.upper()
+            self.constants[key] = self.types.get(name, ELEMENTS[torch.float32])
+            self.constants[f"{key}_AT"] = places[name]
+            self.constants[f"{key}_RANDOM"] = random[name]

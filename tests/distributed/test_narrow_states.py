@@ -1,0 +1,94 @@
+"""Element states in codes: whatever the layout, the same trajectory, down to the last code.
+
+Blocks that share an exponent belong to the parameter: where ranks, or runs of one rank, have parts of one, they agree
+on it. In float64 a layout must follow one process to 1e-10; where a rule sums nothing over a parameter, it must do so
+bit for bit in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from simulated import Case, Framework, run_of, world_group
+from torch import Tensor
+
+from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.planning import declared
+from rankwise.sharding.sources import Slice
+
+STEPS = 5
+BLOCKS: dict[str, Any] = {"c.weight": {"q": 3, "k": 3, "groups": 2}}
+INT8: dict[str, Any] = {"state_dtype": "int8"}
+MKOR_OPTIONS: dict[str, Any] = {"update_interval": 2, "factor_dtype": "float64", "factor_decay": 0.9, **INT8}
+CASES = (
+    Case("mars-adamw", MARS, INT8),
+    Case("mars-lion-stochastic", MARS, {"variant": "lion", "state_rounding": "stochastic", **INT8}),
+    Case("mars-muon-blocks", MARS, {"variant": "muon", "ns_dtype": "float64", "blocks": BLOCKS, **INT8}),
+    Case("mars-mixed", MARS, {"state_dtype": {"exp_avg": "int8", "exp_avg_sq": "bfloat16"}}),
+    Case("sonew", SONew, {"band": 1, "chain": "tensor", **INT8}),
+    Case("ldadam", LDAdam, {"rank": 2, "blocks": BLOCKS, **INT8}),
+    Case("mkor-adamw", MKOR, MKOR_OPTIONS),
+    Case("mkor-lamb", MKOR, {"backend": "lamb", **MKOR_OPTIONS}),
+    Case("mkor-sgd", MKOR, {"backend": "sgd", **MKOR_OPTIONS}),
+)
+EXACT = (
+    Case("mars-adamw", MARS, {"clip": None, "state_rounding": "stochastic", **INT8}),
+    Case("mars-mixed", MARS, {"clip": None, "state_dtype": {"exp_avg": "int8", "reference": "bfloat16"}}),
+    Case("mars-bfloat16", MARS, {"clip": None, "state_dtype": "bfloat16"}),
+)
+LAYOUTS = ("flat", "cut", "views", "narrowed")
+Held = list[tuple[Slice, Tensor]]
+Alone = dict[tuple[str, torch.dtype], dict[str, Tensor]]
+
+
+def _follow(rank: int, world: int, cases: Sequence[Case], dtype: torch.dtype, layouts: Sequence[str]) -> list[Held]:
+    declared.FEWEST_CODED = 1
+    found = []
+    for case in cases:
+        for layout in layouts:
+            framework = Framework(layout, case, dtype, rank, world, world_group())
+            for _ in range(STEPS):
+                framework.step()
+            found.append(framework.pieces())
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _codes_for_all() -> Any:
+    before, declared.FEWEST_CODED = declared.FEWEST_CODED, 1
+    yield
+    declared.FEWEST_CODED = before
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    found: Alone = {}
+    for cases, dtype in ((CASES, torch.float64), (EXACT, torch.float32)):
+        for case, held in zip(cases, _follow(0, 1, cases, dtype, ["replicated"]), strict=True):
+            found[case.name, dtype] = {piece.name: values for piece, values in held}
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (3, 4))])
+def test_a_layout_follows_one_process(world: int, alone: Alone) -> None:
+    arguments = (CASES, torch.float64, LAYOUTS)
+    outcomes = [_follow(0, 1, *arguments)] if world == 1 else run_ranks(world, _follow, *arguments)
+    for at, (case, layout) in enumerate((case, layout) for case in CASES for layout in LAYOUTS):
+        expected = alone[case.name, torch.float64]
+        held = [each for outcome in outcomes for each in outcome[at]]
+        error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
+        assert error <= 1e-10, (case.name, layout, error)
+
+
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (3, 4))])
+def test_where_nothing_is_summed_bit_for_bit(world: int, alone: Alone) -> None:
+    arguments = (EXACT, torch.float32, LAYOUTS)
+    outcomes = [_follow(0, 1, *arguments)] if world == 1 else run_ranks(world, _follow, *arguments)
+    for at, (case, layout) in enumerate((case, layout) for case in EXACT for layout in LAYOUTS):
+        expected = alone[case.name, torch.float32]
+        for piece, values in (each for outcome in outcomes for each in outcome[at]):
+            assert torch.equal(values, run_of(expected[piece.name], piece)), (case.name, layout)
