@@ -146,6 +146,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
             ],
             (cls, "exclude", PATTERNS, "it must be a list of name patterns", r'write e.g. \["\*gate\*"\]'),
             (cls, "skip_nonfinite", FLAGS, "it must be true or false", "the default is False"),
+            (cls, "store_param_remainders", FLAGS, "it must be true or false", "the default is False"),
             (cls, "transition_steps", [-1, 1.0, True, None], "it must be an integer >= 0", "the default is 20"),
         )
     ],
