@@ -15,7 +15,7 @@ from deepspeed_plugin.losses import BackwardLosses
 from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
 from deepspeed_plugin.state_access import StateAccess
-from deepspeed_plugin.support import refuse_settings, refuse_wrapper
+from deepspeed_plugin.support import refuse_masters, refuse_settings, refuse_wrapper
 from rankwise.routing.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.routing.roles import annotate
 from rankwise.step.optimizer import ShardedOptimizer
@@ -60,6 +60,7 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """
     refuse_settings(engine, type(optimizer).__name__)
     refuse_wrapper(engine, type(optimizer).__name__)
+    refuse_masters(engine, optimizer)
     optimizer.table.leave_out_empty_groups()
     layout = layout_of(engine, optimizer)
     optimizer.attach(layout)

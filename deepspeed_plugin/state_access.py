@@ -9,6 +9,7 @@ accessors call; for parameters of our optimizers that asks the optimizer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from deepspeed.utils import get_full_hp_param, set_full_hp_param
 from torch import Tensor
 
 from deepspeed_plugin.layouts import DeepSpeedLayout, logical_shape
+from rankwise.planning.narrow_weights import NARROW, REMAINDER
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.updates.remainders import join, split
 
 __all__ = ["StateAccess"]
 
@@ -152,14 +155,47 @@ class StateAccess:
     def _get_full_or_weight(self, parameter: Tensor, optim_state_key: str | None = None) -> Tensor | None:
         if optim_state_key is not None:
             return self.get_full(parameter, optim_state_key)
-        weight: Tensor = get_full_hp_param(parameter)
-        return weight
+        return self.with_rest(parameter, get_full_hp_param(parameter), self.get_full)
 
     def _set_full_or_weight(self, parameter: Tensor, value: Tensor, optim_state_key: str | None = None) -> None:
         if optim_state_key is not None:
             self.set_full(parameter, value, optim_state_key)
         else:
-            set_full_hp_param(parameter, value)
+            set_full_hp_param(parameter, self.without_rest(parameter, value, self.set_full))
+
+    def with_rest(self, parameter: Tensor, weight: Tensor, rest_of: Callable[[Tensor, str], Tensor | None]) -> Tensor:
+        """A weight with the bits that its master in bf16 lacks.
+
+        Args:
+            parameter: Of the model.
+            weight: As DeepSpeed returns it.
+            rest_of: Returns as much of a state.
+        """
+        if not self._has_rest(parameter):
+            return weight
+        rest = rest_of(parameter, REMAINDER)
+        assert rest is not None
+        return join(weight.to(NARROW), rest.short())
+
+    def without_rest(self, parameter: Tensor, value: Tensor, set_rest: Callable[[Tensor, Tensor, str], None]) -> Tensor:
+        """What DeepSpeed is to set of a weight, whose further bits are set.
+
+        Args:
+            parameter: Of the model.
+            value: To be set.
+            set_rest: Sets as much of a state.
+        """
+        if not self._has_rest(parameter):
+            return value
+        rounded, rest = torch.empty_like(value, dtype=NARROW), torch.empty_like(value, dtype=torch.int16)
+        split(value.float(), rounded, rest)
+        set_rest(parameter, rest, REMAINDER)
+        return rounded.to(value.dtype)
+
+    def _has_rest(self, parameter: Tensor) -> bool:
+        name = self._names.get(id(parameter))
+        kept = {} if name is None else self._optimizer.kept_states(name)
+        return REMAINDER in kept and self._tensor(parameter, REMAINDER) is not None
 
 
 class _StageThree:
@@ -173,22 +209,26 @@ class _StageThree:
 
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Any:
         if not self._access.serves(param, optim_state_key):
-            return self._wrapper.get_full_hp_param(param, optim_state_key)
+            weight = self._wrapper.get_full_hp_param(param, optim_state_key)
+            return self._access.with_rest(param, weight, self._access.get_full)
         return self._access.get_full(param, str(optim_state_key))
 
     def set_full_hp_param(self, value: Tensor, param: Tensor, optim_state_key: str | None = None) -> None:
         if not self._access.serves(param, optim_state_key):
+            value = self._access.without_rest(param, value, self._access.set_full)
             self._wrapper.set_full_hp_param(value, param, optim_state_key)
         else:
             self._access.set_full(param, value, str(optim_state_key))
 
     def get_local_fp32_param(self, param: Tensor, optim_state_key: str | None = None) -> Any:
         if not self._access.serves(param, optim_state_key):
-            return self._wrapper.get_local_fp32_param(param, optim_state_key)
+            weight = self._wrapper.get_local_fp32_param(param, optim_state_key)
+            return self._access.with_rest(param, weight, self._access.get_local)
         return self._access.get_local(param, str(optim_state_key))
 
     def set_local_hp_param(self, value: Tensor, param: Tensor, optim_state_key: str | None = None) -> None:
         if not self._access.serves(param, optim_state_key):
+            value = self._access.without_rest(param, value, self._access.set_local)
             self._wrapper.set_local_hp_param(value, param, optim_state_key)
         else:
             self._access.set_local(param, value, str(optim_state_key))

@@ -16,7 +16,7 @@ from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["refuse_replaced", "refuse_settings", "refuse_wrapper"]
+__all__ = ["refuse_masters", "refuse_replaced", "refuse_settings", "refuse_wrapper"]
 
 
 def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
@@ -31,12 +31,14 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
     """
     _refuse_cut_weights(engine, name)
     offload = engine.zero_offload_optimizer()
+    _refuse_half_narrow(engine, name, offloaded=offload is not None)
     if offload is not None and offload.ratio != 1.0:
         _refuse(
             name,
             "zero_optimization.offload_optimizer.ratio",
             offload.ratio,
-            "DeepSpeed steps the part that stays on the device with torch.optim.AdamW, whatever the type says",
+            "DeepSpeed steps the part that stays on the device with torch.optim.AdamW, and asserts that the type is "
+            "its DeepSpeedCPUAdam (deepspeed/runtime/zero/stage3.py:316)",
             "set ratio to 1.0",
         )
     if offload is not None and offload.device == "nvme":
@@ -44,7 +46,9 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             name,
             "zero_optimization.offload_optimizer.device",
             "nvme",
-            "DeepSpeed swaps one flat tensor's state at a time; matrix states are no part of it",
+            "there are no weights in memory to plan by (deepspeed/runtime/zero/stage3.py:1117), and states come back "
+            "as long as the flat weight and in its type (runtime/swap_tensor/optimizer_utils.py:113), which matrix "
+            "states and those of some parameters are not",
             "use device 'cpu'",
         )
     if offload is not None and engine.super_offload():
@@ -98,6 +102,23 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "state found by name would be other experts')",
             "use that layer under ZeRO stage 1 or 2, or a dense model",
         )
+
+
+def _refuse_half_narrow(engine: DeepSpeedEngine, name: str, offloaded: bool) -> None:
+    """Refuse narrow master weights where DeepSpeed asks for its own Adam; its assertion does not say of which key."""
+    if not engine.bf16_master_weights_and_gradients() and not engine.fp16_master_weights_and_gradients():
+        return
+    if engine.bf16_master_weights_and_gradients() and engine.bf16_optimizer_states() and not offloaded:
+        return
+    kind = "bf16" if engine.bf16_master_weights_and_gradients() else "fp16"
+    _refuse(
+        name,
+        f"{kind}.{kind}_master_weights_and_grads",
+        True,
+        "DeepSpeed then takes no optimizer but its DeepSpeedCPUAdam, unless bf16.bf16_optimizer_states is true too and "
+        "nothing is offloaded (deepspeed/runtime/base_optimizer.py:505-518)",
+        "leave it out, or keep bf16 masters with both keys, without offload_optimizer",
+    )
 
 
 def _leaves_sequences_apart(engine: DeepSpeedEngine) -> bool:
@@ -182,6 +203,30 @@ def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
             f"at stage 0 DeepSpeed divides gradients by a loss scale ({wrapper.loss_scale:g}) that its backward pass "
             "does not apply",
             "use stage 1, or bf16, or fp16.loss_scale 1.0",
+        )
+
+
+def refuse_masters(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+    """Refuse remainders beside master weights that lack nothing.
+
+    Args:
+        engine: The engine, its wrapper built.
+        optimizer: Its basic optimizer.
+
+    Raises:
+        OptionError: As :func:`refuse_settings`.
+    """
+    wrapper = engine.optimizer
+    masters = getattr(wrapper, "master_weights_and_grads_dtype", torch.float32)
+    if optimizer.options.store_param_remainders and wrapper is not optimizer and masters is not torch.bfloat16:
+        _refuse(
+            type(optimizer).__name__,
+            "store_param_remainders",
+            True,
+            f"{type(wrapper).__name__} steps master weights of its own in {str(masters).removeprefix('torch.')}, which "
+            "lack nothing",
+            "leave it out, or let them be in bf16: bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states "
+            "under ZeRO 1, 2 or 3, without offload_optimizer and data_types.grad_accum_dtype",
         )
 
 

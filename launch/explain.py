@@ -60,7 +60,7 @@ def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
         work = optimizer.work(unit)
         for key, shape in unit.layout.shapes.items():
             group = unit.planned_groups[unit.group_position[key]]
-            types = optimizer.declared.element_states(unit.infos[key], unit.routes[key].rule, group)
+            types = optimizer.table.element_states(unit.infos[key], unit.routes[key].rule, group)
             width = sum((dtype or unit.dtype).itemsize for dtype in types.values())
             found[name_of(key)] += prod(shape) * width
         batches = [] if unit.exchange is None else unit.exchange.plan.batches

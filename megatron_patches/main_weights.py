@@ -11,7 +11,9 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-__all__ = ["HostWeights", "KeptWeights", "Remainders", "join", "split"]
+from rankwise.updates.remainders import join, split
+
+__all__ = ["HostWeights", "KeptWeights", "Remainders"]
 
 
 class _Pair(NamedTuple):
@@ -76,11 +78,7 @@ class KeptWeights(ABC):
 
 
 class Remainders(KeptWeights):
-    """Of a bf16 weight, the 16 bits of the fp32 main weight that it lacks: both together are that, bit for bit.
-
-    A main weight in the middle between two bf16 values goes to the one of larger magnitude (Transformer Engine's rule,
-    too), where a cast goes to the even one: which of two neighbours it came from would take a seventeenth bit.
-    """
+    """Of a bf16 weight, the 16 bits of the fp32 main weight that it lacks; see :mod:`rankwise.updates.remainders`."""
 
     def __init__(self, wrapper: DistributedOptimizer) -> None:
         super().__init__(wrapper)
@@ -158,30 +156,3 @@ def _forget_main_params(wrapper: DistributedOptimizer) -> None:
     for group in wrapper.model_float16_groups:
         for parameter in group:
             parameter.main_param = None
-
-
-def split(main: Tensor, model: Tensor, low: Tensor) -> None:
-    """Write fp32 values as bf16 ones, rounded half away from zero, and the 16 bits that these lack.
-
-    Args:
-        main: fp32 values in a row; NaN becomes the canonical one.
-        model: Filled, in bf16.
-        low: Filled, in int16.
-    """
-    halves = main.masked_fill(main.isnan(), torch.nan).view(torch.int16).view(-1, 2)
-    low.copy_(halves[:, 0])
-    # Finite values may round to infinity, as with any rounding to the nearest; a NaN has no low bits left.
-    model.view(torch.int16).copy_(halves[:, 1] + (low < 0).short())
-
-
-def join(model: Tensor, low: Tensor) -> Tensor:
-    """The fp32 values that :func:`split` was given.
-
-    Args:
-        model: In bf16, in a row.
-        low: In int16.
-    """
-    halves = torch.empty(model.numel(), 2, dtype=torch.int16, device=model.device)
-    halves[:, 0] = low
-    halves[:, 1] = model.view(torch.int16) - (low < 0).short()
-    return halves.view(-1).view(torch.float32)

@@ -47,7 +47,7 @@ NAMES: Mapping[str, Named] = BY_NAME
 # Left to Megatron, however close they are to ours.
 _STOCK_NAMES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 # These come from Megatron's own settings.
-_MEGATRON_OPTIONS = ("lr", "weight_decay")
+_MEGATRON_OPTIONS = ("lr", "weight_decay", "store_param_remainders")
 _stock_factory: Callable[..., MegatronOptimizer] = stock.get_megatron_optimizer
 # What the fields of RankwiseConfig that Megatron's own class has not begin with.
 _OUR_FIELDS = "rankwise"
@@ -163,6 +163,11 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             "rankwise={'eps': 1e-8}"
         )
     owner, cls = f"optimizer '{name}'", NAMES[name].optimizer
+    if options.get("store_param_remainders"):
+        raise OptionError(
+            f"{owner}: store_param_remainders=True is invalid under Megatron, which keeps main weights of its own: "
+            "leave it out, and set --use-precision-aware-optimizer, under which they are kept so"
+        )
     resolved = NAMES[name].complete(options, owner, cls.__name__.lower(), option_names(name))
     checked = cls.options_type(**resolved)
     check_given(options, checked.unread(), owner)

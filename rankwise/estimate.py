@@ -225,7 +225,7 @@ def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tup
     found: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
     for key in unit.layout.shapes:
         group = unit.planned_groups[unit.group_position[key]]
-        states = optimizer.declared.element_states(unit.infos[key], unit.routes[key].rule, group)
+        states = optimizer.table.element_states(unit.infos[key], unit.routes[key].rule, group)
         coded = sum(map(is_coded, states.values()))
         width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
         elements = unit.layout.elements(key)

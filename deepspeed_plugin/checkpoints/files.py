@@ -284,11 +284,15 @@ class SavedCheckpoint(CheckpointFolder):
 
 
 def cut_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Settings on which it depends, besides stage and ranks, what lies where in ZeRO's files, and their names."""
+    """Settings on which it depends, besides stage and ranks, what lies where in ZeRO's files, its type, their names."""
     block = config.get("zero_optimization") or {}
     sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
     types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
-    return (*(block.get(key) for key in sizes), *types, config.get("data_types"))
+    narrow = [
+        bool((config.get(key) or {}).get(f"{name}_master_weights_and_grads"))
+        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+    ]
+    return (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"))
 
 
 def _shard_names(content: Mapping[str, Any]) -> list[str]:

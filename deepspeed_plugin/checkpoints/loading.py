@@ -26,6 +26,8 @@ from deepspeed_plugin.checkpoints.restoring import (
 )
 from deepspeed_plugin.checkpoints.stock_form import zero_form
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, fill_weights
+from rankwise.planning.narrow_weights import forget_remainders
+from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.reports import print_on_first_rank
 
 __all__ = ["load_checkpoint"]
@@ -70,6 +72,8 @@ def _by_deepspeed(
         _refuse_foreign_states(engine, found)
     with zero_form(engine):
         path, client_state = original(engine, load_dir, tag=tag, **vars(plan.wanted))
+    if isinstance(engine.basic_optimizer, ShardedOptimizer) and not plan.wanted.states:
+        forget_remainders(engine.basic_optimizer.state.values())
     if plan.refresh:
         # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
         engine.optimizer.refresh_fp32_params()

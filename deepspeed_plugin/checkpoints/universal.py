@@ -22,7 +22,9 @@ from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import CheckpointFolder, SavedCheckpoint, newest_model_file, tag_in
 from deepspeed_plugin.checkpoints.moving import NamedStates, open_engine
 from deepspeed_plugin.checkpoints.reading import read
+from rankwise.planning.narrow_weights import NARROW
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.updates.remainders import split
 
 __all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint", "fill_weights"]
 
@@ -170,10 +172,20 @@ def _full_weight(folder: Path, name: str, numel: int, module: Mapping[str, Tenso
     rounded = module.get(name)
     if rounded is None or rounded.numel() != numel:
         return weight  # ZeRO-3's placeholder
-    if not torch.equal(weight.to(rounded.dtype), rounded.reshape(-1)):
+    if not _rounds_to(weight, rounded.reshape(-1)):
         # DeepSpeed 0.19's converter mixes up parameters that round_robin_gradients had reordered.
         raise CheckpointError(
             f"{path} is not the weight that {folder.name} has in its model file: DeepSpeed's converter misplaces "
             "weights of runs with zero_optimization.round_robin_gradients; load the original checkpoint instead."
         )
     return weight
+
+
+def _rounds_to(weight: Tensor, rounded: Tensor) -> bool:
+    """Whether these are the weight's values in another type; in the middle of two, what is split goes to the larger."""
+    found = weight.to(rounded.dtype) == rounded
+    if rounded.dtype is NARROW:
+        halves = torch.empty_like(rounded)
+        split(weight.float(), halves, torch.empty_like(rounded, dtype=torch.int16))
+        found |= halves == rounded
+    return bool(found.all())

@@ -93,7 +93,9 @@ def deepspeed_figures(
     whole = held * cluster.width
     # Replicated weights that are fp32 already are their own masters; partitions are copies.
     copied = cluster.stage > 0 or cluster.precision != "fp32"
-    found.master = [_MASTER * count * copied for count in elements]
+    # What a narrow master lacks is a state of the optimizer.
+    master = cluster.width if optimizer.options.store_param_remainders else _MASTER
+    found.master = [master * count * copied for count in elements]
     found.weights = [count * cluster.width if cluster.stage == 3 else whole for count in elements]
     found.gradients = [count * cluster.width if cluster.stage >= 2 else whole for count in elements]
     found.adamw = [ADAMW * count for count in elements]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from rankwise.configs import deepspeed_config
@@ -128,6 +129,8 @@ def built(picked: Chosen, model: nn.Module, fused: Mapping[str, Fused] = Mapping
     Raises:
         ValueError: It refuses its options, or would take no matrix.
     """
+    if picked.params.get("store_param_remainders"):
+        model.to(torch.bfloat16)  # of nothing else there are remainders
     annotate(model)
     for name, known in fused.items():
         parameter = model.get_parameter(name)

@@ -53,6 +53,7 @@ class LDAdamOptions(Options):
     split_heads: bool = shared.split_heads()
     transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
+    store_param_remainders: bool = shared.store_param_remainders()
     capturable: bool = shared.capturable()
 
     def _check_together(self) -> None:

@@ -137,6 +137,7 @@ class MKOROptions(Options):
     split_heads: bool = shared.split_heads()
     transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
+    store_param_remainders: bool = shared.store_param_remainders()
 
     @property
     def varying(self) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ class _Common:
 
     lr: float | Tensor
     skip_nonfinite: bool
+    store_param_remainders: bool = False
     transition_steps: int
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "split_heads",
     "state_dtype",
     "state_rounding",
+    "store_param_remainders",
     "transition_steps",
     "weight_decay",
     "weight_decay_method",
@@ -142,6 +143,16 @@ def skip_nonfinite() -> Any:
         Flag(),
         "Leave every weight and state as it was where a gradient of the step is infinite or NaN on any rank, and count "
         "it in 'health'. Costs a copy of weights and states while a step runs.",
+    )
+
+
+def store_param_remainders() -> Any:
+    """Whether bf16 weights are stepped as fp32 ones."""
+    return option(
+        False,
+        Flag(),
+        "Keep of each weight in bfloat16 the 16 bits by which it falls short of float32, in int16: steps are those of "
+        "float32 weights, bit for bit, at 4 bytes for weight and master weight together.",
     )
 
 

@@ -15,6 +15,7 @@ from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import ElementStates, StateTypes
 from rankwise.planning.entries import Entry, cut_into_entries, entries_of_blocks
 from rankwise.planning.logical_matrices import block_info
+from rankwise.planning.narrow_weights import refuse_wide_copies
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, refuse_difference
 from rankwise.planning.values import GroupValues
@@ -68,6 +69,10 @@ class UnitBuilder:
             # What the framework stores is checked here, and may be wrong on one rank alone.
             contents.extend(source.contents(tensor) for tensor in tensors)
             entries.extend(self.entries(contents))
+            if self._declared.options.store_param_remainders:
+                places = zip(tensors, contents, strict=True)
+                stored = {part.name: tensor for tensor, content in places for part in content.slices}
+                refuse_wide_copies(self._declared.name, stored, self._table.parameters)
             return [entry.fragment for entry in entries]
 
         apart = next((ranks for ranks in map(source.ranks_apart, tensors) if ranks is not None), None)
@@ -190,7 +195,7 @@ class UnitBuilder:
         )
 
     def _states_of(self, info: ParameterInfo, route: Route, group: Mapping[str, Any]) -> StateTypes:
-        return self._declared.element_states(info, route.rule, group)
+        return self._table.element_states(info, route.rule, group)
 
     def _refuse_other_parameters(
         self, source: LayoutSource, tensors: Sequence[Tensor], ranks: dist.ProcessGroup | None
@@ -239,7 +244,7 @@ class UnitBuilder:
         for name, index in tensor_of.items():
             if index not in held and is_sharded(tensors[index]):
                 info, rule = self._table.catalog[name][0], self._table.routes[name].rule
-                found[index] = self._declared.element_states(info, rule, groups[positions[index]])
+                found[index] = self._table.element_states(info, rule, groups[positions[index]])
         return found
 
     def _is_cut(self, name: str, shape: Sequence[int]) -> bool:

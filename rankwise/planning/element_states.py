@@ -219,6 +219,10 @@ class ElementStates:
         owner = self._tensors[index]
         return sharded_like(owner, slot.coded.opened(state, self._local_shape(owner, slot)))
 
+    def flat(self, states: States, index: int, name: str) -> Tensor | None:
+        """A state of one tensor in a row, allocated on first use; None if the tensor keeps no such state."""
+        return self._flat(states, index, name) if (index, name) in self._slots else None
+
     def _flat(self, states: States, index: int, name: str) -> Tensor:
         stored = self._stored(states, index, name, self._slots[(index, name)])
         return stored if stored.dim() == 1 else stored.view(-1)

@@ -163,7 +163,7 @@ class Planner:
         infos = {part.name: table.catalog[part.name][0] for part in content.slices}
         routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
-        kept = [self._declared.element_states(entry.info, entry.route.rule, group) for entry in entries]
+        kept = [table.element_states(entry.info, entry.route.rule, group) for entry in entries]
         name = self.source.name_of(tensor)
         known = {} if name is None else {name: 0}
         of_empty = self._builder.states_of_empty([tensor], entries, known, {0: group}, [0])

@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.options.validation import OptionError
 from rankwise.planning.declared import Declared
+from rankwise.planning.element_states import StateTypes
 from rankwise.planning.logical_matrices import block_info, blocks_of
+from rankwise.planning.narrow_weights import NARROW, REMAINDER, refuse_other_types
 from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
-from rankwise.routing.roles import ParameterInfo, Role, Route, describe, info_of, route
+from rankwise.routing.roles import ParameterInfo, Role, Route, Rule, describe, info_of, route
 from rankwise.routing.stored_shapes import parts_by_name, transposed_by_name
 from rankwise.sharding import Block
 from rankwise.sharding.sources import WholeParameters, layout_with, real_view, refuse_unreadable
@@ -104,6 +107,16 @@ class ParameterTable:
                     f"{owner}: fallback=False in the param group of '{name}' is invalid: it must not be "
                     "false for a complex parameter, which no matrix rule is made for; remove it"
                 )
+        if self._declared.options.store_param_remainders:
+            refuse_other_types(owner, names, group["params"])
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """What is kept of every element of a parameter, or of a block: its rule's states, a narrow weight's rest."""
+        kept = self._declared.element_states(info, rule, group)
+        if not self._declared.options.store_param_remainders:
+            return kept
+        narrow = self.parameters[self.base_name(info.name)].dtype is NARROW
+        return {**kept, REMAINDER: torch.int16} if narrow else kept
 
     def add_group(self, groups: Groups, index: int) -> None:
         """Name the parameters of a group and route them."""

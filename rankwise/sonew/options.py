@@ -57,6 +57,7 @@ class SONewOptions(Options):
     exclude: Sequence[str] = shared.exclude()
     transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
+    store_param_remainders: bool = shared.store_param_remainders()
     capturable: bool = shared.capturable()
 
     def _check_together(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rankwise.planning.declared import Declared
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.misfits import MisfitError, check_shape, refuse_strange
+from rankwise.planning.narrow_weights import REMAINDER
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
@@ -250,7 +251,7 @@ class SavedFit:
         for name, shape in kept.shapes(0).items():
             if name in states:
                 check_shape(owner, key, name, states[name].shape, [shape])
-            elif whole is not None and "step" in states and name not in self._declared.optional_states:
+            elif whole is not None and "step" in states and name not in (REMAINDER, *self._declared.optional_states):
                 raise MisfitError(
                     f"{owner}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
                     f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "

@@ -17,10 +17,12 @@ from rankwise.planning.bucket_plans import plans_of
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.entries import Entry
+from rankwise.planning.narrow_weights import NARROW, REMAINDER
 from rankwise.planning.planner import Planner
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding.sources import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
+from rankwise.updates.remainders import join, split
 
 __all__ = ["Opened", "Opening", "are_deferred", "deferred_steps"]
 
@@ -132,17 +134,30 @@ class Opening:
         self._refuse_other_lengths(unit, held, found)
         opened = Opened([], [])
         stepped: list[Tensor] = []
-        for tensor, local, grad in zip(unit.tensors, held, found, strict=True):
+        for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, found, strict=True)):
             if grad is None and not zeros:
                 opened.weights.append(None)
                 opened.grads.append(None)
                 continue
-            weight = _flat(local, unit.dtype)
+            weight = self._whole(unit, states, index, local)
             opened.weights.append(weight)
             opened.grads.append(torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype))
             stepped.append(tensor)
         self._count(unit, states, stepped)
         return opened
+
+    def _whole(self, unit: StepUnit, states: States, index: int, local: Tensor) -> Tensor:
+        """The values of a weight in a row, with the bits that a narrow one lacks, in the type of the step."""
+        rest = unit.states.flat(states, index, REMAINDER)
+        if rest is not None:
+            return join(_flat(local, NARROW), rest).to(unit.dtype)
+        if REMAINDER in states.get(unit.tensors[index], ()):
+            raise RuntimeError(
+                f"{self._declared.name}: '{self._planner.name_of(unit.tensors[index])}' was brought from bfloat16 to "
+                f"{str(local.dtype).removeprefix('torch.')} since its remainder was stored, which would be lost; bring "
+                "it back, or build a new optimizer without store_param_remainders"
+            )
+        return _flat(local, unit.dtype)
 
     def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
         name = self._declared.name
@@ -215,12 +230,17 @@ class Opening:
             )
         return found
 
-    def close(self, unit: StepUnit, weights: Sequence[Tensor | None]) -> None:
+    def close(self, unit: StepUnit, states: States, weights: Sequence[Tensor | None]) -> None:
         """Write weights back whose working views are copies."""
-        for tensor, weight in zip(unit.local_tensors(), weights, strict=True):
-            if weight is not None and weight.data_ptr() != tensor.data_ptr():
-                target = real_view(tensor.detach())
+        for index, (tensor, weight) in enumerate(zip(unit.local_tensors(), weights, strict=True)):
+            if weight is None or weight.data_ptr() == tensor.data_ptr():
+                continue
+            target = real_view(tensor.detach())
+            rest = unit.states.flat(states, index, REMAINDER)
+            if rest is None:
                 target.copy_(weight.view(target.shape))
+            else:
+                split(weight.view(target.shape).float(), target, rest.view(target.shape))
 
 
 def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Tensor]:

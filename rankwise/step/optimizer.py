@@ -22,6 +22,7 @@ from rankwise.planning.element_states import StateTypes
 from rankwise.planning.live_groups import LiveGroups
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.misfits import InitialStates
+from rankwise.planning.narrow_weights import refuse_unless_narrow
 from rankwise.planning.planner import Planner
 from rankwise.planning.step_groups import PEAK
 from rankwise.planning.table import ParameterTable
@@ -119,6 +120,8 @@ class ShardedOptimizer(Optimizer, ABC):
             self._take_in(index)
         self.table.refuse_if_idle(unless_allowed=True)
         self.table.refuse_unmatched()
+        if options.store_param_remainders:
+            refuse_unless_narrow(declared.name, self.table.parameters.values())
         self.values.warn_of_tiny()
         ShardedOptimizer.instances.add(self)
 
@@ -330,7 +333,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)
             else:
                 update(grads)
-            self.opening.close(unit, weights)
+            self.opening.close(unit, self.state, weights)
             if not unit.scratch.get("marked"):
                 self.saved.mark(self.param_groups, self.state, states_too=self.planner.source.missing_alike)
                 unit.scratch["marked"] = True

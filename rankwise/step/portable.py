@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.narrow_weights import REMAINDER
 from rankwise.planning.succession import MOMENTS
 from rankwise.sharding import Fragment
 from rankwise.sharding.shards import local_view
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.updates.remainders import join, split
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +161,8 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
             may be cut off.
 
     Returns:
-        ``weight/<key>`` and ``element/<state>/<key>`` as :class:`ChunkedVector`, ``matrix/<key>/<state>`` and
-        ``step/<group>`` as tensors.
+        ``weight/<key>``, with what a remainder adds, and ``element/<state>/<key>`` as :class:`ChunkedVector`,
+        ``matrix/<key>/<state>`` and ``step/<group>`` as tensors.
     """
     found: Vectors = {}
     for index, (record, flat) in enumerate(zip(state_dict["layout"], flats, strict=True)):
@@ -169,12 +171,16 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
             found[f"step/{record['group']}"] = state["step"].reshape(())
         for run, (key, shape, start, end, offset) in enumerate(record["runs"]):
             numel = prod(shape)
-            _add(found, f"weight/{key}", numel, start, flat.reshape(-1)[offset : offset + end - start])
+            weight = flat.reshape(-1)[offset : offset + end - start]
             for name, offsets in record["states"].items():
                 first = offsets[run]
                 if first is not None and name in state:
                     values = state[name].reshape(-1)[first : first + end - start]
-                    _add(found, f"element/{name}/{key}", numel, start, values)
+                    if name == REMAINDER:
+                        weight = join(weight, values)
+                    else:
+                        _add(found, f"element/{name}/{key}", numel, start, values)
+            _add(found, f"weight/{key}", numel, start, weight)
     for key, matrix in state_dict["matrix_states"].items():
         found.update({f"matrix/{key}/{name}": value for name, value in matrix.items()})
     return found
@@ -216,7 +222,7 @@ def restore(
     stored = stored_tensors(folder)
     if states:
         optimizer.forget_states()
-    wanted = _destinations(optimizer, stored, states)
+    wanted, narrow = _destinations(optimizer, stored, states)
     steps: dict[str, Tensor] = {}
     if states:
         owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
@@ -227,6 +233,8 @@ def restore(
                 wanted[f"matrix/{key}/{name}"] = torch.empty(shape, dtype=dtype)
         steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
     load_vectors({**wanted, **steps}, folder, group)
+    for whole, rounded, rest in narrow:
+        split(whole, rounded, rest)
     if states:
         counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
         optimizer.adopt(_matrix_states(wanted), counts)
@@ -323,17 +331,29 @@ def _stored_moments(
     return found
 
 
-def _destinations(optimizer: ShardedOptimizer, stored: Collection[str], states: bool) -> Vectors:
-    """The optimizer's own weights and element states, those that were saved, to be filled in place."""
+def _destinations(
+    optimizer: ShardedOptimizer, stored: Collection[str], states: bool
+) -> tuple[Vectors, list[tuple[Tensor, Tensor, Tensor]]]:
+    """The optimizer's own weights and element states, those that were saved, to be filled in place.
+
+    Returns:
+        They, by name; and of narrow weights that keep a remainder what is filled in their place, they, and that.
+    """
     wanted: Vectors = {}
+    narrow = []
     for part, _, weight, element_states in stored_fragments(optimizer):
+        rest = element_states.pop(REMAINDER, None)
+        if rest is not None and f"weight/{part.key}" in stored:
+            whole = torch.empty_like(weight, dtype=torch.float32)
+            narrow.append((whole, weight, rest))
+            weight = whole
         values = {f"weight/{part.key}": weight}
         if states:
             values.update({f"element/{name}/{part.key}": value for name, value in element_states.items()})
         for name, value in values.items():
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
-    return wanted
+    return wanted, narrow
 
 
 def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States, StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.misfits import refuse_strange
+from rankwise.planning.narrow_weights import NARROW, REMAINDER, fit_to_travel
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
@@ -35,6 +37,8 @@ from rankwise.step.succeeding import Succession
 from rankwise.step.written_by import WRITTEN_BY, this_rank
 
 __all__ = ["SavedStates"]
+
+logger = logging.getLogger(__name__)
 
 
 class SavedStates:
@@ -65,6 +69,7 @@ class SavedStates:
         self._planner, self._matrix_states = planner, matrix_states
         self._consolidated: dict[str, MatrixState] | None = None
         self._waiting: dict[str, MatrixState] = {}
+        self._told_of_lost_bits = False
         self.carrier = StateCarrier(declared, table)
         self.fit = SavedFit(declared, values, table, planner)
         self.succession = Succession(declared, table, planner)
@@ -153,7 +158,7 @@ class SavedStates:
         self._waiting = {}
 
     def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
-        """What a dictionary of torch's has of states, those in codes in their open form."""
+        """What a dictionary of torch's has of states: those in codes opened, and what torch may send fit to travel."""
         found = dict(result["state"])
         planned = self._places()
         keys = (key for group in result["param_groups"] for key in group["params"])
@@ -164,6 +169,8 @@ class SavedStates:
                     unit, index = planned.get(id(tensor), (None, 0))
                     kept = unit.states if unit is not None else self._planner.kept_in(groups, tensor, group)[1]
                     found[key] = {name: kept.opened(index, name, value) for name, value in state.items()}
+                if REMAINDER in state and self._planner.is_plain:
+                    found[key] = {**found[key], REMAINDER: fit_to_travel(state[REMAINDER])}
         return found
 
     @property
@@ -242,11 +249,26 @@ class SavedStates:
             for name, value in state_dict["state"].get(key, {}).items():
                 if name == "step" and not isinstance(value, Tensor):
                     value = torch.tensor(float(value), dtype=torch.float32)
-                if isinstance(value, Tensor):
+                if name == REMAINDER and not self._keeps_remainder(tensor):
+                    del states[tensor][name]
+                    self._tell_of_lost_bits()
+                elif isinstance(value, Tensor):
                     # Copies, the count included: it is advanced in place.
                     device = self._declared.count_device(tensor) if name == "step" else tensor.device
                     value = value if name == "step" else cut_as(value, tensor)
                     states[tensor][name] = value.to(device=device, copy=True)
+
+    def _keeps_remainder(self, tensor: Tensor) -> bool:
+        return self._declared.options.store_param_remainders and tensor.dtype is NARROW
+
+    def _tell_of_lost_bits(self) -> None:
+        if not self._told_of_lost_bits and self._planner.rank == 0:
+            logger.warning(
+                "%s: the checkpoint has the 16 bits that its weights in bfloat16 lack, which this optimizer does not "
+                "keep: weights go on rounded. store_param_remainders=True and a model in bfloat16 keep them.",
+                self._declared.name,
+            )
+        self._told_of_lost_bits = True
 
     def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
         """Take the matrix states of a dictionary."""
@@ -271,12 +293,14 @@ class SavedStates:
             self._planner.route_again(groups)
 
     def forget(self, states: dict[Tensor, Any]) -> None:
-        """Drop all states: the next step is a first one."""
+        """Drop all states, but what weights lack: the next step is a first one."""
         self.forget_consolidated()
         self._waiting = {}
         for unit in self._planner.units.values():
             for tensor in unit.tensors:
-                states.pop(tensor, None)
+                own = states.pop(tensor, {})
+                if REMAINDER in own:
+                    states[tensor] = {REMAINDER: own[REMAINDER]}
         self._matrix_states.forget()
 
     def adopt(
@@ -321,7 +345,7 @@ class SavedStates:
             KeyError: The optimizer has no such parameter.
         """
         info, index = self._table.catalog[name]
-        return self._declared.element_states(info, self._table.routes[name].rule, groups[index])
+        return self._table.element_states(info, self._table.routes[name].rule, groups[index])
 
     def stored_states(
         self, groups: Groups, states: States, tensor: Tensor, name: str, state: str

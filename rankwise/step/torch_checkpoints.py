@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from rankwise.planning.narrow_weights import REMAINDER
 from rankwise.sharding.mapped import load_objects, mapped_tensors
 from rankwise.sharding.state import own_errors
 from rankwise.step.by_parameter import (
@@ -24,6 +25,7 @@ from rankwise.step.by_parameter import (
     under_parameters,
 )
 from rankwise.step.named import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, of_another
+from rankwise.updates.remainders import join
 
 __all__ = ["is_torch_checkpoint", "read_torch", "write_torch"]
 
@@ -115,6 +117,8 @@ def _take_states(parameters: dict[str, NamedParameter], values: Mapping[str, Any
         for state, value in states.items():
             if state == "step":
                 parameters[name].step = float(value)
+            elif state == REMAINDER:
+                parameters[name].weight = join(parameters[name].weight, value)
             elif state != MATRIX and not state.startswith(f"{MATRIX}."):
                 parameters[name].states[state] = value
     return matrices

@@ -14,6 +14,7 @@ from rankwise.kernels.host_copies import HostCopy
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.narrow_weights import REMAINDER
 from rankwise.planning.unit import StepUnit, UnitKey
 from rankwise.sharding.shards import local_view
 from rankwise.step.health import Health
@@ -141,13 +142,14 @@ class Undo:
         """
         changed = [weight for weight in weights if weight is not None]
         counts: list[Kept] = []
+        apart = ("step", REMAINDER)  # the latter follows its weight
         for index, weight in enumerate(weights):
             if weight is None:
                 continue
             unit.states.allocate(states, index)  # to be zero if the step is undone
             state = states[unit.tensors[index]]
             counts.append((state["step"], state["step"] - 1))
-            changed += [local_view(v) for name, v in state.items() if isinstance(v, Tensor) and name != "step"]
+            changed += [local_view(v) for name, v in state.items() if isinstance(v, Tensor) and name not in apart]
         broken = any_not_finite(unit, judged)
         self._health.add("skipped_steps", broken)
         finite = zeroed_where(broken, grads)

@@ -34,6 +34,9 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "mp_world_size": 1,
         "mpu": None,
         "sequence_parallel_size": 1,
+        "bf16_master_weights_and_gradients": lambda: False,
+        "fp16_master_weights_and_gradients": lambda: False,
+        "bf16_optimizer_states": lambda: False,
     }
     return SimpleNamespace(**{**defaults, **settings})
 
@@ -44,6 +47,21 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"offload": {"ratio": 0.5}}, "offload_optimizer.ratio=0.5", "set ratio to 1.0"),
         ({"offload": {"device": "nvme"}}, "offload_optimizer.device='nvme'", "device 'cpu'"),
         ({"offload": {"super_offload": True}}, "super_offload=True", "set super_offload to false"),
+        (
+            {"bf16_master_weights_and_gradients": lambda: True},
+            "bf16.bf16_master_weights_and_grads=True",
+            "with both keys",
+        ),
+        (
+            {"fp16_master_weights_and_gradients": lambda: True},
+            "fp16.fp16_master_weights_and_grads=True",
+            "leave it out",
+        ),
+        (
+            {"bf16_master_weights_and_gradients": lambda: True, "bf16_optimizer_states": lambda: True, "offload": {}},
+            "bf16.bf16_master_weights_and_grads=True",
+            "without offload_optimizer",
+        ),
         ({"zenflow": True}, "zenflow=True", "remove the zenflow block"),
         ({"zero_elastic_checkpoint": lambda: True}, "elastic_checkpoint=True", "set it to false"),
         ({"mp_world_size": 2}, "tensor parallelism=2", "tensor_parallel.autotp_size"),

@@ -46,6 +46,15 @@ def factors(outputs: int, inputs: int) -> int:
     return sum(2 * side * side for side in (outputs, inputs) if side <= 16384) + 4
 
 
+def test_a_narrow_master_is_two_bytes_and_what_it_lacks_two_of_state() -> None:
+    options = {"lr": 1e-3}, {"lr": 1e-3, "store_param_remainders": True}
+    wide, narrow = (
+        deepspeed_figures(Chosen("mars-adamw", own), build("gpt2-small")[0], Cluster(8, 3)) for own in options
+    )
+    assert narrow.master[0] * 2 == wide.master[0]
+    assert narrow.states()[0] - wide.states()[0] == narrow.master[0]
+
+
 def test_llama_70b_under_zero_3_on_1024_ranks_agrees_with_a_calculation_by_hand() -> None:
     """Every parameter is cut into 1,024 parts; 560 matrices have an owner each, on as many ranks."""
     ranks, begin = 1024, time.monotonic()

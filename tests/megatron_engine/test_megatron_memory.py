@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from megatron_patches import layouts, main_weights
 from megatron_patches.cpu import cpu_megatron
-from megatron_patches.main_weights import join, split
 from megatron_patches.registry import RankwiseConfig
 from megatron_patches.support import SupportError
 from megatron_patches.wrappers import _Distributed
@@ -51,37 +50,11 @@ STEPS = 4
 ALL_THERE: dict[str, Any] = {"overlap_param_gather": False}
 
 
-# --- 16 bits beside 16 -----------------------------------------------------------------------------------------------
+# --- as without the settings -----------------------------------------------------------------------------------------
 
 
 def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
-
-
-def _samples() -> Tensor:
-    """Bit patterns of all kinds: ties, subnormals, infinities, the largest finite ones."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**31), 2**31, (100_000,), generator=generator, dtype=torch.int64)
-    ties = (drawn[:1000] & ~0xFFFF) | 0x8000
-    special = torch.tensor([0, 1, 0x7F7FFFFF, 0x7F800000, 0x00007FFF, 0x80000000, 0xFF7FFFFF, 0x3F807FFF, 0x3F808001])
-    return torch.cat([drawn, ties, special]).to(torch.int32).view(torch.float32)
-
-
-def test_both_halves_are_the_main_weight_bit_for_bit() -> None:
-    main = _samples()
-    model, low = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int16)
-    split(main, model, low)
-    back = join(model, low)
-    number = ~main.isnan()
-    assert torch.equal(_bits(back)[number], _bits(main)[number])
-    assert back[~number].isnan().all() and model[~number].isnan().all()
-    cast = main.bfloat16()
-    ties = (_bits(main) & 0xFFFF) == 0x8000
-    assert torch.equal(model[number & ~ties], cast[number & ~ties])
-    assert (model[number & ties].float().abs() >= cast[number & ties].float().abs()).all()
-
-
-# --- as without the settings -----------------------------------------------------------------------------------------
 
 
 def _rounding_half_up(wrapper: Any) -> None:

@@ -12,6 +12,11 @@ from megatron_patches.support import SupportError
 from rankwise.options.validation import OptionError
 
 
+def test_remainders_are_a_setting_of_megatrons() -> None:
+    with pytest.raises(OptionError, match="invalid under Megatron, .* and set --use-precision-aware-optimizer"):
+        RankwiseConfig(optimizer="ldadam", lr=1e-3, rankwise={"store_param_remainders": True})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -158,6 +158,7 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
             (cls, "state_dtype", [{STATES[cls]: "int4"}], "the type of '.*' must be 'float32'", "write 'int8'"),
             (cls, "state_rounding", ["near", None], "it must be one of 'auto', 'nearest'", ""),
             (cls, "skip_nonfinite", FLAGS, "it must be true or false", "the default is False"),
+            (cls, "store_param_remainders", FLAGS, "it must be true or false", "the default is False"),
             (cls, "transition_steps", [-1, 1.0, True, None], "it must be an integer >= 0", "the default is 20"),
         )
     ],
