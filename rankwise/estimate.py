@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from rankwise.kernels.narrow_runs import BLOCK, is_coded
+from rankwise.planning.state_memory import element_states
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import (
@@ -126,30 +126,40 @@ def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> li
 
 def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
     layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
-    for rank, size in zip(ranks, _scratch_memory(unit, work), strict=True):
-        rank.scratch_bytes = max(rank.scratch_bytes, size)
-    for shares, count, width, coded in _element_states(optimizer, unit):
+    borrowed = [0] * layout.world_size
+    for shares, count, kept in element_states(optimizer.table, unit):
         for holder, held in shares.items():
             rank = ranks[holder]
             rank.elements += held * count
-            rank.element_state_bytes += held * width + -(-held // BLOCK) * coded
+            rank.element_state_bytes += kept[holder]
             rank.flops += held * count * work.element_flops
     if unit.exchange is not None:
         plan = unit.exchange.plan
         for batch in plan.batches:
             # Tasks that are stacked begin with states of the same shapes.
             states = work.matrix_state(batch.tasks[0], META)
-            state_bytes = sum(state.nbytes for state in states.values())
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_flops += task.cost
-                owner.matrix_state_bytes += state_bytes
+                for name, state in states.items():
+                    keeper = ranks[plan.keepers.get((task.key, name), plan.owners[task.key])]
+                    keeper.matrix_state_bytes += state.nbytes
+                    if keeper is not owner:
+                        # There in every step, back after those that change it.
+                        keeper.bytes_sent += state.nbytes
+                        owner.periodic_bytes += state.nbytes
+                        borrowed[plan.owners[task.key]] += state.nbytes
             for elements in work.together(batch):
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize
                     ranks[partner].collectives += 1
         _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire_itemsize, work.reply))
+        for rank in ranks if plan.keepers else ():
+            rank.collectives += 1
+            rank.periodic_collectives += 1
+    for rank, size, more in zip(ranks, _scratch_memory(unit, work), borrowed, strict=True):
+        rank.scratch_bytes = max(rank.scratch_bytes, size + more)
     if layout.world_size == 1:
         return
     _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), work.sums))
@@ -213,26 +223,6 @@ def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wir
         most = max(most, gathered + arriving + returning, arriving + computed + returning, arriving + leaving)
         returning = leaving
     return max(most, returning + alone)
-
-
-def _element_states(optimizer: ShardedOptimizer, unit: StepUnit) -> Iterable[tuple[Mapping[int, int], int, int, int]]:
-    """What keys keep that are held alike.
-
-    Yields:
-        Their elements by rank, how many keys those are, bytes of state for each element, and states with an exponent
-        for every block.
-    """
-    found: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
-    for key in unit.layout.shapes:
-        group = unit.planned_groups[unit.group_position[key]]
-        states = optimizer.table.element_states(unit.infos[key], unit.routes[key].rule, group)
-        coded = sum(map(is_coded, states.values()))
-        width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
-        elements = unit.layout.elements(key)
-        # They are kept here, so that no other has the same number.
-        _, count, total, others = found.get(id(elements), (elements, 0, 0, 0))
-        found[id(elements)] = (elements, count + 1, total + width, others + coded)
-    return found.values()
 
 
 def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -39,11 +40,12 @@ class Figures:
         gradients: Bytes of gradients that are kept until the step.
         master: Bytes of fp32 weights beside the model's.
         owners: Rank by matrix.
+        lent: How many of their states other ranks keep between steps.
         parameters: Elements of the whole model, each once.
         active: Those that a token meets.
         exchanging: Ranks among which an update's messages go; those of experts go among fewer.
         adamw: Bytes of AdamW's state of every rank.
-        largest: Bytes of matrix states of the matrix that has most, and its name.
+        largest: Bytes of matrix states of the matrix that has most on one rank, and its name.
     """
 
     ranks: list[RankEstimate] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Figures:
     gradients: list[int] = field(default_factory=list)
     master: list[int] = field(default_factory=list)
     owners: dict[str, int] = field(default_factory=dict)
+    lent: int = 0
     parameters: int = 0
     active: float = 0.0
     exchanging: int = 1
@@ -203,11 +206,12 @@ def _estimates(
             continue
         plan, work = unit.exchange.plan, optimizer.work(unit)
         found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
-        seen: dict[object, int] = {}
+        found.lent += len(plan.keepers)
         for batch in plan.batches:
-            task = batch.tasks[0]
-            if batch.signature not in seen:
-                states = work.matrix_state(task, torch.device("meta"))
-                seen[batch.signature] = sum(state.nbytes for state in states.values())
-            found.largest = max(found.largest, (seen[batch.signature], task.key))
+            states = work.matrix_state(batch.tasks[0], torch.device("meta"))
+            for task in batch.tasks:
+                together: Counter[int] = Counter()
+                for name, state in states.items():
+                    together[plan.keepers.get((task.key, name), plan.owners[task.key])] += state.nbytes
+                found.largest = max(found.largest, (max(together.values(), default=0), task.key))
     return estimate_units(optimizer, units)

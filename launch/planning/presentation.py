@@ -56,6 +56,7 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     counts = _owned(found)
     console.print(
         f"{len(found.owners)} matrices with an owner, {min(counts)} to {max(counts)} of them on a rank. "
+        + (f"Emptier ranks keep {found.lent} of their states. " if found.lent else "")
         + (reason or f"The fullest rank holds {found.fullest:.2f} times the mean.")
     )
     sent = max(found.ranks, key=lambda rank: rank.bytes_sent)
@@ -122,6 +123,7 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
             for one in costs
         ],
         "owners": found.owners,
+        "lent": found.lent,
         "per_rank": [
             {
                 "state_bytes": rank.state_bytes,

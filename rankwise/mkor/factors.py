@@ -61,6 +61,11 @@ class KroneckerFactors:
         }
         return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
 
+    def lendable(self, task: MatrixTask) -> dict[str, int]:
+        """Bytes of a matrix's factors, which another rank may keep between steps; the owner counts failures."""
+        state = self.fresh(task.signature, torch.device("meta"))
+        return {name: value.nbytes for name, value in state.items() if name != "failures"}
+
     def move(
         self, tasks: Sequence[MatrixTask], states: Sequence[MatrixState], vectors: Mapping[str, LayerVectors]
     ) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.mkor.declared import MKORDeclared
@@ -15,12 +16,14 @@ from rankwise.mkor.preconditioning import scratch_of
 from rankwise.mkor.rule import MKORRule, matrix_tasks
 from rankwise.mkor.switch import Switch
 from rankwise.options.constructor import options_as_keywords
+from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import MatrixTask, Traffic
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.views import describe_linear
+from rankwise.step.borrowing import borrow, give_back, refuse_stranded
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -168,7 +171,7 @@ class MKOR(ShardedOptimizer):
         product = self._factors.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None
-        self.planner.choose_owners(unit, tasks, alone=alone)
+        self.planner.choose_owners(unit, tasks, alone=alone, lendable=self._factors.lendable)
         self.factor_steps.watch(unit, tasks)
 
     def _unit(self) -> StepUnit:
@@ -185,12 +188,15 @@ class MKOR(ShardedOptimizer):
         elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
         return StepWork(
             sums=(2,) if self.options.backend == "lamb" else (),
-            matrix_state=lambda task, device: self._factors.fresh(task.signature, device),
+            matrix_state=self._fresh,
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.update_interval,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
+
+    def _fresh(self, task: MatrixTask, device: torch.device) -> MatrixState:
+        return self._factors.fresh(task.signature, device)
 
     def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:
         if self.switch.is_over or not size:
@@ -223,10 +229,17 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.prepare(unit, counts, self.state)
         if unit.exchange is None:
             return buckets
+        refuse_stranded(unit, self.matrix_states, "failures")
+        borrow(unit, self.matrix_states, self._fresh)
+        unit.scratch["moved"] = list(vectors)
         held = self._first_order, self._factors, self.matrix_states
         rule = MKORRule(unit, buckets, self.param_groups, self.health, *held, vectors)
         step_matrices(rule)
         return rule.remaining()
+
+    def _after_step(self, unit: StepUnit) -> None:
+        # Once it is certain, on the device, that the step counts.
+        give_back(unit, self.matrix_states, unit.scratch.pop("moved", ()))
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

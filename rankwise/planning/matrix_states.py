@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["MatrixState", "MatrixStates"]
+__all__ = ["MatrixState", "MatrixStates", "kept_by"]
 
 MatrixState = dict[str, Tensor]
+_NOBODY: Mapping[tuple[str, str], int] = {}
 
 
 class MatrixStates(dict[str, MatrixState]):
@@ -26,6 +28,13 @@ class MatrixStates(dict[str, MatrixState]):
 
     def obtain(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
         """An owned matrix's states: those in use, else those loaded, else fresh ones."""
+        state = self.take_up(key, initial)
+        if self._before is not None and key not in self._before:
+            self._before[key] = {name: value.clone() for name, value in state.items()}
+        return state
+
+    def take_up(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
+        """The same before a step, which is not watched yet."""
         state = self.get(key)
         if state is None:
             state = initial()
@@ -34,8 +43,6 @@ class MatrixStates(dict[str, MatrixState]):
                 # A checkpoint may have been read into another device's memory, or be of another type.
                 state |= {name: _like(state[name], value, key) for name, value in loaded.items() if name in state}
             self[key] = state
-        if self._before is not None and key not in self._before:
-            self._before[key] = {name: value.clone() for name, value in state.items()}
         return state
 
     @contextmanager
@@ -52,13 +59,23 @@ class MatrixStates(dict[str, MatrixState]):
         self.clear()
         self.loaded = dict(states)
 
-    def drop_foreign(self, owners: Mapping[str, int], rank: int) -> None:
-        """Drop states of matrices that another rank owns: they would only take memory and go stale."""
+    def drop_foreign(
+        self, owners: Mapping[str, int], rank: int, keepers: Mapping[tuple[str, str], int] = _NOBODY
+    ) -> None:
+        """Drop states of matrices that another rank owns: they would only take memory and go stale.
+
+        Args:
+            owners: Rank by matrix.
+            rank: This one.
+            keepers: Who keeps a state in its owner's place, by the matrix and the state's name.
+        """
         if self or self.loaded:
             for key, owner in owners.items():
                 if owner != rank:
-                    self.pop(key, None)
-                    self.loaded.pop(key, None)
+                    for states in (self, self.loaded):
+                        state = states.pop(key, {})
+                        if state and (kept := {name: state[name] for _, name in kept_by(keepers, rank, {key: state})}):
+                            states[key] = kept
 
     def everything(self) -> dict[str, MatrixState]:
         """What a checkpoint takes: states in use and loaded ones."""
@@ -76,6 +93,19 @@ class MatrixStates(dict[str, MatrixState]):
     def nbytes(self) -> int:
         """Memory of all states in use."""
         return sum(map(self.bytes_of, self))
+
+
+def kept_by(
+    keepers: Mapping[Any, int], rank: int, states: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Which of some states a rank keeps for their owners.
+
+    Args:
+        keepers: Ranks by the matrix and the state's name; other keys say nothing.
+        rank: One of them.
+        states: By matrix.
+    """
+    return ((key, name) for key, state in states.items() for name in state if keepers.get((key, name)) == rank)
 
 
 def _like(fresh: Tensor, loaded: Tensor, key: str) -> Tensor:

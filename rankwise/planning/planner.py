@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from rankwise.planning.element_states import ElementStates
 from rankwise.planning.entries import cut_into_entries
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.misfits import refuse_strange
+from rankwise.planning.state_memory import Lendable, keepers_in
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, UnitKey
 from rankwise.planning.values import GroupValues
@@ -68,7 +70,8 @@ class Planner:
     Attributes:
         units: Those planned so far.
         loads: What every rank carries, in the same order as their numbers; empty for nothing.
-        owner_of: Owners of matrices. Outlives the plans: an owner keeps its matrices, whose states nobody else has.
+        owner_of: Owners of matrices. Outlives the plans: an owner keeps its matrices, whose states nobody else has,
+            and so does a rank the states that it keeps for owners, which stand by matrix and name of the state.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Planner:
         self._attached: LayoutSource | None = None
         self.units: dict[UnitKey, StepUnit] = {}
         self.loads: list[float] = []
-        self.owner_of: dict[str, int] = {}
+        self.owner_of: dict[Any, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no framework and has nothing planned.
@@ -99,8 +102,17 @@ class Planner:
         return self._table.plain if self._attached is None else self._attached
 
     def attach(self, source: LayoutSource) -> None:
-        """Plan by another description of the tensors from now on."""
+        """Plan by another description of the tensors from now on.
+
+        Raises:
+            RuntimeError: It is of other ranks, and those before keep states for one another.
+        """
         if source.group is not self.source.group:
+            if self._matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
+                raise RuntimeError(
+                    f"{self._declared.name}: the ranks have states of each other's matrices and cannot be other ranks "
+                    "now; save the optimizer, and load it into a new one that is built on these"
+                )
             self.owner_of.clear()
         self._attached = source
         self.forget()
@@ -270,6 +282,7 @@ class Planner:
         tasks: Sequence[MatrixTask],
         slices: Mapping[str, SlicedMatrix] | None = None,
         alone: bool = False,
+        lendable: Lendable | None = None,
     ) -> None:
         """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before.
 
@@ -278,6 +291,7 @@ class Planner:
             tasks: Of its matrices.
             slices: See :meth:`StepUnit.plan_exchange`.
             alone: Alike.
+            lendable: Tells which states of the matrices others may keep for owners; None: no states.
         """
         if tasks:
             comm_dtype = getattr(self._declared.options, "comm_dtype", None)
@@ -287,7 +301,12 @@ class Planner:
             )
             self.loads = self.loads if unit.apart else loads
             assert unit.exchange is not None
-            self.owner_of.update(unit.exchange.plan.owners)
+            plan = unit.exchange.plan
+            if lendable is not None and unit.layout.world_size > 1:
+                keepers = keepers_in(self._table, unit, tasks, lendable, plan.owners, self.owner_of)
+                unit.exchange.plan = plan = replace(plan, keepers=keepers)
+            self.owner_of |= plan.owners
+            self.owner_of |= plan.keepers
 
     def owners(self) -> dict[str, int]:
         """Owner rank of every planned matrix."""

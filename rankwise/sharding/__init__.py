@@ -8,6 +8,7 @@ from .halo import Halo, HaloExchange
 from .indices import DeviceIndices
 from .inside import Block, cut_into_blocks, in_blocks
 from .layout import Fragment, Layout, LayoutError, Place
+from .lending import keepers_of
 from .local_groups import host_group, local_group
 from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
 from .pieces import BatchPlan
@@ -50,6 +51,7 @@ __all__ = [
     "halo_volume",
     "in_blocks",
     "in_slices",
+    "keepers_of",
     "matrix_volume",
     "own_pieces",
     "plan_matrices",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Any
@@ -78,14 +78,21 @@ def own_pieces(batch: Batch) -> Reply:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """Owners and batches of all matrices of one layout."""
+    """Owners and batches of all matrices of one layout.
+
+    Attributes:
+        owners: Rank by task key.
+        batches: In the order of their messages.
+        keepers: The rank that keeps a state between steps in the owner's place, by task key and name of the state.
+    """
 
     owners: Mapping[str, int]
     batches: tuple[Batch, ...]
+    keepers: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def digest(self) -> str:
         """A hash of the whole plan, compared across ranks before the first collective."""
-        text = repr((sorted(self.owners.items()), self.batches))
+        text = repr((sorted(self.owners.items()), self.batches, sorted(self.keepers.items())))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -143,7 +150,7 @@ def plan_matrices(
     tasks: Sequence[MatrixTask],
     loads: Sequence[float],
     batch_elements: int = BATCH_ELEMENTS,
-    kept: Mapping[str, int] | None = None,
+    kept: Mapping[Any, int] | None = None,
     slices: Mapping[str, SlicedMatrix] | None = None,
 ) -> tuple[MatrixPlan, list[float]]:
     """Choose owners and batches for ``tasks`` on ``layout``.
@@ -153,7 +160,7 @@ def plan_matrices(
         tasks: The matrices, in any order, and all slices of those that are computed in slices.
         loads: Load each rank already carries.
         batch_elements: Elements an owner stacks per batch; a larger matrix is a batch entry of its own.
-        kept: Owners that are given, by task key, the same on every rank.
+        kept: Owners that are given, by task key, the same on every rank; other keys say nothing.
         slices: The matrices that tasks name as their ``whole``.
 
     Returns:

@@ -341,7 +341,8 @@ class ShardedOptimizer(Optimizer, ABC):
             if unit is next(iter(self.planner.units.values())):
                 self.health.add("steps", 1.0)
             if unit.exchange is not None:
-                self.matrix_states.drop_foreign(unit.exchange.plan.owners, unit.layout.rank)
+                plan = unit.exchange.plan
+                self.matrix_states.drop_foreign(plan.owners, unit.layout.rank, plan.keepers)
 
     def _is_warm_up(self, unit: StepUnit) -> bool:
         """Whether this step only makes states: torch's checkpoint functions take one at rate 0 on zero gradients.

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.matrix_states import MatrixState, kept_by
 from rankwise.planning.narrow_weights import REMAINDER
 from rankwise.planning.succession import MOMENTS
 from rankwise.sharding import Fragment
 from rankwise.sharding.shards import local_view
 from rankwise.sharding.state import ChunkedVector, StorageError, load_vectors, stored_tensors
+from rankwise.step.borrowing import initial_part
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
 
@@ -97,16 +98,18 @@ def stored_fragments(optimizer: ShardedOptimizer) -> Iterator[StoredFragment]:
 
 
 def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
-    """The states of all matrices this rank owns; those of a matrix that was not stepped yet are the initial ones."""
+    """The states of matrices that this rank has as their owner, or keeps for it; at first the owner's initial ones."""
     found: dict[str, MatrixState] = {}
     present = optimizer.matrix_states.everything()
     for unit in optimizer.planned_units:
         if unit.exchange is not None:
             initial = optimizer.work(unit).matrix_state
             for task in unit.exchange.owned():
-                fresh = dict(initial(task, unit.device))
-                if fresh:
-                    found[task.key] = {**fresh, **present.get(task.key, {})}
+                own = present.get(task.key, {})
+                if fresh := initial_part(unit, task, own, initial):
+                    found[task.key] = {**fresh, **own}
+            for key, name in kept_by(unit.exchange.plan.keepers, unit.layout.rank, present):
+                found.setdefault(key, {})[name] = present[key][name]
     return found
 
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels.narrow_runs import is_coded
 from rankwise.planning.assembling import dtype_of
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States, StateTypes
-from rankwise.planning.matrix_states import MatrixState, MatrixStates
+from rankwise.planning.matrix_states import MatrixState, MatrixStates, kept_by
 from rankwise.planning.misfits import refuse_strange
 from rankwise.planning.narrow_weights import NARROW, REMAINDER, fit_to_travel
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.values import GroupValues
+from rankwise.sharding import gather_together
 from rankwise.sharding.shards import cut_as
 from rankwise.step.by_parameter import (
     MATRIX,
@@ -194,9 +194,14 @@ class SavedStates:
         if not planner.source.saved_by_some or planner.source.group is None:
             return dict(states)
         mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
-        everyone: list[dict[str, MatrixState]] = [{} for _ in range(dist.get_world_size(planner.source.group))]
-        dist.all_gather_object(everyone, mine, group=planner.source.group)
-        return {key: state for rank_states in reversed(everyone) for key, state in rank_states.items()}
+        kept = {place: states[place[0]][place[1]] for place in kept_by(planner.owner_of, planner.rank, states)}
+        parts = gather_together(lambda: (mine, kept), planner.source.group)
+        found = {key: dict(state) for theirs, _ in reversed(parts) for key, state in theirs.items()}
+        for _, theirs in parts:
+            for (key, name), value in theirs.items():
+                # What the owner has, too, is what counts.
+                found.setdefault(key, {}).setdefault(name, value)
+        return found
 
     def _places(self) -> dict[int, tuple[StepUnit, int]]:
         """By the identity of a tensor, the unit that it is planned in and its index there."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.unit import StepUnit
 from rankwise.planning.work import StepWork
-from rankwise.sharding import MatrixTask
+from rankwise.sharding import MatrixTask, gather_together
 from rankwise.sharding.shards import is_sharded
 
 __all__ = ["cut_evenly", "owned_parts", "whole_states"]
@@ -75,17 +75,32 @@ def whole_states(
         present: The states that this rank has; the initial ones of what has not been stepped.
     """
     meta, owners = torch.device("meta"), unit.exchange.plan.owners if unit.exchange is not None else {}
+    elsewhere = _kept_elsewhere(unit, present)
     for key, tasks in _tasks(unit).items():
         for name, expected in work.matrix_state(tasks[0], meta).items():
             parts = _parts(unit, work, name, tasks)
             whole = torch.zeros(parts[0].shape(expected.shape), dtype=expected.dtype, device=unit.device)
             for part in parts:
-                if owners[part.task.key] == unit.layout.rank:
+                if elsewhere.get((part.task.key, name), owners[part.task.key]) == unit.layout.rank:
                     own = present.get(part.task.key, {}).get(name)
                     part.of(whole).copy_(work.matrix_state(part.task, unit.device)[name] if own is None else own)
             # Bytes, all but one rank's of which are zero: their sums are the owner's bits.
             dist.all_reduce(whole.view(-1).view(torch.uint8), group=unit.layout.group)
             yield key, name, whole
+
+
+def _kept_elsewhere(unit: StepUnit, present: Mapping[str, MatrixState]) -> Mapping[tuple[str, str], int]:
+    """The ranks that have states in their owners' places, and not beside them; a collective if any may have."""
+    if unit.exchange is None or not unit.exchange.plan.keepers:
+        return {}
+    plan, rank = unit.exchange.plan, unit.layout.rank
+    held = [
+        (key, name)
+        for key, name in plan.keepers
+        if plan.owners[key] == rank and (name in present.get(key, {}) or not present.get(key))
+    ]
+    with_owners = set().union(*gather_together(lambda: held, unit.layout.group))
+    return {place: keeper for place, keeper in plan.keepers.items() if place not in with_owners}
 
 
 def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
