@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.blocked import block_size, squared_norm
+from rankwise.sonew.banded import apply_factors, banded_factors
 from rankwise.updates.adamw import bias_corrections
 
 __all__ = ["Margins", "Run", "sonew_directions"]
 
-# Smallest diagonal: an element that never had a gradient gives 0 / TINY and not 0 / 0.
+# Below it damping may leave a zero to be divided by, which products with ones and zeros do not get rid of.
 _TINY = 1e-30
 _OFFICIAL_GRAFT_EPS = 1e-8
 
@@ -176,10 +177,12 @@ class _RunInBlocks:
         """Write the direction of a stretch whose statistics, and whose neighbours', are those of this step."""
         rates, band = self._rates, self._band
         momentum, diagonal, *edges = self._with_margins(start, end)
-        damped = diagonal + rates.eps * rates.correction2
-        if rates.eps * rates.correction2 < _TINY:
-            damped.clamp_(min=_TINY)
-        direction = _direction(damped, edges, momentum, rates.gamma)
+        damping = rates.eps * rates.correction2
+        damped = diagonal + damping
+        if len(edges) == 1 and damping >= _TINY:
+            direction = _tridiagonal_direction(damped, edges[0], momentum, rates.gamma)
+        else:
+            direction = apply_factors(*banded_factors(damped, edges, rates.gamma), momentum)
         own = self._out[start:end]
         # Bias corrections folded into the damping and this factor: no pass over memory for them.
         torch.mul(direction[band : band + end - start], rates.correction2 / rates.correction1, out=own)
@@ -201,25 +204,9 @@ class _RunInBlocks:
         return torch.div(momentum / rates.correction1, root, out=root)
 
 
-def _direction(damped: Tensor, edges: list[Tensor], momentum: Tensor, gamma: float) -> Tensor:
-    """``X m`` as :func:`rankwise.sonew.formulas.direction`, without comparisons' slow boolean tensors."""
-    if not edges:
-        return momentum / damped
-    factors = _tridiagonal if len(edges) == 1 else _banded
-    coefficients, schur = factors(damped, edges, gamma)
-    whitened = momentum.clone()
-    for k, coefficient in enumerate(coefficients, start=1):
-        whitened[:-k].sub_(coefficient * momentum[k:])
-    whitened.div_(schur)
-    direction = whitened.clone()
-    for k, coefficient in enumerate(coefficients, start=1):
-        direction[k:].sub_(coefficient * whitened[:-k])
-    return direction
-
-
-def _tridiagonal(damped: Tensor, edges: list[Tensor], gamma: float) -> tuple[list[Tensor], Tensor]:
-    """As :func:`rankwise.sonew.banded.banded_factors` for one edge: coefficients (n - 1,), variances (n,)."""
-    this, after, edge = damped[:-1], damped[1:], edges[0][:-1]
+def _tridiagonal_direction(damped: Tensor, edges: Tensor, momentum: Tensor, gamma: float) -> Tensor:
+    """``X m`` of the pure functions for one edge, damped; without comparisons' slow boolean tensors."""
+    this, after, edge = damped[:-1], damped[1:], edges[:-1]
     coefficient = edge / after
     schur = damped.clone()
     schur[:-1].sub_(coefficient * edge)
@@ -228,50 +215,9 @@ def _tridiagonal(damped: Tensor, edges: list[Tensor], gamma: float) -> tuple[lis
     torch.gt(schur[:-1], kept, out=kept)
     coefficient.mul_(kept)
     torch.sub(this, coefficient * edge, out=schur[:-1])
-    return [coefficient], schur
-
-
-def _banded(damped: Tensor, edges: list[Tensor], gamma: float) -> tuple[list[Tensor], Tensor]:
-    """As :func:`_tridiagonal` for any band: coefficients of distance k are (n - k,)."""
-    numel = damped.numel()
-    floor = damped * gamma
-    schur = damped.clone()
-    coefficients: list[Tensor] = []
-    after: list[Tensor] = []
-    before: list[Tensor] = []
-    first, last = damped, damped
-    sound: Tensor | None = None
-    for k in range(1, min(len(edges), numel - 1) + 1):
-        count = numel - k
-        after, before = [c[:-1] for c in after], [c[1:] for c in before]
-        first, last = first[:-1], last[1:]
-        partial = edges[k - 1][:count].clone()
-        for i, coefficient in enumerate(after, start=1):
-            partial.sub_(coefficient * edges[k - i - 1][i : i + count])
-        on_last, on_first = partial / last, partial / first
-        after, before = (
-            [*(a - on_last * c for a, c in zip(after, before, strict=True)), on_last],
-            [on_first, *(c - on_first * a for a, c in zip(after, before, strict=True))],
-        )
-        first, last = first - on_last * partial, last - on_first * partial
-        kept = torch.empty_like(first)
-        torch.gt(first, floor[:count], out=kept)
-        if k > 1:
-            kept.mul_(torch.gt(last, floor[k:], out=torch.empty_like(last)))
-        if sound is not None:
-            kept.mul_(sound[:-1]).mul_(sound[1:])
-        sound = kept
-        _replace(schur[:count], first, sound)
-        coefficients.append(torch.zeros_like(first))
-        for chosen, coefficient in zip(coefficients, after, strict=True):
-            _replace(chosen[:count], coefficient, sound)
-        # What is built on a degenerate window is dropped, but must stay a number until then.
-        lost = 1.0 - sound
-        for variance in (first, last):
-            variance.mul_(sound).add_(lost)
-    return coefficients, schur
-
-
-def _replace(values: Tensor, others: Tensor, chosen: Tensor) -> None:
-    """``where(chosen, others, values)`` in place, for ``chosen`` of zeros and ones."""
-    values.mul_(1.0 - chosen).add_(others * chosen)
+    whitened = momentum.clone()
+    whitened[:-1].sub_(coefficient * momentum[1:])
+    whitened.div_(schur)
+    direction = whitened.clone()
+    direction[1:].sub_(coefficient * whitened[:-1])
+    return direction

@@ -19,8 +19,8 @@ from rankwise.updates.adamw import bias_corrections
 __all__ = ["sonew_directions"]
 
 _SOURCE = Path(__file__).with_name("sonew.cpp")
-_TILE = 2048
-"""Elements of a tile: its two dozen arrays fill the second-level cache."""
+_TILE = 32768
+"""Elements of a tile: what a thread takes at a time, and what norms are added up over."""
 _GRAFTS = {"none": 0, "adam": 1, "adam_official": 2, "momentum": 3, "sgd": 4}
 
 
@@ -45,8 +45,9 @@ def sonew_directions(
     Arguments and results as for :func:`rankwise.sonew.blocked.sonew_directions`.
     """
     fields = [grads, exp_avgs, exp_avg_sqs, *covariances]
-    own = library(_SOURCE, EXACT)
-    if not grads or own is None or not are_runs(*fields, out):
+    # Compiled for the band: its loops over neighbours are unrolled.
+    own = library(_SOURCE, (*EXACT, f"-DBAND={len(covariances)}")) if grads and are_runs(*fields, out) else None
+    if own is None:
         return blocked_sonew.sonew_directions(
             runs,
             grads,
@@ -73,7 +74,6 @@ def sonew_directions(
         integers([grad.numel() for grad in grads]),
         integers([run.start for run in runs]),
         integers([run.chain or 0 for run in runs]),
-        ctypes.c_int64(len(covariances)),
         addresses([tensor for field in fields for tensor in field]),
         known,
         addresses(out),

@@ -28,6 +28,7 @@ __all__ = ["SONew"]
 
 _AT_ONCE = 7 << 24
 """Elements of directions that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
+_LINE = 16
 
 
 class _Directions(NamedTuple):
@@ -42,21 +43,30 @@ def _margins(halos: Sequence[Halo]) -> Margins:
     return Margins(torch.stack([halo.left for halo in halos]), torch.stack([halo.right for halo in halos]))
 
 
-def _buffers(unit: StepUnit, bucket: Bucket) -> list[Tensor]:
-    """Memory for a bucket's directions; in a CPU's the same at every step: fresh pages cost more than directions.
+def _sizes(bucket: Bucket) -> list[int]:
+    """Elements of each direction in memory that they share: whole lines of the cache."""
+    return [-(-grad.numel() // _LINE) * _LINE for grad in bucket.grads]
 
-    On devices the gradients' own if nobody needs them any more, as the framework says or where they are copies.
+
+def _buffers(unit: StepUnit, bucket: Bucket, start: int) -> list[Tensor]:
+    """Memory for a bucket's directions.
+
+    In a CPU's the same every time, after the ``start`` elements of the buckets before: fresh pages cost more than
+    directions. On devices the gradients' own if nobody needs them any more, as the framework says or where they are
+    copies.
     """
     if not _is_on_cpu(unit):
         return [
             grad if unit.spends(entry, grad) else torch.empty_like(grad)
             for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
         ]
-    buffers: dict[int, Tensor] = unit.scratch.setdefault("directions", {})
-    for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
-        if entry.index not in buffers:
-            buffers[entry.index] = torch.empty_like(grad)
-    return [buffers[entry.index] for entry in bucket.entries]
+    sizes = _sizes(bucket)
+    end = start + sum(sizes)
+    memory: Tensor | None = unit.scratch.get("directions")
+    if memory is None or memory.numel() < end:
+        memory = unit.scratch["directions"] = bucket.grads[0].new_empty(end)
+    parts = memory[start:end].split(sizes)
+    return [part[: grad.numel()] for part, grad in zip(parts, bucket.grads, strict=True)]
 
 
 def _is_on_cpu(unit: StepUnit) -> bool:
@@ -65,7 +75,7 @@ def _is_on_cpu(unit: StepUnit) -> bool:
 
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
     """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
-    if _is_on_cpu(unit) or not unit.sums.trivial:
+    if not unit.sums.trivial:
         yield list(buckets)
         return
     some: list[Bucket] = []
@@ -73,7 +83,7 @@ def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]
     for bucket in buckets:
         places: list[int] = []
         for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            size = 0 if unit.spends(entry, grad) else grad.numel()
+            size = 0 if not _is_on_cpu(unit) and unit.spends(entry, grad) else grad.numel()
             if size and elements and elements + size > _AT_ONCE:
                 yield [*some, bucket.only(places)] if places else some
                 some, places, elements = [], [], 0
@@ -143,10 +153,12 @@ class SONew(ShardedOptimizer):
 
     def _step_together(self, unit: StepUnit, matrices: list[Bucket], halos: dict[int, list[Halo]]) -> None:
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
-        found = [
-            self._directions(unit, bucket, halos, None if grad_norms is None else grad_norms[span])
-            for bucket, span in spans(matrices)
-        ]
+        found: list[_Directions] = []
+        start = 0
+        for bucket, span in spans(matrices):
+            norms = None if grad_norms is None else grad_norms[span]
+            found.append(self._directions(unit, bucket, start, halos, norms))
+            start += sum(_sizes(bucket))
         ratios = self._graft_ratios(unit, matrices, found)
         for (bucket, span), (directions, _) in zip(spans(matrices), found, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
@@ -185,9 +197,9 @@ class SONew(ShardedOptimizer):
         return unit.sum_over_ranks(entries, unit.squared_norms(grads))[0].sqrt().to(unit.dtype)
 
     def _directions(
-        self, unit: StepUnit, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
+        self, unit: StepUnit, bucket: Bucket, start: int, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
     ) -> _Directions:
-        """Advance the statistics of a bucket; directions of its fragments, and the norms for the graft."""
+        """Advance the statistics of a bucket; its directions, see :func:`_buffers`, and the norms for the graft."""
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
@@ -216,7 +228,7 @@ class SONew(ShardedOptimizer):
             runs.append(Run(fragment.start, fragment.shape[-1] if by_row else None))
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
-        out = _buffers(unit, bucket)
+        out = _buffers(unit, bucket, start)
         return _Directions(out, fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:

@@ -148,3 +148,50 @@ def test_the_bits_are_those_of_the_pure_functions(sonew_directions, band: int, g
     # Torch's own root is not always the nearest number; the compiler's is.
     rounding = 1e-14 if sonew_directions is blocked_sonew.sonew_directions else 1e-7
     torch.testing.assert_close(graft_squares[0], taken.double().square().sum(), rtol=rounding, atol=0.0)
+
+
+@FORMS
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+@pytest.mark.parametrize("band", [0, 1, 2, 3])
+def test_what_is_degenerate_is_dropped_as_by_the_pure_functions(sonew_directions, band, eps, constant) -> None:
+    """No edge jumps over an element without a gradient where nothing is damped; no NaN in one that is dropped."""
+    grad = torch.randn(40, generator=torch.Generator().manual_seed(band))
+    if constant:
+        grad.fill_(0.5)
+    grad[10:25:3] = 0.0
+    zeros = [torch.zeros(40) for _ in range(2 + band)]
+    momentum, diagonal, edges = sonew.statistics(grad, zeros[0], zeros[1], zeros[2:], BETAS)
+    c1, c2 = bias_corrections(BETAS, 1)
+    expected = sonew.direction(momentum, diagonal, edges, eps=eps * c2, tolerance=0.0) * (c2 / c1)
+    out = [torch.empty(40)]
+    options = {"betas": BETAS, "eps": eps, "gamma": 0.0, "step": 1, "graft": "none", "graft_eps": 1e-8}
+    lists = [[field] for field in zeros]
+    sonew_directions([Run(0, None)], [grad], *lists[:2], lists[2:], [None], out=out, **options)
+    assert bool(expected.isfinite().all()) and torch.equal(out[0], expected)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("band", [0, 1, 2, 4])
+def test_pieces_tiles_and_cuts_leave_no_trace(band: int, by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile is gone through in pieces that fit the first-level cache; here there are several of both."""
+    monkeypatch.setattr(native_sonew, "_TILE", 700)
+    numel, cuts = 5 * 401, (0, 137, 1440, 1441, 5 * 401)
+    fields = [field.float() for field in _problem(5, 401, band, by_row, seed=band)[0]]
+    c1, c2 = bias_corrections(BETAS, 4)
+    momentum, diagonal, edges = sonew.statistics(fields[0], fields[1], fields[2], fields[3:], BETAS)
+    direction = sonew.direction(momentum, diagonal, edges, eps=EPS * c2, tolerance=GAMMA) * (c2 / c1)
+    graft = (momentum / c1 / ((diagonal / c2).sqrt() + GRAFT_EPS)).double().square().sum()
+    for ends in ((0, numel), cuts):
+        places = list(pairwise(ends))
+        margins = [None if len(places) == 1 else _margins(fields, *place, band) for place in places]
+        lists = [[field.reshape(-1)[slice(*place)].clone() for place in places] for field in fields]
+        out = [torch.empty_like(part) for part in lists[0]]
+        options = {"betas": BETAS, "eps": EPS, "gamma": GAMMA, "step": 4, "graft": "adam", "graft_eps": GRAFT_EPS}
+        runs = [Run(start, 401 if by_row else None) for start, _ in places]
+        squares, graft_squares = native_sonew.sonew_directions(runs, *lists[:3], lists[3:], margins, out=out, **options)
+        for parts, expected in zip([out, *lists[1:]], [direction, momentum, diagonal, *edges], strict=True):
+            assert torch.equal(torch.cat(parts), expected.reshape(-1))
+        torch.testing.assert_close(squares.sum(), direction.double().square().sum(), rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(graft_squares.sum(), graft, rtol=1e-6, atol=0.0)

@@ -22,6 +22,7 @@ from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import native as native_ldadam
 from rankwise.sharding import MatrixExchange
 from rankwise.sonew import native as native_sonew
+from rankwise.sonew import optimizer as sonew_optimizer
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mars-adamw": (MARS, {"weight_decay": 0.1}),
@@ -205,10 +206,26 @@ def test_directions_lie_where_they_lay() -> None:
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
         for unit in optimizer.planner.units.values():
-            places.append([buffer.data_ptr() for buffer in unit.scratch["directions"].values()])
+            places.append([unit.scratch["directions"].data_ptr()])
 
     _steps("sonew-tridiagonal", native, noted)
     assert len(places) == 4 and places[0] and all(place == places[0] for place in places)
+
+
+@pytest.mark.parametrize("form", [blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=["blocked", "native"])
+@pytest.mark.parametrize("at_once", [1, 26240])
+def test_directions_are_there_a_part_at_a_time(form: ModuleType, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a host must have room for is no more than that, or a direction of the largest weight."""
+    whole, _ = _steps("sonew-tridiagonal", form)
+    sizes: set[int] = set()
+
+    def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
+        sizes.update(unit.scratch["directions"].numel() for unit in optimizer.planner.units.values())
+
+    monkeypatch.setattr(sonew_optimizer, "_AT_ONCE", at_once)
+    parts, _ = _steps("sonew-tridiagonal", form, noted)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+    assert sizes == {max(at_once, 16000)}
 
 
 class _Counted:
