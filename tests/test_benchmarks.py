@@ -143,7 +143,7 @@ CALLS = {
     "MARS-AdamW": (61, 0),
     "MARS-Lion": (50, 0),
     "MARS-M": (79, 31),
-    "SONew, tridiagonal": (73, 14),
+    "SONew, tridiagonal": (74, 17),
     "LDAdam, rank 4": (87, 49),
     "MKOR": (67, 14),
     "MKOR, factor step": (96, 43),

@@ -44,8 +44,10 @@ class PassPart:
     parts: Sequence[slice] | None
     states: Mapping[str, Field]
 
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of tensors of the bucket, those parts."""
+    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of tensors of the bucket, those parts; all of them as planned as they were."""
+        if self.parts is None and len(self.places) == len(tensors):
+            return tensors
         found = [tensors[place] for place in self.places]
         return found if self.parts is None else [each[part] for each, part in zip(found, self.parts, strict=True)]
 
@@ -153,7 +155,7 @@ class NarrowStates:
         places: Sequence[int],
         parts: Sequence[slice] | None,
         fields: dict[str, Field],
-        wide: Mapping[str, Sequence[Tensor]],
+        wide: Mapping[str, list[Tensor]],
     ) -> PassPart:
         part = PassPart(places, parts, fields)
         for name, tensors in wide.items():
@@ -165,8 +167,7 @@ class NarrowStates:
 
         Tensors are 1-D, or (parts, elements) where an entry is stored with gaps.
         """
-        narrow = bucket.entries.once(("opens", name), lambda entries: any(self._is_narrow(e, name) for e in entries))
-        if not narrow:
+        if not self.is_narrow(bucket, name):
             return self._kept.views(self._states, name, bucket.entries)
         return self._all_of(bucket, name, bucket.entries)
 
@@ -174,9 +175,15 @@ class NarrowStates:
         """A state of a bucket's entries as it is kept, in no codes."""
         return self._kept.views(self._states, name, bucket.entries)
 
+    def is_narrow(self, bucket: Bucket, name: str) -> bool:
+        """Whether an entry of a bucket keeps a state in fewer bits."""
+        return bucket.entries.once(("narrow", name), lambda entries: any(self._is_narrow(e, name) for e in entries))
+
     def is_coded(self, bucket: Bucket, name: str) -> bool:
         """Whether an entry of a bucket keeps a state in codes."""
-        return any(is_coded(self._kept.type_of(name, self._stored(entry))) for entry in bucket.entries)
+        return bucket.entries.once(
+            ("coded", name), lambda found: any(is_coded(self._kept.type_of(name, self._stored(e))) for e in found)
+        )
 
     def open_onto(self, bucket: Bucket, name: str, spends: Any) -> list[Tensor]:
         """The sums of the gradients and a state, which become the state at the end of the step.
@@ -381,7 +388,7 @@ class NarrowStates:
 
     def _as_kept(self, bucket: Bucket, name: str, places: Sequence[int]) -> Field:
         """Of entries that are not in codes."""
-        some = bucket.entries.only(places)
+        some = bucket.entries if len(places) == len(bucket.entries) else bucket.entries.only(places)
         views = self._kept.views(self._states, name, some)
         if not is_narrow(self._kept.type_of(name, self._stored(some[0]))):
             return views

@@ -22,7 +22,7 @@ from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.run_views import are_runs, chosen_of
 from rankwise.planning.element_states import ElementStates, States
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.narrow_states import NarrowStates
+from rankwise.planning.narrow_states import NarrowStates, PassPart
 from rankwise.planning.shared_blocks import SharedBlocks
 from rankwise.routing.roles import ParameterInfo, Route, Rule
 from rankwise.sharding import (
@@ -95,6 +95,13 @@ class Bucket:
         """Whether a state is kept in codes on a fragment."""
         return self.narrow.is_coded(self, name)
 
+    def parts(self, states: Sequence[str]) -> Iterator[PassPart]:
+        """The bucket's parts by the form that a pass finds these states in."""
+        for name in states:
+            if name not in self.found and not self.narrow.is_narrow(self, name):
+                self.state(name)
+        return self.narrow.passes(self, states, self.found)
+
     def passes(
         self,
         rule: PassRule,
@@ -113,7 +120,7 @@ class Bucket:
             factors: (entries,), see :class:`rankwise.kernels.passes.Pass`.
             weights: Whether the rule changes weights.
         """
-        for part in self.narrow.passes(self, states, self.found):
+        for part in self.parts(states):
             own = {"grad": part.cut(self.grads), **part.states}
             if weights:
                 own["param"] = part.cut(self.weights)
@@ -282,12 +289,15 @@ class StepUnit:
 
     def corrected_norms(self, bucket: Bucket, name: str, k: float) -> Tensor:
         """Squared norms of a bucket's gradients, corrected by the change since a state of that name."""
-        found = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
-        for part in bucket.narrow.passes(bucket, (name,), {}):
+        found: Tensor | None = None
+        for part in bucket.parts((name,)):
             squares = self.squared_norms(part.cut(bucket.grads), part.states[name], k)
             if part.parts is None and len(part.places) == len(bucket.entries):
                 return squares
+            if found is None:
+                found = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
             found.index_add_(0, self.indices.of(tuple(part.places)), squares)
+        assert found is not None
         return found
 
     def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:

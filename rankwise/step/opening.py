@@ -148,6 +148,8 @@ class Opening:
 
     def _whole(self, unit: StepUnit, states: States, index: int, local: Tensor) -> Tensor:
         """The values of a weight in a row, with the bits that a narrow one lacks, in the type of the step."""
+        if not self._declared.options.store_param_remainders:
+            return _flat(local, unit.dtype)
         rest = unit.states.flat(states, index, REMAINDER)
         if rest is not None:
             return join(_flat(local, NARROW), rest).to(unit.dtype)

@@ -342,7 +342,8 @@ def digest(optimizer: Any) -> str:
             found.update(unit.tensors[fragment.tensor].detach().reshape(-1)[run].numpy().tobytes())
     for state in optimizer.state.values():
         for name in sorted(state):
-            found.update(name.encode() + np.asarray(state[name]).tobytes())
+            values = torch.as_tensor(state[name]).detach().reshape(-1)
+            found.update(name.encode() + values.view(torch.uint8).numpy().tobytes())
     for key in sorted(optimizer.matrix_states):
         for name, value in sorted(optimizer.matrix_states[key].items()):
             found.update(f"{key}.{name}".encode() + value.detach().float().numpy().tobytes())

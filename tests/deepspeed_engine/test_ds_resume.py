@@ -59,8 +59,24 @@ def _in_8_bits(stage: int, error_dtype: str = "int8", **common: Any) -> ds.Job:
     return ds.Job("LDAdam", params, config={"zero_optimization": {"stage": stage}}, **common)
 
 
-def test_buffers_in_8_bits_resume_bitwise(tmp_path: Path) -> None:
-    jobs = [*(_in_8_bits(stage) for stage in range(4)), _in_8_bits(1, dtype=torch.bfloat16)]
+def _narrow(name: str, stage: int, **common: Any) -> ds.Job:
+    """States of all parameters in codes, whatever their size: see :func:`_code_all`."""
+    params = {**ds.TYPES[name], "state_dtype": "int8"}
+    return ds.Job(name, params, config={"zero_optimization": {"stage": stage}}, **common)
+
+
+@pytest.fixture
+def _code_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.planning.declared.FEWEST_CODED", 1)
+
+
+@pytest.mark.usefixtures("_code_all")
+def test_states_in_8_bits_resume_bitwise(tmp_path: Path) -> None:
+    jobs = [
+        *(_narrow("LDAdam", stage) for stage in range(4)),
+        *(_narrow(name, stage) for stage, name in enumerate(("SONew", "MARS-AdamW", "MKOR", "MARS-M"))),
+        _narrow("MARS-AdamW", 1, dtype=torch.bfloat16),
+    ]
     straight = run_ranks(2, _train, jobs, str(tmp_path), False)
     resumed = run_ranks(2, _train, jobs, str(tmp_path), True)
     for expected_rank, found_rank in zip(straight, resumed, strict=True):

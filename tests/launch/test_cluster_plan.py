@@ -226,7 +226,7 @@ def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
     held = plan("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4")["bytes"]["optimizer states"]["max"]
     limit = 0.9 * held / 2**30
     status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4", "--max-state-gb", f"{limit}")
-    assert status == 1 and re.search(r"limit is not met. With .*max_factor_dim=\d+ it is: 0\.\d+ GiB", output)
+    assert status == 1 and re.search(r"limit is not met. With .*state_dtype='bfloat16' it is: 0\.\d+ GiB", output)
     status, output = run(
         *("--optimizer", "mars-m", "--model", "gpt2-xl", "--ranks", "64", "--stage", "3", "--batch-tokens", "65536"),
         *("--max-overhead", "0.1%"),

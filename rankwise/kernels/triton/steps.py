@@ -7,15 +7,13 @@ what goes through memory are their codes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
-from rankwise.kernels.passes import Field, Pass, Rule
+from rankwise.kernels.passes import Field, Pass, Rule, Tensors
 from rankwise.kernels.triton.codes import opened, store
 from rankwise.kernels.triton.language import device_scalar, jit, launch
 from rankwise.kernels.triton.pass_fields import PassFields, are_alike
@@ -80,7 +78,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
     )
 
 
-def squared_norms(tensors: Sequence[Tensor], references: Field | None, k: float) -> Tensor:
+def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tensor:
     """Squared 2-norm of every run, or of ``g + k (g - h)``, in fp64, summed in a fixed order.
 
     Args:
@@ -94,11 +92,11 @@ def squared_norms(tensors: Sequence[Tensor], references: Field | None, k: float)
     Raises:
         ValueError: If a tensor is of another kind.
     """
-    lists: dict[str, Field] = {"grad": list(tensors)}
+    lists: dict[str, Field] = {"grad": tensors}
     if references is not None:
         lists["reference"] = references
     if isinstance(references, NarrowRuns) and not are_alike(lists):
-        return norms_with_opened(list(tensors), references, k, squared_norms)
+        return norms_with_opened(tensors, references, k, squared_norms)
     fields = PassFields(lists, TILE, ("reference",))
     runs = fields.runs
     partials = runs.partial_sums(1)
