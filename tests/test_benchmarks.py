@@ -143,8 +143,8 @@ CALLS = {
     "MARS-AdamW": (61, 0),
     "MARS-Lion": (50, 0),
     "MARS-M": (79, 31),
-    "SONew, tridiagonal": (74, 17),
-    "LDAdam, rank 4": (87, 49),
+    "SONew, tridiagonal": (75, 18),
+    "LDAdam, rank 4": (88, 49),
     "MKOR": (67, 14),
     "MKOR, factor step": (96, 43),
 }
