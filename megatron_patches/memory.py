@@ -171,5 +171,5 @@ def _state_types(named: Named) -> str:
     """What is said to Megatron's names of Adam's moments."""
     cls = named.optimizer
     ours = [f"--{cls.options_type.flag(key)}" for key in _STATE_TYPES if key in cls.options_type.names()]
-    instead = f"; {', '.join(ours)} says it of what can be kept in fewer bits" if ours else ", always in fp32"
-    return f"it names a state of Megatron's Adam, and {cls.__name__} has states of its own{instead}; leave it out"
+    instead = f"{', '.join(ours)} says it of what can be kept in fewer bits"
+    return f"it names a state of Megatron's Adam, and {cls.__name__} has states of its own; {instead}; leave it out"

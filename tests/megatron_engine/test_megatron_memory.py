@@ -275,7 +275,11 @@ def test_weights_of_8_bits_have_no_remainders() -> None:
         ("mkor", {**HOST, "use_torch_optimizer_for_cpu_offload": True}, "--use-torch-.* leave it out"),
         ("sonew", {"main_grads_dtype": torch.bfloat16}, "--main-grads-dtype is invalid .* add that flag"),
         ("sonew", {**AWARE, "main_params_dtype": torch.float16}, "--main-params-dtype fp16 is invalid .* leave it out"),
-        ("sonew", {**AWARE, "exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype is invalid .* SONew .* always in fp32"),
+        (
+            "sonew",
+            {**AWARE, "exp_avg_dtype": torch.bfloat16},
+            "--exp-avg-dtype is invalid .* SONew .* --sonew-state-dtype",
+        ),
         ("ldadam", {**AWARE, "exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype .* --ldadam-error-dtype says it"),
         ("mkor-h", {**AWARE, "exp_avg_dtype": torch.float16}, "--exp-avg-dtype .* --mkor-factor-dtype says it"),
     ],
