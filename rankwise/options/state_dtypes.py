@@ -14,7 +14,7 @@ __all__ = ["StateDtypes"]
 _TYPES = ("float32", "bfloat16", "int8")
 
 
-class _WordOrJson:
+class DType:
     """What a command line has: a type, or a dictionary of them in JSON."""
 
     def __new__(cls, text: str) -> Any:
@@ -28,7 +28,7 @@ class StateDtypes(Check):
         states: The names.
     """
 
-    kind = _WordOrJson
+    kind = DType
     optional = True
 
     def __init__(self, *states: str) -> None:

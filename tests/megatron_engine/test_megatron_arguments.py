@@ -90,7 +90,7 @@ def test_help_lists_the_flags_in_a_group_of_their_own(capsys: pytest.CaptureFixt
 
 def test_values_are_named_by_what_is_typed() -> None:
     known = {action.metavar for action in parser()._actions if action.dest.startswith(("mars_", "mkor_", "sonew_"))}
-    assert known == {None, "FLOAT", "INT", "STR", "JSON", "PATTERN"}
+    assert known == {None, "FLOAT", "INT", "STR", "JSON", "PATTERN", "DTYPE"}
 
 
 def test_values_of_every_kind() -> None:
@@ -105,6 +105,9 @@ def test_values_of_every_kind() -> None:
         "rescale": None,
     }
     assert options(*"--optimizer mkor --mkor-stabilizer 3 0.5".split()) == {"stabilizer": (3.0, 0.5)}
+    assert options(*"--optimizer sonew --sonew-state-dtype int8".split()) == {"state_dtype": "int8"}
+    by_state = options("--optimizer", "mars-m", "--mars-state-dtype", '{"exp_avg": "int8"}')
+    assert by_state == {"state_dtype": {"exp_avg": "int8"}}
     assert options("--optimizer", "sonew") == {}
 
 
