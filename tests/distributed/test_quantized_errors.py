@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from oracles import quantized_to_8_bits
+from oracles import codes_by_search
 from ranks import run_ranks
 from simulated import LAYOUTS, Case, Framework, Model, gradients, run_of, world_group
 from torch import Tensor
@@ -48,8 +48,8 @@ def _round(error: Tensor, cuts: set[tuple[int, int] | None]) -> None:
     for columns in cuts:
         block = error if columns is None else error[:, slice(*columns)]
         for matrix in block if block.dim() == 3 else [block]:
-            codes, scales = quantized_to_8_bits(matrix.reshape(-1).numpy())
-            matrix.copy_(torch.from_numpy(codes * scales).view(matrix.shape))
+            *_, values = codes_by_search(matrix.reshape(-1).numpy())
+            matrix.copy_(torch.from_numpy(values).view(matrix.shape))
 
 
 def _expected(pieces: Sequence[Slice], rounded: bool = True) -> dict[str, Tensor]:
