@@ -47,9 +47,7 @@ def test_types_of_products_may_be_left_to_the_machine() -> None:
         deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": {key: "auto"}}})
         with pytest.raises(OptionError, match=f"{key}='fast' is invalid: .*, or be 'auto'"):
             deepspeed_plugin.validate_config({"optimizer": {"type": name, "params": {key: "fast"}}})
-    with pytest.raises(
-        OptionError, match="factor_dtype='auto' is invalid: only .*product_dtype, state_rounding may be 'auto'"
-    ):
+    with pytest.raises(OptionError, match="factor_dtype='auto' is invalid: only .*product_dtype, .*may be 'auto'"):
         deepspeed_plugin.validate_config({"optimizer": {"type": "MKOR", "params": {"factor_dtype": "auto"}}})
 
 
