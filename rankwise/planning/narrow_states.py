@@ -304,8 +304,15 @@ class NarrowStates:
         stored = self._stored(entry)
         found: dict[int, Segments] = self._scratch.setdefault("segments", {})
         if stored.index not in found:
-            found[stored.index] = segments_of(stored, [each for each in self._entries if self._stored(each) is stored])
+            found[stored.index] = segments_of(stored, self._made_of()[stored.index])
         return found[stored.index]
+
+    def _made_of(self) -> dict[int, list[Entry]]:
+        """The unit's entries by those that keep their states: looked through once, not for every one of them."""
+        found: dict[int, list[Entry]] = self._scratch.setdefault("made of", {})
+        for entry in () if found else self._entries:
+            found.setdefault(self._stored(entry).index, []).append(entry)
+        return found
 
     @staticmethod
     def _stored(entry: Entry) -> Entry:
