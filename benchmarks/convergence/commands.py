@@ -60,6 +60,23 @@ def convergence(
 
 
 @app.command()
+def states(
+    results: Annotated[Path, typer.Option(help="Folder of the results, read and added to.")] = FOLDER,
+    minutes: Annotated[float, typer.Option(help="Begin no run after so many.")] = float("inf"),
+) -> None:
+    """Try what narrow states cost in loss (E10); goes on where it was stopped."""
+    import torch
+
+    from benchmarks.convergence.results import Results
+    from benchmarks.convergence.state_types import work_on_states
+
+    os.nice(19)
+    torch.set_num_threads(1)
+    for line in work_on_states(Results(results), time.monotonic() + 60.0 * minutes):
+        print(line, flush=True)
+
+
+@app.command()
 def directions(
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = FOLDER / "directions.json",
 ) -> None:

@@ -10,7 +10,7 @@ from benchmarks.convergence.results import Results, Row
 from benchmarks.convergence.runner import train
 from benchmarks.convergence.search import final_runs, next_exponent, next_run, tried
 
-__all__ = ["compare", "missing_runs", "work"]
+__all__ = ["compare", "done", "missing_runs", "work"]
 
 
 def work(experiment: Experiment, contenders: tuple[Contender, ...], results: Results, end: float) -> Iterator[str]:
@@ -26,9 +26,24 @@ def work(experiment: Experiment, contenders: tuple[Contender, ...], results: Res
         A line for each run.
     """
     while time.monotonic() < end and (run := next_run(experiment, results, contenders)) is not None:
-        row = train(run)
-        results.write(experiment.name, row)
-        yield f"{experiment.name} {_line(run, row, experiment.metric)}"
+        yield done(run, experiment.name, experiment.metric, results)
+
+
+def done(run: Run, name: str, metric: str, results: Results) -> str:
+    """Do a run and write its row.
+
+    Args:
+        run: It.
+        name: Of the experiment.
+        metric: Which figure is told.
+        results: To be added to.
+
+    Returns:
+        A line about it.
+    """
+    row = train(run)
+    results.write(name, row)
+    return f"{name} {_line(run, row, metric)}"
 
 
 def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: Results) -> Iterator[str]:
