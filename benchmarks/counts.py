@@ -64,8 +64,8 @@ def _of(kind: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: kind(list(model.named_parameters()), **options)
 
 
-def _mkor(model: nn.Module) -> Any:
-    optimizer = rankwise.MKOR(list(model.named_parameters()), update_interval=_FACTOR_STEP)
+def _mkor(model: nn.Module, **options: Any) -> Any:
+    optimizer = rankwise.MKOR(list(model.named_parameters()), update_interval=_FACTOR_STEP, **options)
     optimizer.capture(model)
     return optimizer
 
@@ -78,6 +78,7 @@ def _spending(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any
 
 
 _FACTOR_STEP = 3
+_INT8 = {"state_dtype": "int8"}
 TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "MARS-AdamW": (_of(rankwise.MARS, variant="adamw"), 2),
     "MARS-Lion": (_of(rankwise.MARS, variant="lion"), 2),
@@ -91,6 +92,12 @@ TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "LDAdam, rank 256": (_of(rankwise.LDAdam, rank=256), 2),
     "LDAdam, rank 256, buffer int8": (partial(_spending, rankwise.LDAdam, rank=256, error_dtype="int8"), 2),
     "LDAdam, rank 256, buffer int8, gradients kept": (_of(rankwise.LDAdam, rank=256, error_dtype="int8"), 2),
+    "MARS-AdamW, states int8": (_of(rankwise.MARS, variant="adamw", **_INT8), 2),
+    "MARS-Lion, states int8": (_of(rankwise.MARS, variant="lion", **_INT8), 2),
+    "MARS-M, states int8": (_of(rankwise.MARS, variant="muon", **_INT8), 2),
+    "SONew, tridiagonal, states int8": (partial(_spending, rankwise.SONew, band=1, **_INT8), 2),
+    "LDAdam, rank 256, states int8": (partial(_spending, rankwise.LDAdam, rank=256, **_INT8), 2),
+    "MKOR, states int8": (partial(_mkor, **_INT8), 2),
     "MKOR": (_mkor, 2),
     "MKOR, factor step": (_mkor, _FACTOR_STEP),
 }
@@ -99,6 +106,7 @@ TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
 GOALS: dict[str, Goal] = {
     "MARS-AdamW, reference bfloat16": Goal(38.1, 12),
     "MARS-Lion, reference bfloat16": Goal(30.1, 12),
+    "MARS-AdamW, states int8": Goal(26.0, 12),
     "MARS-M": Goal(60.0, 300, outside_products=True),
     "SONew, tridiagonal": Goal(40.4, 12),
     "SONew, band 4": Goal(65.0, 12),

@@ -27,6 +27,12 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "LDAdam, rank 256": ((47.8, 103, 0), (47.8, 244, 0)),
     "LDAdam, rank 256, buffer int8": ((49.4, 104, 0), (49.8, 245, 0)),
     "LDAdam, rank 256, buffer int8, gradients kept": ((49.4, 104, 0), (49.8, 245, 0)),
+    "MARS-AdamW, states int8": ((23.2, 12, 0), (23.2, 12, 0)),
+    "MARS-Lion, states int8": ((21.2, 12, 0), (21.2, 12, 0)),
+    "MARS-M, states int8": ((42.2, 172, 0), (48.5, 951, 0)),
+    "SONew, tridiagonal, states int8": ((79.0, 18, 0), (76.7, 18, 0)),
+    "LDAdam, rank 256, states int8": ((49.3, 257, 0), (51.6, 893, 0)),
+    "MKOR, states int8": ((21.4, 209, 0), (22.1, 624, 0)),
     "MKOR": ((33.4, 206, 0), (34.0, 624, 0)),
     "MKOR, factor step": ((52.0, 422, 0), (50.0, 1681, 0)),
 }

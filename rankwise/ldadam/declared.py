@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rankwise.ldadam import formulas as updates
@@ -13,7 +14,10 @@ from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import StateTypes
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 
-__all__ = ["LDAdamDeclared"]
+__all__ = ["SUBSPACE", "LDAdamDeclared"]
+
+SUBSPACE = ("basis", "exp_avg", "exp_avg_sq")
+"""States of a matrix that are tensors."""
 
 
 class LDAdamDeclared(Declared):
@@ -22,7 +26,7 @@ class LDAdamDeclared(Declared):
     options: LDAdamOptions
     health_means = ("subspace_rotation",)
     health_totals = ("kept_bases",)
-    matrix_state_names = ("basis", "exp_avg", "exp_avg_sq", "step", "beta1")
+    matrix_state_names = (*SUBSPACE, "step", "beta1")
     counted_states = ("step", "beta1")
     owns_blocks = True
     always_coded = ("error",)
@@ -54,6 +58,14 @@ class LDAdamDeclared(Declared):
         if not group["error_feedback"]:
             return {}
         return self.kept_as(("error",), info, error=self.options.error_dtype)
+
+    @property
+    def subspace_types(self) -> StateTypes:
+        """The types in which owners keep bases and moments: bfloat16 where narrow ones are asked for.
+
+        They are rounded as a whole at every step, which codes of a byte would do too coarsely.
+        """
+        return {name: torch.bfloat16 if self.asked_type(name) else None for name in SUBSPACE}
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         """Of the part within the subspace: an orthonormal basis leaves norms as they are."""

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.kernels.lists import copy_
 from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.declared import SUBSPACE
 from rankwise.ldadam.forms import moments_for
+from rankwise.ldadam.narrow_subspaces import NarrowSubspaces
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Holders, next_basis_of_slices, project_slices
 from rankwise.planning.matrix_states import MatrixState
@@ -19,7 +20,7 @@ from rankwise.sharding import Traffic
 
 __all__ = ["holders_of", "step_slices"]
 
-_AXES = {"basis": "short", "exp_avg": "long", "exp_avg_sq": "long"}
+_AXES = dict(zip(SUBSPACE, ("short", "long", "long"), strict=True))
 
 
 def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
@@ -47,6 +48,7 @@ def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
 
 
 def step_slices(
+    keys: Sequence[str],
     stack: Tensor,
     states: Sequence[MatrixState],
     matrices: int,
@@ -54,10 +56,12 @@ def step_slices(
     group: Mapping[str, Any],
     holders: Holders,
     report: Callable[[Tensor], None],
+    narrow: NarrowSubspaces,
 ) -> Tensor:
     """Advance matrices of which this rank owns slices, as many of each, matrix by matrix.
 
     Args:
+        keys: Of the slices; that of the matrix where they are alike in the moments, for their noise to be alike.
         stack: (slices, rows * columns), ``C``; read only.
         states: Of the slices, all at one count, changed in place.
         matrices: How many matrices they belong to.
@@ -65,6 +69,7 @@ def step_slices(
         group: Param group.
         holders: The ranks that own the other slices.
         report: Called with the rotations ``R`` (matrices, r, r), from the second step on.
+        narrow: Keeps their states.
 
     Returns:
         (slices, elements): the factors of each slice, as :func:`split_factors` reads them.
@@ -73,7 +78,7 @@ def step_slices(
     step, beta1, feedback = count + 1, group["betas"][0], group["error_feedback"]
     cut = signature.cut
     assert cut is not None
-    joined = _Joined(matrices, cut)
+    joined = _Joined(matrices, cut, stack.dtype)
     matrix = joined.matrix(stack, signature)
     U_prev, M_prev, V_prev = (joined.state(states, name) for name in _AXES)
     if step == 1:
@@ -93,8 +98,8 @@ def step_slices(
     )
     if step > 1:
         report(rotation)
-    for name, new in zip(_AXES, (basis, M, V), strict=True):
-        copy_([state[name] for state in states], joined.slices(name, new))
+    new = zip(_AXES, (basis, M, V), strict=True)
+    narrow.keep(keys, states, {name: joined.slices(name, value) for name, value in new}, step)
     for state in states:
         state["step"] += 1
         state["beta1"].fill_(beta1)
@@ -110,8 +115,8 @@ def step_slices(
 class _Joined:
     """A rank's slices of each matrix side by side, and back."""
 
-    def __init__(self, matrices: int, cut: str) -> None:
-        self._matrices, self.cut = matrices, cut
+    def __init__(self, matrices: int, cut: str, dtype: torch.dtype) -> None:
+        self._matrices, self.cut, self._dtype = matrices, cut, dtype
 
     def matrix(self, stack: Tensor, signature: LowRankSignature) -> Tensor:
         """(matrices, m, n) of (slices, rows * columns), m and n of what this rank has."""
@@ -120,7 +125,7 @@ class _Joined:
 
     def state(self, states: Sequence[MatrixState], name: str) -> Tensor:
         """A state of all matrices."""
-        stack = torch.stack([state[name] for state in states]).unflatten(0, (self._matrices, -1))
+        stack = torch.stack([state[name] for state in states]).to(self._dtype).unflatten(0, (self._matrices, -1))
         return self._join(stack, self._axis(name)) if self._is_cut(name) else stack[:, 0]
 
     def slices(self, name: str, value: Tensor) -> list[Tensor]:

@@ -16,9 +16,10 @@ from rankwise.ldadam import formulas as updates
 from rankwise.ldadam.declared import LDAdamDeclared
 from rankwise.ldadam.forms import steps_in_place_for
 from rankwise.ldadam.joint import holders_of
+from rankwise.ldadam.narrow_subspaces import NarrowSubspaces
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
-from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
+from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack, scratch_opened
 from rankwise.ldadam.sliced_formulas import Holders, exchanged
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
@@ -134,8 +135,14 @@ class LDAdam(ShardedOptimizer):
             matrix_state=matrix_state,
             together=together,
             cut_states=_cut_states,
-            scratch=ScratchMemory(elements=partial(self._sums, unit), alone=scratch_alone, stacked=scratch_of_a_stack),
+            scratch=ScratchMemory(
+                elements=partial(self._sums, unit), alone=self._scratch_alone, stacked=scratch_of_a_stack
+            ),
         )
+
+    def _scratch_alone(self, tasks: Sequence[MatrixTask]) -> int:
+        narrow = any(self.declared.subspace_types.values())
+        return scratch_alone(tasks) + (scratch_opened(tasks) if narrow else 0)
 
     def _sums(self, unit: StepUnit, everything: int, largest: int) -> float:
         """Bytes for gradients with buffers of another type, where they may not lie in the gradients' memory."""
@@ -163,7 +170,8 @@ class LDAdam(ShardedOptimizer):
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.opening.counts_on_device(unit) else None
         followed = unit.scratch.setdefault("followed", set())
-        subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, followed, unstepped)
+        kept = NarrowSubspaces(self.declared)
+        subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, kept, followed, unstepped)
 
         def holders() -> Holders:
             assert self.planner.source.tensor_parallel is not None
@@ -172,7 +180,7 @@ class LDAdam(ShardedOptimizer):
         return LDAdamRule(unit, matrices, self.step_groups, self.health, subspaces, holders)
 
     def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
-        return fresh_state(like, signature, self.declared.count_device(like))
+        return fresh_state(like, signature, self.declared.count_device(like), self.declared.subspace_types)
 
 
 def _cut_states(task: MatrixTask) -> dict[str, int]:

@@ -45,7 +45,10 @@ class LDAdamOptions(Options):
         'memory and rounds the momentum; "int8", block-wise quantization with a scale for every 64 elements, takes a '
         "quarter and rounds it more.",
     )
-    state_dtype: str | Mapping[str, str] | None = shared.state_dtype("exp_avg", "exp_avg_sq", "error")
+    state_dtype: str | Mapping[str, str] | None = shared.state_dtype(
+        *("exp_avg", "exp_avg_sq", "error", "basis"),
+        text=" Bases and moments of matrices are bfloat16 under either.",
+    )
     state_rounding: str = shared.state_rounding()
     comm_dtype: str | None = shared.comm_dtype()
     exclude: Sequence[str] = shared.exclude()

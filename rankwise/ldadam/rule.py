@@ -111,7 +111,8 @@ class LDAdamRule(MatrixRule):
                 self._step_others(others[first : first + chunk])
 
     def _step_taken(self, form: StepsInPlace) -> None:
-        found = form.step([ready for _, _, ready in self._taken])
+        keys, jobs = [task.key for task, *_ in self._taken], [ready for *_, ready in self._taken]
+        found = self._subspaces.narrow.step_in_place(keys, jobs, form)
         left = set(found.left)
         stepped = [ready for place, (_, _, ready) in enumerate(self._taken) if place not in left]
         if stepped:
@@ -156,7 +157,11 @@ class LDAdamRule(MatrixRule):
 
         def stepped(places: Sequence[int], own: Tensor) -> Tensor:
             chosen, group = [states[place] for place in places], self.groups[batch.signature.group]
-            return step_slices(own, chosen, len(places) // slices, batch.signature, group, self._holders(), report)
+            whole = batch.signature.cut == "short"
+            keys = [str(tasks[place].whole) if whole else tasks[place].key for place in places]
+            signature, narrow = batch.signature, self._subspaces.narrow
+            matrices = len(places) // slices
+            return step_slices(keys, own, chosen, matrices, signature, group, self._holders(), report, narrow)
 
         if len(by_past) == 1:
             return stepped(range(len(tasks)), stack)

@@ -143,6 +143,12 @@ def scratch_alone(tasks: Sequence[MatrixTask]) -> int:
     return int(4 * (share * (coordinates + images + grams) + min(max(shapes.values(), default=0), ELEMENTS_AT_ONCE)))
 
 
+def scratch_opened(tasks: Sequence[MatrixTask]) -> int:
+    """Bytes for narrow states of such matrices, some of which are opened at a time."""
+    signatures: list[LowRankSignature] = [task.signature for task in tasks]
+    return 4 * min(sum(each.rank * (each.short + 2 * each.long) for each in signatures), ELEMENTS_AT_ONCE)
+
+
 def scratch_of_a_stack(tasks: Sequence[MatrixTask]) -> int:
     """Bytes for matrices that have been gathered: some sets of coordinates."""
     return 4 * 5 * sum(task.signature.rank * task.signature.long for task in tasks)

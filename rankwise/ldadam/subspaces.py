@@ -10,34 +10,36 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.forms import is_for_cpus, kernels_for
-from rankwise.kernels.lists import copy_
 from rankwise.ldadam import formulas as updates
+from rankwise.ldadam.declared import SUBSPACE
 from rankwise.ldadam.forms import step_for
+from rankwise.ldadam.narrow_subspaces import NarrowSubspaces, opened
 from rankwise.ldadam.on_device import Triple, step_on_device
 from rankwise.ldadam.signature import LowRankSignature
+from rankwise.planning.element_states import StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.sharding import MatrixTask
 from rankwise.step.health import Health
 
 __all__ = ["Subspaces", "fresh_state"]
 
-_TENSORS = ("basis", "exp_avg", "exp_avg_sq")
 _Past = tuple[int, float] | None
 """Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
 
 
-def fresh_state(like: Tensor, signature: LowRankSignature, counts: torch.device) -> MatrixState:
+def fresh_state(like: Tensor, signature: LowRankSignature, counts: torch.device, types: StateTypes) -> MatrixState:
     """A subspace and its moments before the first step.
 
     Args:
-        like: Of their type, on their device.
+        like: Of the computation's type, on their device.
         signature: Of the matrix.
         counts: Where the counts lie.
+        types: Of the states; None: that of the computation.
     """
+    moment = signature.rank, signature.long
+    shapes = dict(zip(SUBSPACE, ((signature.short, signature.rank), moment, moment), strict=True))
     return {
-        "basis": like.new_zeros(signature.short, signature.rank),
-        "exp_avg": like.new_zeros(signature.rank, signature.long),
-        "exp_avg_sq": like.new_zeros(signature.rank, signature.long),
+        **{name: like.new_zeros(shape, dtype=types[name]) for name, shape in shapes.items()},
         "step": torch.zeros((), dtype=torch.int64, device=counts),
         # Of the last step, with which the momentum in the error buffer is weighted. Where the count is.
         "beta1": torch.zeros((), dtype=torch.float64, device=counts),
@@ -52,6 +54,7 @@ class Subspaces:
         groups: Param groups by position.
         health: Hears of rotations and of bases that were kept.
         fresh: A matrix's states before the first step.
+        narrow: Opens and keeps them.
         followed: Shapes of matrices whose bases have been moved since the unit was planned; kept up to date.
         unstepped: Where only the device knows the counts: the matrices that are to take their first step, which is
             another one; kept up to date. None where the host knows.
@@ -63,11 +66,12 @@ class Subspaces:
         groups: Sequence[Mapping[str, Any]],
         health: Health,
         fresh: Callable[[Tensor, LowRankSignature], MatrixState],
+        narrow: NarrowSubspaces,
         followed: set[tuple[int, ...]],
         unstepped: set[str] | None,
     ) -> None:
         self._states, self._groups, self._health = states, groups, health
-        self._fresh, self._followed, self._unstepped = fresh, followed, unstepped
+        self._fresh, self._followed, self._unstepped, self.narrow = fresh, followed, unstepped, narrow
 
     def obtain(self, task: MatrixTask, like: Tensor) -> MatrixState:
         """A matrix's states; fresh ones are of the type of ``like`` and lie with it."""
@@ -98,12 +102,13 @@ class Subspaces:
         if self._unstepped is not None:
             self._unstepped.difference_update(task.key for task in tasks)
         if len(set(pasts)) == 1:
-            return self._step(matrices, states, pasts[0], group)
+            return self._step(tasks, matrices, states, pasts[0], group)
         found: list[Tensor] = [stack] * len(tasks)
         # Matrices whose gradients were missing at different steps are at different counts.
         for past in dict.fromkeys(pasts):
             chosen = [place for place, other in enumerate(pasts) if other == past]
-            factors = self._step(matrices[chosen], [states[place] for place in chosen], past, group)
+            some = [tasks[place] for place in chosen]
+            factors = self._step(some, matrices[chosen], [states[place] for place in chosen], past, group)
             for place, own in zip(chosen, factors, strict=True):
                 found[place] = own
         return torch.stack(found)
@@ -118,14 +123,19 @@ class Subspaces:
             return (0, 0.0) if key in self._unstepped else None
         return int(state["step"]), float(state["beta1"])
 
-    def _step(self, matrices: Tensor, states: list[MatrixState], past: _Past, group: Mapping[str, Any]) -> Tensor:
+    def _step(
+        self,
+        tasks: Sequence[MatrixTask],
+        matrices: Tensor,
+        states: list[MatrixState],
+        past: _Past,
+        group: Mapping[str, Any],
+    ) -> Tensor:
         """Advance matrices (..., m, n) that have one past."""
         # A single matrix as such: products of stacks are slower on CPUs.
         alone = len(states) == 1
         matrices = matrices[0] if alone else matrices
-        basis, exp_avg, exp_avg_sq = (
-            states[0][name] if alone else torch.stack([state[name] for state in states]) for name in _TENSORS
-        )
+        basis, exp_avg, exp_avg_sq = (opened([state[name] for state in states], matrices.dtype) for name in SUBSPACE)
         old = (basis, exp_avg, exp_avg_sq)
         first = past is not None and past[0] == 0
         if first or is_for_cpus(kernels_for(matrices.device, matrices.dtype)):
@@ -133,8 +143,8 @@ class Subspaces:
             new, factors = self._step_on_host(matrices, old, *past, group)
         else:
             new, factors = self._step_on_device(matrices, old, past, states, group)
-        for name, value in zip(_TENSORS, new, strict=True):
-            copy_([state[name] for state in states], [value] if alone else list(value.unbind()))
+        parts = {name: [value] if alone else value.unbind() for name, value in zip(SUBSPACE, new, strict=True)}
+        self.narrow.keep([task.key for task in tasks], states, parts, None if past is None else past[0] + 1)
         for state in states if past is not None else ():
             state["step"] += 1
             state["beta1"].fill_(group["betas"][0])

@@ -103,17 +103,13 @@ class Declared(ABC):
             info: The parameter.
             own: Types that other options ask for, by name.
         """
+        return {name: self._type(name, own.get(name) or self.asked_type(name), info) for name in states}
+
+    def asked_type(self, state: str) -> str | None:
+        """What the option ``state_dtype`` says of a state; None: the type of the computation."""
         wish = getattr(self.options, "state_dtype", None)
-        by_state = dict(wish) if isinstance(wish, Mapping) else {}
-        word = wish if isinstance(wish, str) else None
-        found: dict[str, torch.dtype | None] = {}
-        for name in states:
-            asked = own.get(name)
-            if asked is None:
-                asked = by_state.get(name.rstrip("_0123456789"), word)
-                asked = None if asked == "float32" else asked
-            found[name] = self._type(name, asked, info)
-        return found
+        word = wish.get(state.rstrip("_0123456789")) if isinstance(wish, Mapping) else wish
+        return None if word == "float32" else word
 
     def _type(self, name: str, asked: str | None, info: ParameterInfo) -> torch.dtype | None:
         if asked != "int8":

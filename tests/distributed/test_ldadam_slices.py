@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +39,7 @@ class _Halves(LayoutSource):
 class Outcome(NamedTuple):
     weights: dict[str, Tensor]
     bases: list[Tensor]
+    squares: list[Tensor]
     sent: list[list[tuple[str, int]]]
 
 
@@ -53,12 +55,12 @@ def _gradient(name: str, step: int, kind: str, dtype: torch.dtype) -> Tensor:
     return noise.to(dtype)
 
 
-def _train(rank: int, world: int, kind: str, dtype: torch.dtype, feedback: bool) -> Outcome:
+def _train(rank: int, world: int, kind: str, dtype: torch.dtype, feedback: bool, **options: Any) -> Outcome:
     named = {}
     for name, shape in SHAPES.items():
         start = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]), dtype=torch.float64).to(dtype)
         named[name] = torch.nn.Parameter(start)
-    optimizer = LDAdam(named.items(), lr=1e-2, rank=RANK, error_feedback=feedback)
+    optimizer = LDAdam(named.items(), lr=1e-2, rank=RANK, error_feedback=feedback, **options)
     if world == 2:
         parts = [torch.nn.Parameter(named[name].detach().chunk(2)[rank].reshape(-1).clone()) for name in SHAPES]
         optimizer.param_groups[0]["params"] = parts
@@ -72,8 +74,11 @@ def _train(rank: int, world: int, kind: str, dtype: torch.dtype, feedback: bool)
             optimizer.step()
         sent.append([(message.operation, message.bytes) for message in wire.messages])
     weights = dict(zip(SHAPES, (part.detach() for part in optimizer.param_groups[0]["params"]), strict=True))
-    bases = [optimizer.matrix_states[key]["basis"] for key in sorted(optimizer.matrix_states)]
-    return Outcome(weights, bases, sent)
+    bases, squares = (
+        [optimizer.matrix_states[key][name] for key in sorted(optimizer.matrix_states)]
+        for name in ("basis", "exp_avg_sq")
+    )
+    return Outcome(weights, bases, squares, sent)
 
 
 @pytest.mark.parametrize("feedback", [True, False], ids=["ef", "plain"])
@@ -87,6 +92,23 @@ def test_slices_follow_one_process(kind: str, feedback: bool) -> None:
     assert len(ranks[0].bases) == 2
     # Slices of the long side have one basis, to the bit.
     assert torch.equal(ranks[0].bases[0], ranks[1].bases[0])
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["ef", "plain"])
+@pytest.mark.parametrize("rounding", ["auto", "nearest"])
+def test_narrow_slices(feedback: bool, rounding: str) -> None:
+    """Rounded alike by all who have the same; without noise, which tells slices apart, they follow one process."""
+    types = dict.fromkeys(("basis", "exp_avg", "exp_avg_sq"), "bfloat16")
+    options = {"state_dtype": types, "state_rounding": rounding}
+    ranks = run_ranks(2, partial(_train, **options), "usual", torch.float64, feedback)
+    short = list(SHAPES).index("short")
+    assert ranks[0].squares[short].dtype == torch.bfloat16
+    assert torch.equal(ranks[0].squares[short], ranks[1].squares[short])
+    if rounding == "nearest":
+        alone = _train(0, 1, "usual", torch.float64, feedback, **options)
+        for name, expected in alone.weights.items():
+            found = torch.cat([outcome.weights[name] for outcome in ranks]).view(expected.shape)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 def test_whole_matrices_are_gathered_only_where_sums_do_not_do() -> None:

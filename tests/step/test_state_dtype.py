@@ -80,6 +80,37 @@ def test_what_they_weigh(kind: str) -> None:
     assert MOST[kind] - 0.2 < optimizer.state_bytes()["element"] / parameters <= MOST[kind]
 
 
+def test_subspaces_of_a_quarter_of_the_width() -> None:
+    model = nn.Sequential(nn.Linear(256, 300, bias=False), nn.Linear(300, 256, bias=False))
+    optimizer = LDAdam(model.named_parameters(), lr=1e-2, rank=64, state_dtype="int8")
+    model(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+    state = optimizer.matrix_states["0.weight"]
+    assert {state[name].dtype for name in ("basis", "exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    assert 2.3 < sum(optimizer.state_bytes().values()) / (2 * 256 * 300) <= 2.5
+
+
+@pytest.mark.parametrize(("state", "most"), [("exp_avg", 3e-3), ("exp_avg_sq", 2e-3), ("basis", 1.5e-2)])
+def test_rounded_subspaces(state: str, most: float) -> None:
+    """Rounding a moment does not add up: the next momentum is made of the error buffer alone, where it is exact."""
+    generator = torch.Generator().manual_seed(1)
+    left, right = (
+        torch.linalg.qr(torch.randn(size, 40, generator=generator, dtype=torch.float64))[0] for size in (40, 48)
+    )
+    target = 10 * left @ torch.diag(2.0 ** -torch.arange(40, dtype=torch.float64)) @ right.mT
+    found = []
+    for types in (None, {state: "bfloat16"}):
+        weight = nn.Parameter(torch.zeros_like(target))
+        options = {"rank": 4, "eps": 1e-2, "state_dtype": types, "state_rounding": "nearest"}
+        optimizer = LDAdam([("weight", weight)], lr=1e-3, **options)  # type: ignore[arg-type]
+        for _ in range(30):
+            weight.grad = weight.detach() - target
+            optimizer.step()
+        found.append(weight.detach())
+    wide, narrow = found
+    assert 0 < float((narrow - wide).norm() / wide.norm()) < most
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_they_train(kind: str, dtype: str) -> None:

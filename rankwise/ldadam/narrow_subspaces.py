@@ -1,0 +1,121 @@
+"""Bases and moments of matrices in a narrower type than that of the computation: rounded once, at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.forms import quantization_for
+from rankwise.kernels.lists import copy_
+from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.quantization import key_of
+from rankwise.ldadam.declared import SUBSPACE, LDAdamDeclared
+from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
+from rankwise.ldadam.signature import ELEMENTS_AT_ONCE
+
+__all__ = ["NarrowSubspaces", "opened"]
+
+_ALIGNED = 16
+"""Elements."""
+
+
+class NarrowSubspaces:
+    """Keeps what steps compute in the type of the states.
+
+    Args:
+        declared: Says how states are rounded.
+    """
+
+    def __init__(self, declared: LDAdamDeclared) -> None:
+        self._declared = declared
+
+    def keep(
+        self,
+        keys: Sequence[str],
+        states: Sequence[Mapping[str, Tensor]],
+        new: Mapping[str, Sequence[Tensor]],
+        step: int | Tensor | None,
+    ) -> None:
+        """Overwrite the states of some matrices.
+
+        What their holders get is not rounded: the momentum in the error buffer is exact then, and with it the next
+        one, which is made of the buffer alone.
+
+        Args:
+            keys: Of the matrices.
+            states: Theirs.
+            new: What they are to be, by name.
+            step: The number of the step, one for all or (matrices,) on the device; None: the states have it counted.
+        """
+        for name, values in new.items():
+            own = [state[name] for state in states]
+            if own[0].dtype == values[0].dtype:
+                copy_(own, list(values))
+                continue
+            count = None
+            if self._declared.rounds_stochastically(name):
+                count = torch.stack([state["step"] for state in states]) if step is None else step
+            numbers = [key_of(key, name) for key in keys]
+            narrow = NarrowRuns([state.view(-1) for state in own], (), [0] * len(own), numbers, count)
+            form = quantization_for(values[0].device, values[0].dtype)
+            form.encode_([value.reshape(-1) for value in values], narrow)
+
+    def step_in_place(self, keys: Sequence[str], jobs: Sequence[LowRankStep], form: StepsInPlace) -> InPlace:
+        """Step matrices where they lie; narrow states are opened for some of them at a time.
+
+        Args:
+            keys: Of the matrices.
+            jobs: The matrices.
+            form: What steps them.
+        """
+        if all(job.state[name].dtype == job.weight.dtype for job in jobs for name in SUBSPACE):
+            return form.step(jobs)
+        at_once = max(1, ELEMENTS_AT_ONCE // max(_coordinates(job.state) for job in jobs))
+        left: list[int] = []
+        rotation: Tensor | float = 0.0
+        kept: Tensor | float = 0.0
+        for first in range(0, len(jobs), at_once):
+            found = self._step_opened(keys[first : first + at_once], jobs[first : first + at_once], form)
+            left += [first + place for place in found.left]
+            rotation, kept = rotation + found.rotation, kept + found.kept
+        return InPlace(left, rotation, kept)
+
+    def _step_opened(self, keys: Sequence[str], jobs: Sequence[LowRankStep], form: StepsInPlace) -> InPlace:
+        sizes = [_coordinates(job.state) for job in jobs]
+        memory = jobs[0].weight.new_empty(sum(sizes)).split(sizes)
+        found = [_split(part, job.state) for part, job in zip(memory, jobs, strict=True)]
+        for name in SUBSPACE:
+            copy_([state[name] for state in found], [job.state[name] for job in jobs])
+        result = form.step([replace(job, state=state) for job, state in zip(jobs, found, strict=True)])
+        left = set(result.left)
+        stepped = [place for place in range(len(jobs)) if place not in left]
+        if stepped:
+            steps = [jobs[place].step for place in stepped]
+            step = steps[0] if len(set(steps)) == 1 else torch.tensor(steps, device=memory[0].device)
+            new = {name: [found[place][name] for place in stepped] for name in SUBSPACE}
+            self.keep([keys[place] for place in stepped], [jobs[place].state for place in stepped], new, step)
+        return result
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED
+
+
+def _coordinates(state: Mapping[str, Tensor]) -> int:
+    """Elements of a matrix's states, each with a beginning that kernels expect."""
+    return sum(_aligned(state[name].numel()) for name in SUBSPACE)
+
+
+def _split(memory: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Memory for a matrix's states in the type of the computation."""
+    parts = memory.split([_aligned(state[name].numel()) for name in SUBSPACE])
+    pairs = zip(SUBSPACE, parts, strict=True)
+    return {name: part[: state[name].numel()].view(state[name].shape) for name, part in pairs}
+
+
+def opened(states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """(..., m, n) of matrices in the type of the computation; of a single one as such."""
+    return (states[0] if len(states) == 1 else torch.stack(list(states))).to(dtype)
