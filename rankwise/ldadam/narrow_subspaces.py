@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,13 +73,12 @@ class NarrowSubspaces:
         """
         if all(job.state[name].dtype == job.weight.dtype for job in jobs for name in SUBSPACE):
             return form.step(jobs)
-        at_once = max(1, ELEMENTS_AT_ONCE // max(_coordinates(job.state) for job in jobs))
         left: list[int] = []
         rotation: Tensor | float = 0.0
         kept: Tensor | float = 0.0
-        for first in range(0, len(jobs), at_once):
-            found = self._step_opened(keys[first : first + at_once], jobs[first : first + at_once], form)
-            left += [first + place for place in found.left]
+        for some in _at_once(jobs):
+            found = self._step_opened(keys[some], jobs[some], form)
+            left += [some.start + place for place in found.left]
             rotation, kept = rotation + found.rotation, kept + found.kept
         return InPlace(left, rotation, kept)
 
@@ -98,6 +97,18 @@ class NarrowSubspaces:
             new = {name: [found[place][name] for place in stepped] for name in SUBSPACE}
             self.keep([keys[place] for place in stepped], [jobs[place].state for place in stepped], new, step)
         return result
+
+
+def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
+    """Matrices whose states are opened at a time."""
+    first = elements = 0
+    for place, job in enumerate(jobs):
+        own = _coordinates(job.state)
+        if place > first and elements + own > ELEMENTS_AT_ONCE:
+            yield slice(first, place)
+            first, elements = place, 0
+        elements += own
+    yield slice(first, len(jobs))
 
 
 def _aligned(elements: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from rankwise.ldadam.joint import holders_of
 from rankwise.ldadam.narrow_subspaces import NarrowSubspaces
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
-from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack, scratch_opened
+from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
 from rankwise.ldadam.sliced_formulas import Holders, exchanged
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
@@ -141,17 +140,14 @@ class LDAdam(ShardedOptimizer):
         )
 
     def _scratch_alone(self, tasks: Sequence[MatrixTask]) -> int:
-        narrow = any(self.declared.subspace_types.values())
-        return scratch_alone(tasks) + (scratch_opened(tasks) if narrow else 0)
+        return scratch_alone(tasks, narrow=any(self.declared.subspace_types.values()))
 
     def _sums(self, unit: StepUnit, everything: int, largest: int) -> float:
         """Bytes for gradients with buffers of another type, where they may not lie in the gradients' memory."""
         own = self.options.error_dtype not in (None, str(unit.dtype).removeprefix("torch."))
         if not own or unit.spends_gradients or not self.options.error_feedback:
             return tables(everything, largest)
-        sizes = {key: prod(shape) for key, shape in unit.layout.shapes.items()}
-        share = sum(map(sizes.__getitem__, unit.keys("matrix"))) / max(sum(sizes.values()), 1)
-        return tables(everything, largest) + share * everything * unit.dtype.itemsize
+        return tables(everything, largest) + unit.share("matrix") * everything * unit.dtype.itemsize
 
     def _before_step(self, unit: StepUnit) -> None:
         """Other solvers and kernels than at the first step are met at the second, and a capture cannot load them."""

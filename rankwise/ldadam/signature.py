@@ -129,8 +129,13 @@ def in_reply(factors: Tensor, signature: LowRankSignature, reply: Reply) -> Tens
     return (products.mT if signature.right else products).flatten(1)
 
 
-def scratch_alone(tasks: Sequence[MatrixTask]) -> int:
-    """Bytes for matrices that are stepped where they lie: coordinates, their images, and what is solved for a shape."""
+def scratch_alone(tasks: Sequence[MatrixTask], narrow: bool = False) -> int:
+    """Bytes for matrices that are stepped where they lie: coordinates, their images, and what is solved for a shape.
+
+    Args:
+        tasks: The matrices.
+        narrow: Whether their states are opened, of as many matrices at a time.
+    """
     coordinates = images = grams = 0
     shapes: dict[Any, int] = {}
     for task in tasks:
@@ -139,14 +144,10 @@ def scratch_alone(tasks: Sequence[MatrixTask]) -> int:
         coordinates, images = coordinates + rank * long, images + rank * signature.short
         grams += 2 * rank * rank
         shapes[signature] = shapes.get(signature, 0) + rank * long
-    share = min(1.0, ELEMENTS_AT_ONCE / max(coordinates, 1))
-    return int(4 * (share * (coordinates + images + grams) + min(max(shapes.values(), default=0), ELEMENTS_AT_ONCE)))
-
-
-def scratch_opened(tasks: Sequence[MatrixTask]) -> int:
-    """Bytes for narrow states of such matrices, some of which are opened at a time."""
-    signatures: list[LowRankSignature] = [task.signature for task in tasks]
-    return 4 * min(sum(each.rank * (each.short + 2 * each.long) for each in signatures), ELEMENTS_AT_ONCE)
+    opened = images + 2 * coordinates if narrow else 0
+    share = min(1.0, ELEMENTS_AT_ONCE / max(opened or coordinates, 1))
+    solved = min(max(shapes.values(), default=0), ELEMENTS_AT_ONCE if not narrow else int(share * coordinates))
+    return int(4 * (share * (opened + coordinates + images + grams) + solved))
 
 
 def scratch_of_a_stack(tasks: Sequence[MatrixTask]) -> int:

@@ -21,7 +21,7 @@ from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit, joined, spans
-from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.planning.work import ScratchMemory, StepWork, tables
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.shards import local_gradient, local_view
 from rankwise.sharding.sources import LayoutSource
@@ -129,9 +129,9 @@ class MARS(ShardedOptimizer):
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of the corrected gradients."""
-        return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory())
+        return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
 
-    def _scratch_memory(self) -> ScratchMemory:
+    def _scratch_memory(self, unit: StepUnit) -> ScratchMemory:
         """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch."""
         group = self.param_groups[0]
 
@@ -142,7 +142,12 @@ class MARS(ShardedOptimizer):
             stacks = (min(count, max(1, most // each[shape])) * each[shape] for shape, count in shapes.items())
             return max(stacks, default=0)
 
-        return ScratchMemory(alone=partial(together, most=SCRATCH), stacked=partial(together, most=1 << 62))
+        def elements(everything: int, largest: int) -> float:
+            # Matrices are orthogonalised from opened momenta.
+            opened = self.declared.orthogonalises and self.declared.asked_type("exp_avg")
+            return tables(everything, largest) + (unit.share("matrix") * everything * 4 if opened else 0)
+
+        return ScratchMemory(elements, partial(together, most=SCRATCH), partial(together, most=1 << 62))
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         for bucket in buckets:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -263,6 +264,11 @@ class StepUnit:
         parts = [self.traffic, self.sums.traffic]
         parts += [exchange.traffic for exchange in (self.exchange, self.halo) if exchange is not None]
         return Traffic(sum(part.collectives for part in parts), sum(part.bytes for part in parts))
+
+    def share(self, rule: Rule) -> float:
+        """Of all elements, those that take a rule."""
+        sizes = {key: prod(shape) for key, shape in self.layout.shapes.items()}
+        return sum(map(sizes.__getitem__, self.keys(rule))) / max(sum(sizes.values()), 1)
 
     def keys(self, rule: Rule) -> list[str]:
         """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""

@@ -27,7 +27,8 @@ __all__ = ["SONew"]
 
 
 _AT_ONCE = 7 << 24
-"""Elements of directions that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
+"""Elements of directions that have memory of their own, and of opened states, at a time, but for a larger parameter:
+less than half a GiB."""
 _LINE = 16
 
 
@@ -73,8 +74,11 @@ def _is_on_cpu(unit: StepUnit) -> bool:
     return unit.device.type == "cpu"
 
 
-def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
-    """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
+def _at_once(unit: StepUnit, buckets: Sequence[Bucket], opened: int) -> Iterator[list[Bucket]]:
+    """Those whose directions, and as many opened states, are there at a time.
+
+    They are all where their norms come from other ranks, in one message.
+    """
     if not unit.sums.trivial:
         yield list(buckets)
         return
@@ -83,7 +87,8 @@ def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]
     for bucket in buckets:
         places: list[int] = []
         for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            size = 0 if not _is_on_cpu(unit) and unit.spends(entry, grad) else grad.numel()
+            own = 0 if not _is_on_cpu(unit) and unit.spends(entry, grad) else 1
+            size = (own + opened) * grad.numel()
             if size and elements and elements + size > _AT_ONCE:
                 yield [*some, bucket.only(places)] if places else some
                 some, places, elements = [], [], 0
@@ -131,11 +136,16 @@ class SONew(ShardedOptimizer):
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
         band = self.options.band
 
+        opened = len(self._narrow_names)
+
         def elements(everything: int, largest: int) -> float:
-            if unit.spends_gradients:
+            own = 0 if unit.spends_gradients else 1
+            if not own + opened:
                 return scratch_of(everything, band) + everything * TABLE_BYTES
-            at_once = min(everything, max(_AT_ONCE, largest))
-            return 4 * at_once + scratch_of(at_once, band) + 2 * everything * TABLE_BYTES
+            at_once = everything
+            if unit.layout.world_size == 1 or unit.layout.replicated:
+                at_once = min(everything, max(_AT_ONCE // (own + opened), largest))
+            return 4 * (own + opened) * at_once + scratch_of(at_once, band) + 2 * everything * TABLE_BYTES
 
         return StepWork(
             sums=sums,
@@ -144,10 +154,16 @@ class SONew(ShardedOptimizer):
             scratch=ScratchMemory(elements=elements),
         )
 
+    @property
+    def _narrow_names(self) -> list[str]:
+        """Of the states that a step opens."""
+        names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
+        return [name for name in names if self.declared.asked_type(name)]
+
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = fallback_step(unit, buckets)
         halos = self._halos(unit, matrices)
-        for some in _at_once(unit, matrices):
+        for some in _at_once(unit, matrices, len(self._narrow_names)):
             self._step_together(unit, some, halos)
         self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
 
