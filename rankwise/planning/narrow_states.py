@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.forms import quantization_for
-from rankwise.kernels.narrow_runs import NarrowRuns, blocks_of, is_coded, is_narrow
+from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded, is_narrow
 from rankwise.kernels.passes import Field
 from rankwise.kernels.quantization import key_of
 from rankwise.kernels.run_views import RunPlace
@@ -170,6 +170,39 @@ class NarrowStates:
         if not self.is_narrow(bucket, name):
             return self._kept.views(self._states, name, bucket.entries)
         return self._all_of(bucket, name, bucket.entries)
+
+    def peeked(self, bucket: Bucket, name: str, parts: Sequence[tuple[int, slice]]) -> list[Tensor]:
+        """Parts of a state, of entries that are stored as they are, in the type of the computation; to be read only.
+
+        Args:
+            bucket: Of the entries.
+            name: Of the state.
+            parts: Places in the bucket, and which of their elements.
+        """
+        places = list(dict.fromkeys(place for place, _ in parts))
+        narrow = [place for place in places if self._is_narrow(bucket.entries[place], name)]
+        wide = [place for place in places if place not in narrow]
+        some = self._kept.views(self._states, name, bucket.entries.only(wide))
+        views = dict(zip(wide, some, strict=True))
+        found = [views[place][part] if place in views else self._empty(part) for place, part in parts]
+        opened = [number for number, (place, _) in enumerate(parts) if place not in views]
+        whole = []
+        for number in opened:
+            place, part = parts[number]
+            entry = bucket.entries[place]
+            assert entry.stored is None
+            # From the beginning of a block on.
+            before = min(part.start, (entry.fragment.start + part.start) % BLOCK)
+            whole.append((entry, slice(part.start - before, part.stop)))
+            found[number] = self._empty(whole[-1][1])
+        if opened:
+            self._form.decode_([found[number] for number in opened], self._narrow(name, whole))
+        for number, (_, part) in zip(opened, whole, strict=True):
+            found[number] = found[number][parts[number][1].start - part.start :]
+        return found
+
+    def _empty(self, part: slice) -> Tensor:
+        return torch.empty(part.stop - part.start, dtype=self._dtype, device=self._indices.device)
 
     def kept(self, bucket: Bucket, name: str) -> list[Tensor]:
         """A state of a bucket's entries as it is kept, in no codes."""

@@ -4,7 +4,7 @@ from .agreement import gather_together, together
 from .buffers import BatchBuffers, RankBuffers, batch_buffers
 from .even import EvenCuts, EvenLayout
 from .exchange import Gather, MatrixExchange, Return
-from .halo import Halo, HaloExchange
+from .halo import Halo, HaloExchange, ReadField
 from .indices import DeviceIndices
 from .inside import Block, cut_into_blocks, in_blocks
 from .layout import Fragment, Layout, LayoutError, Place
@@ -35,6 +35,7 @@ __all__ = [
     "Gather",
     "Halo",
     "HaloExchange",
+    "ReadField",
     "Layout",
     "LayoutError",
     "MatrixExchange",

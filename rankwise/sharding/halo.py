@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 from .layout import Fragment, Layout
 from .traffic import Traffic
 
-__all__ = ["Halo", "HaloExchange"]
+__all__ = ["Halo", "HaloExchange", "ReadField"]
 
 
 class Halo(NamedTuple):
@@ -61,14 +61,19 @@ class _Member:
         return torch.where((columns >= left) & (columns < right), found, -1)
 
 
+ReadField = Callable[[Sequence[tuple[int, slice]]], Sequence[Tensor]]
+"""Gives parts of a field, 1-D, each of a local fragment by its number."""
+
+
 @dataclass(frozen=True)
 class _Transfer:
-    """Elements ``source`` of one fragment that fill ``slots`` of another's halo."""
+    """Elements of one fragment that fill ``slots`` of another's halo: those ``source`` of a part of it."""
 
     holder: int
     wanted_by: int
     held: Fragment
     wanting: Fragment
+    part: slice
     source: Tensor
     slots: Tensor
 
@@ -127,18 +132,18 @@ class HaloExchange:
         self._staying = self._slots(self._local)
         self.empty = not self.active and not self._local
 
-    def __call__(self, fields: Sequence[Sequence[Tensor]]) -> list[list[Halo]]:
+    def __call__(self, fields: Sequence[ReadField]) -> list[list[Halo]]:
         """Exchange the halos of several fields at once.
 
         Args:
-            fields: ``fields[f][i]`` is field ``f`` on local fragment ``i`` (1-D, in the order of ``layout.mine``).
+            fields: Each gives parts of itself on local fragments, which are numbered as in ``layout.mine``.
 
         Returns:
             ``halos[f][i]``, zero where nothing is to be fetched.
         """
         halos = torch.zeros(len(fields), self._size, dtype=self._dtype, device=self._device)
         if self._local:
-            halos[:, self._staying] = self._read(fields, self._local)
+            halos[:, self._staying] = torch.cat(self._read(fields, self._local), dim=1)
         if self.active:
             halos[:, self._arriving] = self._communicate(fields)
         return [[self._halo(row, index) for index in range(len(self._rows))] for row in halos]
@@ -148,11 +153,12 @@ class HaloExchange:
         strips = row[first + 2 * width : first + 2 * width * (1 + rows)].view(rows, 2, width) if rows else None
         return Halo(row[first : first + width], row[first + width : first + 2 * width], strips)
 
-    def _communicate(self, fields: Sequence[Sequence[Tensor]]) -> Tensor:
+    def _communicate(self, fields: Sequence[ReadField]) -> Tensor:
         """Arriving elements, (fields, elements), in the order of ``self._arriving``."""
         count = len(fields)
         send_sizes, receive_sizes = self._sizes(self._send, count), self._sizes(self._receive, count)
-        leaving = [self._read(fields, parts).reshape(-1) for parts in self._send if parts]
+        values = iter(self._read(fields, [part for parts in self._send for part in parts]))
+        leaving = [torch.cat([next(values) for _ in parts], dim=1).reshape(-1) for parts in self._send if parts]
         send = torch.cat(leaving) if leaving else torch.empty(0, dtype=self._dtype, device=self._device)
         receive = torch.empty(sum(receive_sizes), dtype=self._dtype, device=self._device)
         self.traffic.count(send)
@@ -160,13 +166,14 @@ class HaloExchange:
         parts = [part.view(count, -1) for part in receive.split(receive_sizes) if len(part)]
         return torch.cat(parts, dim=1) if parts else receive.view(count, 0)
 
-    def _read(self, fields: Sequence[Sequence[Tensor]], parts: Sequence[_Transfer]) -> Tensor:
-        """The transferred elements, (fields, elements)."""
-        found = [
-            torch.stack([field[self._index[part.held]].index_select(0, part.source) for field in fields])
-            for part in parts
+    def _read(self, fields: Sequence[ReadField], parts: Sequence[_Transfer]) -> list[Tensor]:
+        """The elements of each transfer, (fields, elements)."""
+        places = [(self._index[part.held], part.part) for part in parts]
+        columns = [field(places) for field in fields]
+        return [
+            torch.stack([values.index_select(0, part.source) for values in row])
+            for part, row in zip(parts, zip(*columns, strict=True), strict=True)
         ]
-        return torch.cat(found, dim=1)
 
     def _slots(self, parts: Sequence[_Transfer]) -> Tensor:
         slots = [part.slots + self._offsets[self._index[part.wanting]] for part in parts]
@@ -199,8 +206,10 @@ class HaloExchange:
             positions = other.positions(elements)
             held = (positions >= 0) & (positions < other.fragment.numel)
             if held.any():
-                source, filled = positions[held].to(self._device), slots[held].to(self._device)
-                found.append(_Transfer(other.rank, member.rank, other.fragment, member.fragment, source, filled))
+                first, last = int(positions[held].min()), int(positions[held].max())
+                source, filled = (positions[held] - first).to(self._device), slots[held].to(self._device)
+                part, ranks = slice(first, last + 1), (other.rank, member.rank)
+                found.append(_Transfer(*ranks, other.fragment, member.fragment, part, source, filled))
         return found
 
     def _neighbours(self, fragment: Fragment) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.declared import SONewDeclared
 from rankwise.sonew.forms import directions_for
 from rankwise.sonew.options import SONewOptions
+from rankwise.sonew.parts import part_of, split
 from rankwise.sonew.windows import windowed_directions
 from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
@@ -74,30 +75,13 @@ def _is_on_cpu(unit: StepUnit) -> bool:
     return unit.device.type == "cpu"
 
 
-def _at_once(unit: StepUnit, buckets: Sequence[Bucket], opened: int) -> Iterator[list[Bucket]]:
-    """Those whose directions, and as many opened states, are there at a time.
-
-    They are all where their norms come from other ranks, in one message.
-    """
+def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+    """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
     if not unit.sums.trivial:
         yield list(buckets)
         return
-    some: list[Bucket] = []
-    elements = 0
-    for bucket in buckets:
-        places: list[int] = []
-        for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            own = 0 if not _is_on_cpu(unit) and unit.spends(entry, grad) else 1
-            size = (own + opened) * grad.numel()
-            if size and elements and elements + size > _AT_ONCE:
-                yield [*some, bucket.only(places)] if places else some
-                some, places, elements = [], [], 0
-            places.append(place)
-            elements += size
-        if places:
-            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
-    if some or not buckets:
-        yield some
+    on_cpu = _is_on_cpu(unit)
+    yield from split(buckets, _AT_ONCE, lambda entry, grad: 0 if not on_cpu and unit.spends(entry, grad) else 1)
 
 
 class SONew(ShardedOptimizer):
@@ -139,13 +123,12 @@ class SONew(ShardedOptimizer):
         opened = len(self._narrow_names)
 
         def elements(everything: int, largest: int) -> float:
-            own = 0 if unit.spends_gradients else 1
-            if not own + opened:
-                return scratch_of(everything, band) + everything * TABLE_BYTES
-            at_once = everything
-            if unit.layout.world_size == 1 or unit.layout.replicated:
-                at_once = min(everything, max(_AT_ONCE // (own + opened), largest))
-            return 4 * (own + opened) * at_once + scratch_of(at_once, band) + 2 * everything * TABLE_BYTES
+            own = 4 * min(everything, max(_AT_ONCE, largest)) if not unit.spends_gradients else 0
+            # Half of a large one is left of what they may have, on the average.
+            filled = max(_AT_ONCE // max(opened, 1) - largest // 2, largest)
+            states = 4 * opened * min(everything, filled)
+            at_once = min(everything, max(_AT_ONCE, largest)) if own or opened else everything
+            return own + states + scratch_of(at_once, band) + (2 if own else 1) * everything * TABLE_BYTES
 
         return StepWork(
             sums=sums,
@@ -157,30 +140,42 @@ class SONew(ShardedOptimizer):
     @property
     def _narrow_names(self) -> list[str]:
         """Of the states that a step opens."""
-        names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
-        return [name for name in names if self.declared.asked_type(name)]
+        return [name for name in self._statistics if self.declared.asked_type(name)]
+
+    @property
+    def _statistics(self) -> tuple[str, ...]:
+        """States that neighbours read of each other."""
+        return ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = fallback_step(unit, buckets)
         halos = self._halos(unit, matrices)
-        for some in _at_once(unit, matrices, len(self._narrow_names)):
+        for some in _at_once(unit, matrices):
             self._step_together(unit, some, halos)
         self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
 
     def _step_together(self, unit: StepUnit, matrices: list[Bucket], halos: dict[int, list[Halo]]) -> None:
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
         found: list[_Directions] = []
-        start = 0
-        for bucket, span in spans(matrices):
-            norms = None if grad_norms is None else grad_norms[span]
-            found.append(self._directions(unit, bucket, start, halos, norms))
-            start += sum(_sizes(bucket))
-        ratios = self._graft_ratios(unit, matrices, found)
-        for (bucket, span), (directions, _) in zip(spans(matrices), found, strict=True):
+        stepped: list[Bucket] = []
+        start = first = 0
+        for some in self._opened_at_once(matrices):
+            for bucket in some:
+                norms = None if grad_norms is None else grad_norms[first : first + len(bucket.entries)]
+                found.append(self._directions(unit, bucket, start, halos, norms))
+                start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
+            unit.narrow.keep_apart()
+            # Without what has been opened.
+            stepped += [bucket.only(range(len(bucket.entries))) for bucket in some] if self._narrow_names else some
+        ratios = self._graft_ratios(unit, stepped, found)
+        for (bucket, span), (directions, _) in zip(spans(stepped), found, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
-        unit.narrow.keep_apart()
+
+    def _opened_at_once(self, buckets: list[Bucket]) -> Iterator[list[Bucket]]:
+        opened = len(self._narrow_names)
+        return split(buckets, _AT_ONCE // opened, lambda entry, grad: 1) if opened else iter([buckets])
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""
@@ -188,20 +183,10 @@ class SONew(ShardedOptimizer):
         assert halo is not None
         if halo.empty:
             return {}
-        count = 3 + self.options.band
-        zero = torch.zeros((), dtype=unit.dtype, device=unit.device)
-        # Of parameters without a gradient, and of those that have no chain: what is fetched of them is not used.
-        nothing = [zero.expand(entry.fragment.numel) for entry in unit.entries]
-        fields: list[list[Tensor]] = [list(nothing) for _ in range(count)]
-        for bucket in buckets:
-            names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
-            columns = [bucket.grads, *(bucket.state(name) for name in names)]
-            for field, column in zip(fields, columns, strict=True):
-                for entry, value in zip(bucket.entries, column, strict=True):
-                    field[entry.index] = value
+        fields = [part_of(unit, buckets, name) for name in (None, *self._statistics)]
         found = halo(fields)
         return {
-            entry.index: [found[field][entry.index] for field in range(count)]
+            entry.index: [halos[entry.index] for halos in found]
             for bucket in buckets
             for entry in bucket.entries
             if not entry.fragment.is_whole
@@ -219,8 +204,7 @@ class SONew(ShardedOptimizer):
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
-        names = ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
-        fields = [bucket.grads, *(bucket.state(name) for name in names)]
+        fields = [bucket.grads, *(bucket.state(name) for name in self._statistics)]
         fused = directions_for(unit.device, unit.dtype)
         in_blocks = any(entry.fragment.columns is not None for entry in bucket.entries)
         if fused is None or in_blocks or self.options.graft == "rmsprop":

@@ -10,7 +10,7 @@ from random_layouts import random_fragments
 from ranks import run_ranks
 from torch import Tensor
 
-from rankwise.sharding import Fragment, HaloExchange, Layout
+from rankwise.sharding import Fragment, HaloExchange, Layout, ReadField
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (3, 7), "e": (23,), "other": (6, 6)}
@@ -54,6 +54,10 @@ def _crosses(layout: Layout, keys: list[str], width: int, by_row: bool) -> bool:
     return False
 
 
+def reader(field: list[Tensor]) -> ReadField:
+    return lambda places: [field[index][part] for index, part in places]
+
+
 def _check(rank: int, world: int) -> list[bool]:
     return check(rank, world, dist.group.WORLD)
 
@@ -70,7 +74,7 @@ def check(rank: int, world: int, group: object) -> list[bool]:
                     for f in range(FIELDS)
                 ]
                 with recorded("all_to_all_single") as calls:
-                    found = halo(fields)
+                    found = halo([reader(field) for field in fields])
                 assert halo.active == _crosses(layout, keys, width, by_row)
                 assert len(calls["all_to_all_single"]) == int(halo.active)
                 for index, fragment in enumerate(layout.mine):
@@ -96,7 +100,7 @@ def _far(rank: int, world: int) -> list[Tensor]:
     fragment = Fragment("e", (2 * world,), 2 * rank, 2 * rank + 2, 0, 0)
     layout = Layout.share([fragment], dist.group.WORLD)
     halo = HaloExchange(layout, 5, ["e"], CPU, torch.float64)
-    return list(halo([[torch.tensor([2.0 * rank, 2.0 * rank + 1], dtype=torch.float64)]])[0][0][:2])
+    return list(halo([reader([torch.tensor([2.0 * rank, 2.0 * rank + 1], dtype=torch.float64)])])[0][0][:2])
 
 
 def test_a_halo_may_span_several_ranks() -> None:
@@ -123,7 +127,7 @@ def _narrow(rank: int, world: int) -> list[Tensor]:
     layout = Layout.share([Fragment("w", (4, 5), 0, 4 * width, 0, 0, columns)], dist.group.WORLD)
     halo = HaloExchange(layout, 4, ["w"], CPU, torch.float64)
     values = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)[:, slice(*columns)]
-    found = halo([[values.reshape(-1)]])[0][0].rows
+    found = halo([reader([values.reshape(-1)])])[0][0].rows
     assert found is not None
     return list(found)
 
