@@ -14,6 +14,7 @@ from benchmarks.convergence.experiments import EXPERIMENTS
 from benchmarks.convergence.page import evidence_page
 from benchmarks.convergence.plots import draw
 from benchmarks.convergence.results import Results
+from benchmarks.convergence.state_types import states_section
 
 __all__ = ["page_text", "write_page"]
 
@@ -39,7 +40,7 @@ def page_text(folder: Path) -> str:
     further = {"E2": on_digits(results) + directions_section(_rows(folder / "directions.json")), "E3": on_text(results)}
     memory, costs = (_rows(folder / name) for name in ("memory.json", "costs.json"))
     page = evidence_page(EXPERIMENTS.values(), results, further, cost_claims(memory, costs), defaults_section(results))
-    return page + memory_section(memory) + cost_section(costs) + _LARGER
+    return page + memory_section(memory) + cost_section(costs) + _LARGER + states_section(results)
 
 
 def write_page(folder: Path, page: Path) -> None:
