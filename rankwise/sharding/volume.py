@@ -5,12 +5,60 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from .layout import Fragment, Layout
 from .owner_plan import Batch, MatrixPlan, Reply, own_pieces
 from .traffic import Traffic
 
-__all__ = ["halo_volume", "matrix_volume", "sums_volume"]
+__all__ = ["BatchVolume", "Flow", "batch_volumes", "halo_volume", "matrix_volume", "sums_volume"]
+
+
+class Flow(NamedTuple):
+    """Bytes of one message of all ranks, by rank; nothing where none is sent."""
+
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+class BatchVolume(NamedTuple):
+    """What travels for one batch: pieces to the owners, and results back."""
+
+    gather: Flow
+    back: Flow
+
+
+def batch_volumes(
+    layout: Layout, plan: MatrixPlan, itemsize: int, reply: Callable[[Batch], Reply] = own_pieces
+) -> Iterator[BatchVolume]:
+    """What travels for each batch, in their order.
+
+    Args:
+        layout: The common layout.
+        plan: Owners and batches.
+        itemsize: Bytes of one element in a message.
+        reply: What the holders get of the results.
+    """
+    for batch in plan.batches:
+        there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            recipients: dict[int, int] = {}
+            for part in task.parts:
+                for holder, elements in layout.gathered(part, owner).items():
+                    if holder != owner:
+                        _flow(there, holder, owner, elements * itemsize)
+                for holder, elements in layout.elements(part).items():
+                    if holder != owner:
+                        recipients[holder] = recipients.get(holder, 0) + elements
+            for holder, held in recipients.items():
+                _flow(back, owner, holder, itemsize * (answer.whole or answer.values * held))
+        yield BatchVolume(there, back)
+
+
+def _flow(flow: Flow, source: int, target: int, size: int) -> None:
+    flow.sent[source] = flow.sent.get(source, 0) + size
+    flow.received[target] = flow.received.get(target, 0) + size
 
 
 def matrix_volume(
@@ -29,23 +77,11 @@ def matrix_volume(
     """
     sent = [0] * layout.world_size
     collectives = 0
-    for batch in plan.batches:
-        gathers = returns = False
-        answer = reply(batch)
-        for task in batch.tasks:
-            owner = plan.owners[task.key]
-            recipients: dict[int, int] = {}
-            for part in task.parts:
-                for holder, elements in layout.gathered(part, owner).items():
-                    if holder != owner:
-                        gathers = True
-                        sent[holder] += elements * itemsize
-                for holder, elements in layout.elements(part).items():
-                    if holder != owner:
-                        recipients[holder] = recipients.get(holder, 0) + elements
-            returns = returns or bool(recipients)
-            sent[owner] += itemsize * sum(answer.whole or answer.values * held for held in recipients.values())
-        collectives += gathers + returns
+    for volume in batch_volumes(layout, plan, itemsize, reply):
+        for flow in volume:
+            collectives += bool(flow.sent)
+            for rank, size in flow.sent.items():
+                sent[rank] += size
     return [Traffic(collectives, size) for size in sent]
 
 
