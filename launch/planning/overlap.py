@@ -89,9 +89,7 @@ def pipeline_of(exchange: MatrixExchange, work: StepWork, places: Sequence[int])
     layout, plan = exchange.layout, exchange.plan
     batches: list[BatchLoad] = []
     in_place: dict[int, float] = {}
-    for batch, volume in zip(
-        plan.batches, batch_volumes(layout, plan, exchange.wire_itemsize, work.reply), strict=True
-    ):
+    for batch, volume in zip(plan.batches, batch_volumes(layout, plan, exchange.wire, work.reply), strict=True):
         flops: dict[int, float] = {}
         delivered: dict[int, int] = {}
         for task in batch.tasks:

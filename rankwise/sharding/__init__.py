@@ -16,6 +16,7 @@ from .reduce import FragmentSums
 from .slices import SlicedMatrix, find_slices, in_slices
 from .traffic import Traffic
 from .volume import BatchVolume, Flow, batch_volumes, halo_volume, matrix_volume, sums_volume
+from .wire import WireFormat
 
 __all__ = [
     "host_group",
@@ -48,6 +49,7 @@ __all__ = [
     "Return",
     "SlicedMatrix",
     "Traffic",
+    "WireFormat",
     "cut_into_blocks",
     "find_slices",
     "gather_together",

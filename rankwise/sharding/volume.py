@@ -8,8 +8,9 @@ from math import prod
 from typing import NamedTuple
 
 from .layout import Fragment, Layout
-from .owner_plan import Batch, MatrixPlan, Reply, own_pieces
+from .owner_plan import Batch, MatrixPlan, Reply, added, own_pieces
 from .traffic import Traffic
+from .wire import WireFormat
 
 __all__ = ["BatchVolume", "Flow", "batch_volumes", "halo_volume", "matrix_volume", "sums_volume"]
 
@@ -29,31 +30,32 @@ class BatchVolume(NamedTuple):
 
 
 def batch_volumes(
-    layout: Layout, plan: MatrixPlan, itemsize: int, reply: Callable[[Batch], Reply] = own_pieces
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
 ) -> Iterator[BatchVolume]:
     """What travels for each batch, in their order.
 
     Args:
         layout: The common layout.
         plan: Owners and batches.
-        itemsize: Bytes of one element in a message.
+        wire: How values are written in messages.
         reply: What the holders get of the results.
     """
     for batch in plan.batches:
         there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
+        returning = wire.back(answer, any(_is_copied(layout, part) for task in batch.tasks for part in task.parts))
         for task in batch.tasks:
             owner = plan.owners[task.key]
-            recipients: dict[int, int] = {}
-            for part in task.parts:
-                for holder, elements in layout.gathered(part, owner).items():
-                    if holder != owner:
-                        _flow(there, holder, owner, elements * itemsize)
-                for holder, elements in layout.elements(part).items():
-                    if holder != owner:
-                        recipients[holder] = recipients.get(holder, 0) + elements
-            for holder, held in recipients.items():
-                _flow(back, owner, holder, itemsize * (answer.whole or answer.values * held))
+            for holder, held in added([layout.gathered(part, owner) for part in task.parts]).items():
+                if holder != owner:
+                    _flow(there, holder, owner, wire.bytes_of(held))
+            for holder, held in added([layout.elements(part) for part in task.parts]).items():
+                if holder != owner:
+                    _flow(back, owner, holder, returning.bytes_of(answer.whole or answer.values * held))
         yield BatchVolume(there, back)
+
+
+def _is_copied(layout: Layout, part: str) -> bool:
+    return sum(layout.elements(part).values()) > prod(layout.shapes[part])
 
 
 def _flow(flow: Flow, source: int, target: int, size: int) -> None:
@@ -62,14 +64,14 @@ def _flow(flow: Flow, source: int, target: int, size: int) -> None:
 
 
 def matrix_volume(
-    layout: Layout, plan: MatrixPlan, itemsize: int, reply: Callable[[Batch], Reply] = own_pieces
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
 ) -> list[Traffic]:
     """What each rank sends when all straddling matrices travel to their owners and their results back.
 
     Args:
         layout: The common layout.
         plan: Owners and batches.
-        itemsize: Bytes of one element in a message.
+        wire: How values are written in messages.
         reply: What the holders get of the results.
 
     Returns:
@@ -77,7 +79,7 @@ def matrix_volume(
     """
     sent = [0] * layout.world_size
     collectives = 0
-    for volume in batch_volumes(layout, plan, itemsize, reply):
+    for volume in batch_volumes(layout, plan, wire, reply):
         for flow in volume:
             collectives += bool(flow.sent)
             for rank, size in flow.sent.items():
