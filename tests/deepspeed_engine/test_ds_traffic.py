@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 USED = {"exclude": ["unused.weight"]}
 PARAMS: dict[str, dict[str, Any]] = {
     "MARS-AdamW": {},
-    "MARS-M": {},
+    "MARS-M": {"comm_dtype": "int8"},
     "MARS-Shampoo": {"comm_dtype": "bfloat16"},
     "SONew": {"graft": "rmsprop"},
     "LDAdam": {},
