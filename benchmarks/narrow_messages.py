@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -100,11 +100,3 @@ def _clip(model: nn.Module, largest: float | None) -> None:
     if largest is not None:
         total = nn.utils.clip_grad_norm_(model.parameters(), largest)
         assert isinstance(total, DTensor)
-
-
-def compared(names: Sequence[str], dtypes: Sequence[str], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Runs of all of them, seed by seed."""
-    for seed in seeds:
-        for name in names:
-            for dtype in dtypes:
-                yield loss_with(name, dtype, seed)

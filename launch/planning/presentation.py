@@ -69,7 +69,7 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     )
     table = Table(title="Milliseconds of the optimizer's step on the slowest rank")
     table.add_column("device")
-    headings = ("matrix rule", "element-wise", "messages", "hidden", "exposed", "step", "forward, backward", "share")
+    headings = ("matrix rule", "elements", "messages", "hidden", "exposed", "step", "forward, backward", "share")
     for heading in headings:
         table.add_column(heading, justify="right")
     for one in costs:
