@@ -45,12 +45,13 @@ def batch_volumes(
         returning = wire.back(answer, any(_is_copied(layout, part) for task in batch.tasks for part in task.parts))
         for task in batch.tasks:
             owner = plan.owners[task.key]
-            for holder, held in added([layout.gathered(part, owner) for part in task.parts]).items():
-                if holder != owner:
-                    _flow(there, holder, owner, wire.bytes_of(held))
-            for holder, held in added([layout.elements(part) for part in task.parts]).items():
-                if holder != owner:
-                    _flow(back, owner, holder, returning.bytes_of(answer.whole or answer.values * held))
+            gathered = added([layout.gathered(part, owner) for part in task.parts])
+            held = added([layout.elements(part) for part in task.parts])
+            # Of many ranks, most hold as much.
+            sizes = {count: wire.bytes_of(count) for count in set(gathered.values())}
+            _flow(there.sent, there.received, owner, gathered, sizes)
+            sizes = {count: returning.bytes_of(answer.whole or answer.values * count) for count in set(held.values())}
+            _flow(back.received, back.sent, owner, held, sizes)
         yield BatchVolume(there, back)
 
 
@@ -58,9 +59,18 @@ def _is_copied(layout: Layout, part: str) -> bool:
     return sum(layout.elements(part).values()) > prod(layout.shapes[part])
 
 
-def _flow(flow: Flow, source: int, target: int, size: int) -> None:
-    flow.sent[source] = flow.sent.get(source, 0) + size
-    flow.received[target] = flow.received.get(target, 0) + size
+def _flow(
+    theirs: dict[int, int], owners: dict[int, int], owner: int, held: Mapping[int, int], sizes: Mapping[int, int]
+) -> None:
+    """Count what an owner and all others exchange of a matrix, on both sides."""
+    total = 0
+    for holder, count in held.items():
+        if holder != owner:
+            size = sizes[count]
+            theirs[holder] = theirs.get(holder, 0) + size
+            total += size
+    if total:
+        owners[owner] = owners.get(owner, 0) + total
 
 
 def matrix_volume(
