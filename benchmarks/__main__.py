@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -473,6 +474,27 @@ def plans(page: Annotated[Path, typer.Option(help="Markdown page to write.")] = 
 
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
     page.write_text(plans_page(commit))
+
+
+@app.command()
+def messages(
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each type, from seed 1.")] = 5,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File of the figures, a line of JSON for each run.")] = None,
+) -> None:
+    """Losses of whole runs on two gloo ranks, by the type in which matrices travel between them."""
+    from benchmarks.narrow_messages import DTYPES, TYPES, loss_with
+
+    for seed, name in itertools.product(range(1, seeds + 1), types or TYPES):
+        runs = [loss_with(name, dtype, seed) for dtype in DTYPES]
+        for row in runs:
+            change = row["loss"] - runs[0]["loss"]
+            console.print(
+                f"{name}, seed {seed}, {row['messages']}: {row['loss']:.4f} ({change:+.4f}), {row['sent']:,.0f} bytes"
+            )
+            if output is not None:
+                with output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
 
 
 @app.command()

@@ -7,22 +7,37 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankwise.configs import MODELS, OPTIMIZERS, model_config_path
-from rankwise.launch.planning.asked import Question, answered
-from rankwise.launch.planning.costs import cost
+from rankwise.configs import MODELS, OPTIMIZERS, deepspeed_config, model_config_path
+from rankwise.launch.planning.asked import Asked, Question, answered
+from rankwise.launch.planning.costs import Cost, cost
 from rankwise.launch.planning.described import KNOWN
 from rankwise.launch.planning.devices import Links, device_of
+from rankwise.launch.planning.figures import Figures
 
-__all__ = ["plans_page", "section_of"]
+__all__ = ["COMM_DTYPES", "messages_of", "messages_section", "plans_page", "section_of"]
 
 _HEAD = """# What the configurations for models will hold and cost
 
 Written by `python -m benchmarks plans` at {commit}: each file of [configs/models](../configs/models/README.md) given to
 `rankwise plan`, on as many GPUs as that page says, eight to a node. *State* is the optimizer's on the fullest rank, in
 GiB, with AdamW's beside it, and its ratio to the mean of the ranks; *sent* what the optimizer sends from a rank in a
-step, in MiB; *share* of a whole training step on H100s, from data sheets, nothing overlapped. **Computed, not
-measured.** A dash: the plan refuses such a run, or does not know Megatron's model.
+step, in MiB; *share* of a whole training step on H100s, from data sheets: messages of a batch of matrices travel while
+others are computed, at full speed both. **Computed, not measured.** A dash: the plan refuses such a run, or does not
+know Megatron's model.
 """
+_MESSAGES = """
+## Messages: llama-8b, 64 GPUs, 262,144 tokens a step
+
+The packaged options, ZeRO-3 but for the last line, and `comm_dtype` as it says. Milliseconds on H100s; *messages* is
+their time if nothing else happened, *exposed* what the device waits for them and for other ranks of a batch. Gathers
+begin when gradients are there, and the next forward pass begins when all results are.
+
+| type | comm_dtype | sent, MiB | matrix rule | element-wise | messages | hidden | exposed | step | share |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+_TYPES = {"mars-m": "MARS-M", "mkor": "MKOR", "ldadam": "LDAdam"}
+COMM_DTYPES = (None, "bfloat16", "int8")
+"""Of the table of messages."""
 _SHAPE = {"vocab_size": 30_522, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
 _BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "intermediate_size": 4096, **_SHAPE}
 
@@ -34,7 +49,44 @@ def plans_page(commit: str) -> str:
         commit: Of the code that plans.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return _HEAD.format(commit=commit) + "".join(section_of(model, Path(folder)) for model in MODELS)
+        sections = [section_of(model, Path(folder)) for model in MODELS]
+        return _HEAD.format(commit=commit) + "".join(sections) + messages_section(Path(folder))
+
+
+def messages_section(folder: Path) -> str:
+    """The table of what a step of one model waits for.
+
+    Args:
+        folder: For what is given to the plan.
+    """
+    lines = [_MESSAGES]
+    runs = [(name, dtype, None) for name in _TYPES for dtype in COMM_DTYPES]
+    for name, dtype, mesh in [*runs, ("ldadam", None, "dp=64")]:
+        sent, one = messages_of(name, dtype, mesh, folder)
+        times = (one.compute, one.memory, one.messages, one.hidden, one.exposed, one.total)
+        shown = _TYPES[name] + (", FSDP2" if mesh else "")
+        cells = [shown, dtype or "none", f"{sent / 2**20:,.1f}", *(f"{time:.2f}" for time in times), f"{one.share:.2%}"]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def messages_of(name: str, dtype: str | None, mesh: str | None, folder: Path) -> tuple[int, Cost]:
+    """Of a type on 64 H100s, the bytes that the rank with most sends in a step, and what that costs.
+
+    Args:
+        name: Of the type.
+        dtype: In which its matrices travel.
+        mesh: FSDP2's; None: ZeRO-3.
+        folder: For what is given to the plan.
+    """
+    block = deepspeed_config(name)["optimizer"]
+    block = {**block, "params": {**block["params"], "comm_dtype": dtype}}
+    (folder / "run.json").write_text(json.dumps({"optimizer": block}))
+    run = {"model": "llama-8b", "batch_tokens": 262_144}
+    cut = {"ranks": 64, "stage": 3, "precision": "bf16"} if mesh is None else {"mesh": mesh}
+    asked = answered(Question(folder / "run.json", **run, **cut))
+    found = asked.figures()
+    return max(rank.bytes_sent for rank in found.ranks), _cost(asked, found)
 
 
 def section_of(model: str, folder: Path) -> str:
@@ -77,4 +129,8 @@ def _figures(question: Question) -> Iterator[str]:
     yield f"{max(found.adamw) / 2**30:.3f}"
     yield f"{found.fullest:.2f}"
     yield f"{max(rank.bytes_sent for rank in found.ranks) / 2**20:,.1f}"
-    yield f"{cost(found, device_of('H100'), Links(8, 300.0, 50.0, 20e-6), asked.tokens, 0.4).share:.1%}"
+    yield f"{_cost(asked, found).share:.1%}"
+
+
+def _cost(asked: Asked, found: Figures) -> Cost:
+    return cost(found, device_of("H100"), Links(8, 300.0, 50.0, 20e-6), asked.tokens, 0.4)

@@ -154,7 +154,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize
                     ranks[partner].collectives += 1
-        _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire_itemsize, work.reply))
+        _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, work.reply))
         for rank in ranks if plan.keepers else ():
             rank.collectives += 1
             rank.periodic_collectives += 1
@@ -184,9 +184,9 @@ def _scratch_memory(unit: StepUnit, work: StepWork) -> list[int]:
             totals[holder] += count * held
             largest[holder] = max(largest[holder], held)
     always = list(map(own.elements, totals, largest))
-    most = [0] * layout.world_size
+    most = [0.0] * layout.world_size
     if unit.exchange is not None:
-        plan, wire = unit.exchange.plan, unit.exchange.wire_itemsize
+        plan, wire = unit.exchange.plan, unit.exchange.wire.scratch
         alone: list[list[MatrixTask]] = [[] for _ in layout.ranks]
         batches = []
         for batch in batch_buffers(unit.exchange.layout, plan, work.reply):
@@ -211,9 +211,9 @@ def _alike(layout: Layout) -> Iterable[tuple[Mapping[int, int], int]]:
 _NOTHING = RankBuffers()
 
 
-def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wire: int, alone: int) -> int:
+def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wire: float, alone: int) -> float:
     """Of one rank's steps from batch to batch; the next one's pieces and the last one's results are under way."""
-    most, returning = 0, 0
+    most, returning = 0.0, 0.0
     for batch, following in zip_longest(batches, batches[1:], fillvalue=_NOTHING):
         arriving = itemsize * following.stack + wire * following.gathers
         result = itemsize * batch.result

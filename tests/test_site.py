@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks.model_plans import section_of
+from benchmarks.model_plans import messages_of, messages_section, section_of
 from benchmarks.options_page import options_page
 from benchmarks.recordings import RECORDINGS
 from benchmarks.site_hooks import pages_of_sources, rewritten
@@ -56,6 +56,17 @@ def test_what_the_plan_says_of_configurations_for_models_is_on_the_page(model: s
     """`python -m benchmarks plans` writes the page anew."""
     pytest.importorskip("megatron.core")
     assert section_of(model, tmp_path) in (DOCS / "model-plans.md").read_text()
+
+
+def test_what_a_step_waits_for_is_on_the_page_and_below_what_is_said(tmp_path: Path) -> None:
+    """The goal of 2 % is met where it is 0.02 here; elsewhere these are the figures that are."""
+    assert messages_section(tmp_path) in (DOCS / "model-plans.md").read_text()
+    runs = (("mars-m", "int8", None), ("mkor", "int8", None), ("ldadam", "int8", None), ("ldadam", None, "dp=64"))
+    for (name, dtype, mesh), most in zip(runs, (0.0226, 0.0295, 0.0216, 0.02), strict=True):
+        plain = messages_of(name, None, None, tmp_path)
+        sent, cost = messages_of(name, dtype, mesh, tmp_path)
+        assert cost.share < most and cost.exposed < plain[1].exposed / 2 and sent < 0.4 * plain[0]
+        assert cost.total == pytest.approx(cost.compute + cost.memory + cost.exposed)
 
 
 def test_what_ran_against_versions_of_megatron_is_on_the_page() -> None:

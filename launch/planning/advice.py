@@ -83,7 +83,7 @@ def _smaller(least: int) -> Callable[[Any], Any]:
 
 
 _CHANGES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
-    ("comm_dtype", lambda now: "bfloat16"),
+    ("comm_dtype", lambda now: None if now == "int8" else "bfloat16"),
     ("update_interval", lambda now: now * 5 if now < 50 else None),
     ("state_dtype", lambda now: None if now == "int8" else "bfloat16"),
     ("state_dtype", lambda now: "int8"),
@@ -93,4 +93,5 @@ _CHANGES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("max_factor_dim", _smaller(1024)),
     ("max_factor_dim", _smaller(1024)),
     ("error_feedback", lambda now: False),
+    ("comm_dtype", lambda now: "int8"),
 )

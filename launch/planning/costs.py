@@ -6,22 +6,26 @@ from dataclasses import dataclass
 
 from rankwise.launch.planning.devices import Device, Links
 from rankwise.launch.planning.figures import Figures
+from rankwise.launch.planning.overlap import Speeds, run_through
+from rankwise.sharding import Flow
 
 __all__ = ["Cost", "cost", "training_seconds"]
 
 _TRAINING = 6  # operations for each token and parameter it meets, forward and backward
 _UPDATE = 16  # bytes of an element beside its states: gradient and weight read, weight written, model's copy
+_DELIVERY = 12  # of these: result and weight read, weight written, when the result of a matrix is there
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step of the optimizer on one kind of device, on its slowest rank; what overlaps is not taken off.
+    """Of a step of the optimizer on one kind of device, on its slowest rank.
 
     Attributes:
         device: The kind.
         compute: Milliseconds of the matrix rule.
         memory: Milliseconds of the element-wise passes.
-        messages: Milliseconds of the exchange.
+        messages: Milliseconds of the exchange, if nothing else happened meanwhile.
+        exposed: Milliseconds in which the device waits for messages, or for other ranks in their batches.
         training: Milliseconds of the forward and backward pass.
     """
 
@@ -29,11 +33,22 @@ class Cost:
     compute: float
     memory: float
     messages: float
+    exposed: float
     training: float
+
+    @property
+    def hidden(self) -> float:
+        """Milliseconds of messages behind the computation of other batches."""
+        return max(self.messages - self.exposed, 0.0)
 
     @property
     def total(self) -> float:
         """Milliseconds of the step."""
+        return self.compute + self.memory + self.exposed
+
+    @property
+    def serial(self) -> float:
+        """Milliseconds of the step if nothing overlapped."""
         return self.compute + self.memory + self.messages
 
     @property
@@ -52,16 +67,36 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
         tokens: Of a global batch.
         efficiency: Share of the peak that products reach.
     """
-    rate = device.teraflops * 1e12 * efficiency
+    rate, bandwidth = device.teraflops * 1e12 * efficiency, device.terabytes * 1e12
+
+    def seconds(sent: float, collectives: float) -> float:
+        return links.seconds(*links.shares(sent, found.exchanging), collectives)
+
+    def message(flow: Flow) -> float:
+        return seconds(max(*flow.sent.values(), *flow.received.values()), 1)
+
+    piped = [(0, 0)] * len(found.ranks)
+    delivered = [0] * len(found.ranks)
+    for pipeline in found.pipelines:
+        for place, (size, calls) in pipeline.sent().items():
+            piped[place] = (piped[place][0] + size, piped[place][1] + calls)
+            delivered[place] += pipeline.delivered(place)
     compute = max(rank.matrix_flops for rank in found.ranks) / rate
-    moved = max(rank.elements * _UPDATE + 2 * rank.element_state_bytes for rank in found.ranks)
-    messages = 0.0
-    for rank in found.ranks:
+    memory = messages = 0.0
+    free: list[float] = []
+    for rank, (size, calls), later in zip(found.ranks, piped, delivered, strict=True):
         sent = rank.bytes_sent + rank.periodic_bytes / rank.period
-        calls = rank.collectives + rank.periodic_collectives / rank.period
-        messages = max(messages, links.seconds(*links.shares(sent, found.exchanging), calls))
+        collectives = rank.collectives + rank.periodic_collectives / rank.period
+        passes = (rank.elements * _UPDATE + 2 * rank.element_state_bytes) / bandwidth
+        memory, messages = max(memory, passes), max(messages, seconds(sent, collectives))
+        # Everything else comes first: sums, and what the owners are to be sent.
+        free.append(seconds(sent - size, collectives - calls) + passes - _DELIVERY * later / bandwidth)
+    speeds = Speeds(message, lambda flops: flops / rate, lambda elements: _DELIVERY * elements / bandwidth)
+    for pipeline in found.pipelines:
+        run_through(pipeline, free, speeds)
+    exposed = max(max(free) - compute - memory, 0.0)
     training = training_seconds(found, device, tokens, efficiency)
-    return Cost(device, 1e3 * compute, 1e3 * moved / (device.terabytes * 1e12), 1e3 * messages, 1e3 * training)
+    return Cost(device, *(1e3 * value for value in (compute, memory, messages, exposed, training)))
 
 
 def training_seconds(found: Figures, device: Device, tokens: int, efficiency: float) -> float:

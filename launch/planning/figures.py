@@ -19,6 +19,7 @@ from rankwise.launch.planning.described import Sizes, active_parameters
 from rankwise.launch.planning.fsdp import MeshSource, contents_on_mesh, tensor_parallel_dims
 from rankwise.launch.planning.megatron import StageSource, Wrapped, rank_contents, stage_model, stage_parts, wrapped
 from rankwise.launch.planning.optimizers import Chosen, built
+from rankwise.launch.planning.overlap import Pipeline, pipeline_of
 from rankwise.planning.unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -46,6 +47,7 @@ class Figures:
         exchanging: Ranks among which an update's messages go; those of experts go among fewer.
         adamw: Bytes of AdamW's state of every rank.
         largest: Bytes of matrix states of the matrix that has most on one rank, and its name.
+        pipelines: The batches of every optimizer's step.
     """
 
     ranks: list[RankEstimate] = field(default_factory=list)
@@ -59,6 +61,7 @@ class Figures:
     exchanging: int = 1
     adamw: list[int] = field(default_factory=list)
     largest: tuple[int, str] = (0, "")
+    pipelines: list[Pipeline] = field(default_factory=list)
 
     def states(self) -> list[int]:
         """Bytes of optimizer state of every rank."""
@@ -205,6 +208,7 @@ def _estimates(
         if unit.exchange is None:
             continue
         plan, work = unit.exchange.plan, optimizer.work(unit)
+        found.pipelines.append(pipeline_of(unit.exchange, work, places))
         found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
         found.lent += len(plan.keepers)
         for batch in plan.batches:

@@ -67,12 +67,13 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
         f"{across / 2**20:,.1f} across"
         + (f"; every {sent.period} steps {sent.periodic_bytes / 2**20:,.1f} MiB more." if sent.periodic_bytes else ".")
     )
-    table = Table(title="Milliseconds of the optimizer's step on the slowest rank, nothing overlapped")
+    table = Table(title="Milliseconds of the optimizer's step on the slowest rank")
     table.add_column("device")
-    for heading in ("matrix rule", "element-wise", "messages", "together", "forward, backward", "share"):
+    headings = ("matrix rule", "elements", "messages", "hidden", "exposed", "step", "forward, backward", "share")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for one in costs:
-        times = (one.compute, one.memory, one.messages, one.total, one.training)
+        times = (one.compute, one.memory, one.messages, one.hidden, one.exposed, one.total, one.training)
         table.add_row(one.device.name, *(f"{value:,.2f}" for value in times), f"{one.share:.1%}")
     console.print(table)
     flops = max(rank.flops for rank in found.ranks)
@@ -116,6 +117,9 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
                 "matrix_ms": one.compute,
                 "element_ms": one.memory,
                 "messages_ms": one.messages,
+                "hidden_ms": one.hidden,
+                "exposed_ms": one.exposed,
+                "serial_ms": one.serial,
                 "total_ms": one.total,
                 "training_ms": one.training,
                 "share": one.share,

@@ -21,6 +21,7 @@ from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.passes import Field, Pass, Scalars, only_some
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.run_views import are_runs, chosen_of
+from rankwise.planning.coded_wire import wire_of
 from rankwise.planning.element_states import ElementStates, States
 from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.planning.narrow_states import NarrowStates, PassPart
@@ -391,8 +392,9 @@ class StepUnit:
             self.key_tensors = {**self.key_tensors, **{part: self.key_tensors[key] for part, key in parts.items()}}
         layout = in_slices(self.layout, self.slices)
         plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
-        wire_dtype = None if comm_dtype is None else getattr(torch, comm_dtype)
-        self.exchange = MatrixExchange(layout, plan, self.device, self.dtype, wire_dtype, alone or None)
+        self.exchange = MatrixExchange(
+            layout, plan, self.device, self.dtype, wire_of(comm_dtype, self.dtype), alone or None
+        )
         return loads
 
     def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:

@@ -15,21 +15,25 @@ from .pieces import BatchPlan
 from .reduce import FragmentSums
 from .slices import SlicedMatrix, find_slices, in_slices
 from .traffic import Traffic
-from .volume import halo_volume, matrix_volume, sums_volume
+from .volume import BatchVolume, Flow, batch_volumes, halo_volume, matrix_volume, sums_volume
+from .wire import WireFormat
 
 __all__ = [
     "host_group",
     "local_group",
     "RankBuffers",
     "batch_buffers",
+    "batch_volumes",
     "BATCH_ELEMENTS",
     "Batch",
     "BatchBuffers",
     "BatchPlan",
+    "BatchVolume",
     "Block",
     "DeviceIndices",
     "EvenCuts",
     "EvenLayout",
+    "Flow",
     "Fragment",
     "FragmentSums",
     "Gather",
@@ -46,6 +50,7 @@ __all__ = [
     "Return",
     "SlicedMatrix",
     "Traffic",
+    "WireFormat",
     "cut_into_blocks",
     "find_slices",
     "gather_together",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from .indices import DeviceIndices
 from .layout import Layout
 from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply
-from .pieces import BatchPlan, Piece, plan_batch
+from .pieces import BatchPlan, Piece, Side, plan_batch
 from .traffic import Traffic
+from .wire import WireFormat
 
 __all__ = ["Gather", "MatrixExchange", "Return"]
 
@@ -26,10 +28,11 @@ class _Message:
     received: Tensor
     sent: Tensor
     work: dist.Work
+    wire: WireFormat
 
     def wait(self) -> Tensor:
         self.work.wait()
-        return self.received
+        return self.wire.read(self.received)
 
 
 @dataclass
@@ -73,6 +76,14 @@ def _fill(stack: Tensor, pieces: Sequence[Piece], values: Sequence[Tensor | None
         torch._foreach_zero_(empty)
 
 
+def _pieces(values: Tensor, side: Side) -> Sequence[Tensor]:
+    """What has arrived of each piece, without the zeros that filled its blocks."""
+    if values.numel() == sum(side.numels):
+        return values.split(side.numels)
+    filled = values.split([numel + pad for numel, pad in zip(side.numels, side.pads, strict=True)])
+    return [value[:numel] for value, numel in zip(filled, side.numels, strict=True)]
+
+
 def _times(factor: int, counts: Sequence[int]) -> list[int]:
     return [factor * count for count in counts]
 
@@ -90,6 +101,7 @@ class MatrixExchange:
             and no other rank waits for them. Empty unless matrices are computed one by one.
         in_place_fragments: Their local fragments.
         dtype: Type of gathered matrices and of results.
+        wire: How they are written in messages.
         device: Where they lie.
         indices: Index tensors on the exchange's device.
         one_by_one: See the constructor.
@@ -104,7 +116,7 @@ class MatrixExchange:
         plan: MatrixPlan,
         device: torch.device,
         dtype: torch.dtype,
-        wire_dtype: torch.dtype | None = None,
+        wire: WireFormat | None = None,
         one_by_one: bool | None = None,
     ) -> None:
         """Plan every message once.
@@ -114,19 +126,20 @@ class MatrixExchange:
             plan: Owners and batches; must be the same on every rank.
             device: Where fragments live.
             dtype: Type of gathered matrices and of results.
-            wire_dtype: Their type in messages. None: ``dtype``, so that messages round nothing. Otherwise what crosses
-                ranks is rounded to it, once on the way to the owner and once on the way back.
+            wire: How they are written in messages. None: in ``dtype``, so that messages round nothing. Otherwise what
+                crosses ranks is rounded, once on the way to the owner and once on the way back.
             one_by_one: Matrices that lie whole on their owners are computed one at a time and without a copy. What is
                 gathered may then be a source itself. None: on devices of :attr:`one_by_one_on`.
         """
         self.layout, self.plan = layout, plan
         self.traffic = Traffic()
-        self.device, self.dtype, self._wire = device, dtype, wire_dtype or dtype
+        self.device, self.dtype, self.wire = device, dtype, wire or WireFormat(dtype)
+        self._zeros = torch.zeros(self.wire.block - 1, dtype=self.wire.joined, device=device)
         self.one_by_one = device.type in self.one_by_one_on if one_by_one is None else one_by_one
         self.indices = DeviceIndices(device)
         index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
         self._plans = [
-            plan_batch(layout, plan.owners, number, batch, index_of, device)
+            plan_batch(layout, plan.owners, number, batch, index_of, device, self.wire.block)
             for number, batch in enumerate(() if layout.imagined else self._computed_batches())
         ]
         # Alike on all ranks: with other batches in between, the collectives of the rest would come in another order.
@@ -169,12 +182,8 @@ class MatrixExchange:
         """Bytes this rank sends to owners per step."""
         if self.layout.replicated:
             return 0
-        return self._wire.itemsize * sum(sum(plan.outgoing.counts) for plan in self._plans)
-
-    @property
-    def wire_itemsize(self) -> int:
-        """Bytes of one element in a message."""
-        return self._wire.itemsize
+        record = self.wire.record * self.wire.dtype.itemsize
+        return record * sum(sum(plan.outgoing.blocks) for plan in self._plans)
 
     def owned(self) -> list[MatrixTask]:
         """The tasks this rank owns, in batch order."""
@@ -207,8 +216,8 @@ class MatrixExchange:
         _fill(flat, plan.local, [sources[piece.fragment] for piece in plan.local])
         if not plan.gathers:
             return Gather(stack, None)
-        leaving = [self._present(sources, piece, missing) for piece in plan.outgoing.pieces]
-        return Gather(stack, self._all_to_all(self._pack(leaving), plan.outgoing.counts, plan.incoming.counts))
+        leaving = [[self._present(sources, piece, missing)] for piece in plan.outgoing.pieces]
+        return Gather(stack, self._send(self.wire, leaving, plan.outgoing, plan.incoming))
 
     def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
         """Whether the stack would be a copy of one fragment, and may be that fragment."""
@@ -234,8 +243,7 @@ class MatrixExchange:
         """Wait for the pieces of others: (owned, task length); it may be a source itself."""
         if gather.message is not None:
             flat = gather.stack.view(-1)
-            arrived = gather.message.wait().split(plan.incoming.numels)
-            _fill(flat, plan.incoming.pieces, arrived)
+            _fill(flat, plan.incoming.pieces, _pieces(gather.message.wait(), plan.incoming))
             gather.message = None  # Its memory is free while the batch is computed.
         return gather.stack
 
@@ -264,17 +272,22 @@ class MatrixExchange:
         """
         if not plan.returns:
             return Return(plan, result, reply, None)
-        if plan.copied and self._wire != self.dtype:
+        wire, there, here = self.wire.back(reply, plan.copied), plan.results_out, plan.results_in
+        if plan.copied and wire.joined != self.dtype:
             # Where ranks hold the same elements, the owner must use what the others get, or the copies drift apart.
-            result = result.to(self._wire).to(self.dtype)
-        there, here = plan.results_out, plan.results_in
-        if reply.whole is None:
-            flats = _separated(result, reply.values)
-            leaving = self._pack([part for piece in there.pieces for flat in flats for part in piece.parts(flat)])
-            message = self._all_to_all(leaving, *(_times(reply.values, side.counts) for side in (there, here)))
+            result = result.to(wire.joined).to(self.dtype)
+        if reply.whole is not None:
+            leaving = result.index_select(0, plan.result_rows).reshape(-1).to(wire.joined)
+            sizes = (_times(reply.whole, side.row_counts) for side in (there, here))
+            message = self._all_to_all(wire, leaving, *sizes)
         else:
-            leaving = result.index_select(0, plan.result_rows).reshape(-1).to(self._wire)
-            message = self._all_to_all(leaving, *(_times(reply.whole, side.row_counts) for side in (there, here)))
+            flats = _separated(result, reply.values)
+            parts = [[part for flat in flats for part in piece.parts(flat)] for piece in there.pieces]
+            if reply.values == 1:
+                message = self._send(wire, parts, there, here)
+            else:
+                sizes = (_times(reply.values, side.counts) for side in (there, here))
+                message = self._all_to_all(wire, self._pack(wire, list(chain.from_iterable(parts))), *sizes)
         return Return(plan, result, reply, message)
 
     def finish_return(self, returning: Return, sources: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
@@ -296,7 +309,9 @@ class MatrixExchange:
                 found.append((piece.fragment, own[0] if len(own) == 1 else torch.cat(own)))
         if returning.message is not None:
             received = returning.message.wait().to(self.dtype)
-            if reply.whole is None:
+            if reply.whole is None and reply.values == 1:
+                arrived = _pieces(received, plan.results_in)
+            elif reply.whole is None:
                 arrived = received.split(_times(reply.values, plan.results_in.numels))
             else:
                 payloads = received.split(reply.whole)
@@ -307,16 +322,23 @@ class MatrixExchange:
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _pack(self, values: Sequence[Tensor]) -> Tensor:
-        if not values:
-            return torch.empty(0, dtype=self._wire, device=self.device)
-        return torch.cat([value.to(self._wire).reshape(-1) for value in values])
+    def _send(self, wire: WireFormat, pieces: Sequence[Sequence[Tensor]], there: Side, here: Side) -> _Message:
+        """Send pieces, one value for each of their elements."""
+        sizes = there.counts, here.counts
+        if wire.block > 1:
+            pieces = [[*part, self._zeros[:pad]] if pad else part for part, pad in zip(pieces, there.pads, strict=True)]
+            sizes = _times(wire.record, there.blocks), _times(wire.record, here.blocks)
+        return self._all_to_all(wire, self._pack(wire, list(chain.from_iterable(pieces))), *sizes)
 
-    def _all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]) -> _Message:
+    def _pack(self, wire: WireFormat, values: Sequence[Tensor]) -> Tensor:
+        if not values:
+            return torch.empty(0, dtype=wire.joined, device=self.device)
+        return torch.cat([value.to(wire.joined).reshape(-1) for value in values])
+
+    def _all_to_all(self, wire: WireFormat, values: Tensor, sending: list[int], receiving: list[int]) -> _Message:
+        sent = wire.write(values)
         self.traffic.count(sent)
-        received = torch.empty(sum(receive_counts), dtype=self._wire, device=self.device)
-        work = dist.all_to_all_single(
-            received, sent, receive_counts, send_counts, group=self.layout.group, async_op=True
-        )
+        received = torch.empty(sum(receiving), dtype=wire.dtype, device=self.device)
+        work = dist.all_to_all_single(received, sent, receiving, sending, group=self.layout.group, async_op=True)
         assert work is not None
-        return _Message(received, sent, work)
+        return _Message(received, sent, work, wire)

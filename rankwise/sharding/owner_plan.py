@@ -12,7 +12,7 @@ from typing import Any
 from .layout import Layout
 from .slices import SlicedMatrix
 
-__all__ = ["Batch", "MatrixPlan", "MatrixTask", "Reply", "assign_owners", "own_pieces", "plan_matrices"]
+__all__ = ["Batch", "MatrixPlan", "MatrixTask", "Reply", "added", "assign_owners", "own_pieces", "plan_matrices"]
 
 # A rank keeps what it holds whole until its load exceeds the mean by this factor: moving a matrix costs two
 # messages a step, a small imbalance costs little.
@@ -123,7 +123,7 @@ def assign_owners(
             loads[owners[task.key]] += task.cost
     lightest = [(load, rank) for rank, load in enumerate(loads)]
     heapify(lightest)
-    for task in sorted(tasks, key=lambda task: (-task.cost, task.key)):
+    for task in sorted(tasks, key=lambda task: (-task.cost, repr(task.signature), task.key)):
         if task.key in owners:
             continue
         shares = held[task.key]
@@ -169,6 +169,7 @@ def plan_matrices(
     parts = [task for task in tasks if task.whole is not None]
     partners, loads = _assign_partners(parts, slices or {}, loads, kept)
     whole = [task for task in tasks if task.whole is None]
+    batch_elements = max([batch_elements, *(_elements(layout, task) for task in whole)])
     owners, loads = assign_owners(whole, _held(layout, whole), loads, kept=kept)
     batches = [
         *_joint_batches(layout, parts, partners, batch_elements),
@@ -181,12 +182,15 @@ def _held(layout: Layout, tasks: Sequence[MatrixTask]) -> dict[str, Mapping[int,
     """For each task, how many of its elements each rank holds."""
     held: dict[str, Mapping[int, int]] = {}
     for task in tasks:
-        first, *others = (layout.elements(part) for part in task.parts)
-        held[task.key] = _added(first, others) if others else first
+        held[task.key] = added([layout.elements(part) for part in task.parts])
     return held
 
 
-def _added(first: Mapping[int, int], others: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def added(parts: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
+    """Elements by rank of several parts, at least one."""
+    first, *others = parts
+    if not others:
+        return first
     shares = dict(first)
     for other in others:
         for rank, elements in other.items():
@@ -220,8 +224,11 @@ def _assign_partners(
 
 def _chunk(layout: Layout, task: MatrixTask, batch_elements: int, together: int = 1) -> int:
     """How many tasks like this one, or groups of them, an owner stacks in a batch."""
-    numel = together * sum(prod(layout.shapes[part]) for part in task.parts)
-    return max(1, batch_elements // max(1, numel))
+    return max(1, batch_elements // max(1, together * _elements(layout, task)))
+
+
+def _elements(layout: Layout, task: MatrixTask) -> int:
+    return sum(prod(layout.shapes[part]) for part in task.parts)
 
 
 def _batches(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from math import prod
+from operator import add
 
 import torch
 from torch import Tensor
@@ -58,6 +60,9 @@ class Side:
 
     A payload goes once to every rank that holds a piece of its matrix: ``rows`` lists the matrices, rank by rank,
     ``row_counts`` how many there are of each rank, and ``row_of`` where in that list each piece's matrix is.
+
+    Where a message is written block by block, ``pads`` are the zeros behind each piece, so that another matrix begins
+    with a block, and ``blocks`` how many there are with each rank.
     """
 
     pieces: tuple[Piece, ...]
@@ -66,10 +71,12 @@ class Side:
     rows: list[int]
     row_counts: list[int]
     row_of: list[int]
+    pads: list[int]
+    blocks: list[int]
 
     @classmethod
-    def of(cls, by_rank: Sequence[Sequence[Piece]]) -> Side:
-        """The side of pieces listed by the other rank."""
+    def of(cls, by_rank: Sequence[Sequence[Piece]], block: int = 1) -> Side:
+        """The side of pieces listed by the other rank, and how many elements are written together."""
         rows: list[int] = []
         row_counts: list[int] = []
         row_of: list[int] = []
@@ -79,8 +86,22 @@ class Side:
             row_counts.append(len(place))
             row_of.extend(place[piece.row] for piece in pieces)
         flat = tuple(piece for pieces in by_rank for piece in pieces)
-        counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
-        return cls(flat, [piece.numel for piece in flat], counts, rows, row_counts, row_of)
+        numels, counts = [piece.numel for piece in flat], [sum(piece.numel for piece in pieces) for pieces in by_rank]
+        pads = _pads(numels, row_of, block)
+        filled, blocks = iter(map(add, numels, pads)), []
+        for pieces in by_rank:
+            blocks.append(sum(islice(filled, len(pieces))) // block)
+        return cls(flat, numels, counts, rows, row_counts, row_of, pads, blocks)
+
+
+def _pads(numels: Sequence[int], row_of: Sequence[int], block: int) -> list[int]:
+    """Behind the last piece of each matrix, what it lacks of whole blocks."""
+    pads, run = [], 0
+    for numel, row, following in zip_longest(numels, row_of, row_of[1:]):
+        run += numel
+        pads.append(0 if row == following else -run % block)
+        run = run if row == following else 0
+    return pads
 
 
 @dataclass(frozen=True)
@@ -109,6 +130,7 @@ def plan_batch(
     batch: Batch,
     index_of: Mapping[Fragment, int],
     device: torch.device,
+    block: int = 1,
 ) -> BatchPlan:
     """Find this rank's part in the exchange of one batch.
 
@@ -119,6 +141,7 @@ def plan_batch(
         batch: Its tasks.
         index_of: Position of every local fragment.
         device: Where fragments live.
+        block: Elements that messages have together.
     """
     world, me = layout.world_size, layout.rank
     shapes, holders = layout.shapes, layout.holders
@@ -154,7 +177,7 @@ def plan_batch(
                 by_rank.extend(map(piece, holders[part].get(holder, ())))
             first += prod(shapes[part])
     local, incoming[me], results_out[me] = tuple(incoming[me]), [], []
-    there = Side.of(results_out)
+    there = Side.of(results_out, block)
     result_rows = torch.tensor(there.rows, dtype=torch.long, device=device)
     return BatchPlan(
         batch=batch,
@@ -162,9 +185,9 @@ def plan_batch(
         owned=owned,
         length=length,
         local=local,
-        outgoing=Side.of(outgoing),
-        incoming=Side.of(incoming),
-        results_in=Side.of(results_in),
+        outgoing=Side.of(outgoing, block),
+        incoming=Side.of(incoming, block),
+        results_in=Side.of(results_in, block),
         results_out=there,
         result_rows=result_rows,
         gathers=gathers,

@@ -5,23 +5,83 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from .layout import Fragment, Layout
-from .owner_plan import Batch, MatrixPlan, Reply, own_pieces
+from .owner_plan import Batch, MatrixPlan, Reply, added, own_pieces
 from .traffic import Traffic
+from .wire import WireFormat
 
-__all__ = ["halo_volume", "matrix_volume", "sums_volume"]
+__all__ = ["BatchVolume", "Flow", "batch_volumes", "halo_volume", "matrix_volume", "sums_volume"]
+
+
+class Flow(NamedTuple):
+    """Bytes of one message of all ranks, by rank; nothing where none is sent."""
+
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+class BatchVolume(NamedTuple):
+    """What travels for one batch: pieces to the owners, and results back."""
+
+    gather: Flow
+    back: Flow
+
+
+def batch_volumes(
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
+) -> Iterator[BatchVolume]:
+    """What travels for each batch, in their order.
+
+    Args:
+        layout: The common layout.
+        plan: Owners and batches.
+        wire: How values are written in messages.
+        reply: What the holders get of the results.
+    """
+    for batch in plan.batches:
+        there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
+        returning = wire.back(answer, any(_is_copied(layout, part) for task in batch.tasks for part in task.parts))
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            gathered = added([layout.gathered(part, owner) for part in task.parts])
+            held = added([layout.elements(part) for part in task.parts])
+            # Of many ranks, most hold as much.
+            sizes = {count: wire.bytes_of(count) for count in set(gathered.values())}
+            _flow(there.sent, there.received, owner, gathered, sizes)
+            sizes = {count: returning.bytes_of(answer.whole or answer.values * count) for count in set(held.values())}
+            _flow(back.received, back.sent, owner, held, sizes)
+        yield BatchVolume(there, back)
+
+
+def _is_copied(layout: Layout, part: str) -> bool:
+    return sum(layout.elements(part).values()) > prod(layout.shapes[part])
+
+
+def _flow(
+    theirs: dict[int, int], owners: dict[int, int], owner: int, held: Mapping[int, int], sizes: Mapping[int, int]
+) -> None:
+    """Count what an owner and all others exchange of a matrix, on both sides."""
+    total = 0
+    for holder, count in held.items():
+        if holder != owner:
+            size = sizes[count]
+            theirs[holder] = theirs.get(holder, 0) + size
+            total += size
+    if total:
+        owners[owner] = owners.get(owner, 0) + total
 
 
 def matrix_volume(
-    layout: Layout, plan: MatrixPlan, itemsize: int, reply: Callable[[Batch], Reply] = own_pieces
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
 ) -> list[Traffic]:
     """What each rank sends when all straddling matrices travel to their owners and their results back.
 
     Args:
         layout: The common layout.
         plan: Owners and batches.
-        itemsize: Bytes of one element in a message.
+        wire: How values are written in messages.
         reply: What the holders get of the results.
 
     Returns:
@@ -29,23 +89,11 @@ def matrix_volume(
     """
     sent = [0] * layout.world_size
     collectives = 0
-    for batch in plan.batches:
-        gathers = returns = False
-        answer = reply(batch)
-        for task in batch.tasks:
-            owner = plan.owners[task.key]
-            recipients: dict[int, int] = {}
-            for part in task.parts:
-                for holder, elements in layout.gathered(part, owner).items():
-                    if holder != owner:
-                        gathers = True
-                        sent[holder] += elements * itemsize
-                for holder, elements in layout.elements(part).items():
-                    if holder != owner:
-                        recipients[holder] = recipients.get(holder, 0) + elements
-            returns = returns or bool(recipients)
-            sent[owner] += itemsize * sum(answer.whole or answer.values * held for held in recipients.values())
-        collectives += gathers + returns
+    for volume in batch_volumes(layout, plan, wire, reply):
+        for flow in volume:
+            collectives += bool(flow.sent)
+            for rank, size in flow.sent.items():
+                sent[rank] += size
     return [Traffic(collectives, size) for size in sent]
 
 

@@ -8,10 +8,9 @@ batch *k* as ``rankwise: gather k``, ``compute k``, ``return k`` and ``deliver k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import Batch, BatchPlan, Gather, MatrixExchange, MatrixTask, Reply, Return
 from rankwise.step.health import Health
 
-__all__ = ["MatrixRule", "profiled", "step_matrices"]
+__all__ = ["MatrixRule", "phases", "profiled", "step_matrices"]
 
 
 _NOTHING = nullcontext()
@@ -150,6 +149,30 @@ def step_matrices(rule: MatrixRule) -> None:
         _MatrixStep(rule.unit.exchange, rule).run()
 
 
+def phases(batches: int) -> Iterator[tuple[str, int]]:
+    """What a step does with which of its batches, in this order.
+
+    "gather" and "return" begin a message; "compute" waits for the gathered pieces, "deliver" for the results. "in
+    place" is of the matrices that need no message.
+
+    Args:
+        batches: How many travel.
+    """
+    for number in range(batches):
+        if number == 0:
+            yield "gather", 0
+        if number + 1 < batches:
+            yield "gather", number + 1
+        yield "compute", number
+        if number > 0:
+            # Before more leaves: the memory of one batch's results is there at a time.
+            yield "deliver", number - 1
+        yield "return", number
+    yield "in place", batches
+    if batches:
+        yield "deliver", batches - 1
+
+
 class _MatrixStep:
     """One run of a rule over the batches of an exchange, which come in one order on all ranks."""
 
@@ -160,23 +183,20 @@ class _MatrixStep:
 
     def run(self) -> None:
         batches = self._exchange.batches
-        arriving = self._gather(batches[0]) if batches else None
-        returning: Return | None = None
-        for plan, following in zip_longest(batches, batches[1:]):
-            assert arriving is not None
-            current = arriving
-            arriving = None if following is None else self._gather(following)
-            result = self._computed(plan, current)
-            del current  # with its stack
-            if returning is not None:
-                # Before more leaves: the memory of one batch's results is there at a time.
-                self._deliver(returning)
-                returning = None
-            returning = self._return(plan, result)
-            del result
-        self._step_in_place()
-        if returning is not None:
-            self._deliver(returning)
+        arriving: dict[int, Gather] = {}
+        results: dict[int, Tensor] = {}
+        returning: dict[int, Return] = {}
+        for phase, number in phases(len(batches)):
+            if phase == "in place":
+                self._step_in_place()
+            elif phase == "gather":
+                arriving[number] = self._gather(batches[number])
+            elif phase == "compute":
+                results[number] = self._computed(batches[number], arriving.pop(number))
+            elif phase == "return":
+                returning[number] = self._return(batches[number], results.pop(number))
+            else:
+                self._deliver(returning.pop(number))
         self._rule.finish()
 
     def _gather(self, plan: BatchPlan) -> Gather:

@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 import deepspeed
 import ds_harness as ds
 import pytest
+import torch
 from collectives import recorded
 from ranks import run_ranks
 
 from rankwise.estimate import estimate
-from rankwise.sharding import MatrixPlan, matrix_volume
+from rankwise.sharding import MatrixPlan, WireFormat, matrix_volume
 
 STAGES = (0, 1, 2, 3)
 # MKOR leaves a layer that no input reaches to its backend after the first step, and plans anew without it.
 USED = {"exclude": ["unused.weight"]}
 PARAMS: dict[str, dict[str, Any]] = {
     "MARS-AdamW": {},
-    "MARS-M": {},
+    "MARS-M": {"comm_dtype": "int8"},
     "MARS-Shampoo": {"comm_dtype": "bfloat16"},
     "SONew": {"graft": "rmsprop"},
     "LDAdam": {},
@@ -67,11 +68,12 @@ def _cell(name: str, stage: int, rank: int, world: int) -> Cell:
             continue
         plan, reply = unit.exchange.plan, optimizer.work(unit).reply
         limit += 2 * len(plan.batches)
-        volume = matrix_volume(unit.layout, plan, 4, reply)
+        volume = matrix_volume(unit.layout, plan, WireFormat(torch.float32), reply)
         matrix_collectives += volume[rank].collectives
         staying = MatrixPlan(plan.owners, tuple(_at_home(batch, plan, unit.layout) for batch in plan.batches))
         at_home += sum(len(batch.tasks) for batch in staying.batches)
-        assert not any(traffic.bytes or traffic.collectives for traffic in matrix_volume(unit.layout, staying, 4))
+        stays = matrix_volume(unit.layout, staying, WireFormat(torch.float32))
+        assert not any(traffic.bytes or traffic.collectives for traffic in stays)
     predicted = (mine.bytes_sent, mine.collectives, mine.periodic_bytes, mine.periodic_collectives)
     cell = Cell(sent, predicted, optimizer.read_health(), limit, at_home, matrix_collectives)
     engine.destroy()

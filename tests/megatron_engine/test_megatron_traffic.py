@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from collectives import Message, Wire
 from megatron.core import parallel_state as mpu
@@ -21,7 +22,7 @@ from ranks import run_ranks
 
 from megatron_patches.cpu import cpu_megatron
 from rankwise.estimate import estimate
-from rankwise.sharding import MatrixPlan, matrix_volume
+from rankwise.sharding import MatrixPlan, WireFormat, matrix_volume
 
 # The first step plans, for which ranks exchange what they hold; it is left out.
 STEPS, INTERVAL = 3, 2
@@ -108,7 +109,9 @@ def _at_home(inner: Any, unit: Any) -> tuple[int, int]:
     for batch in plan.batches:
         homes = {task: {h for part in task.parts for h in layout.holders[part]} for task in batch.tasks}
         staying.append(replace(batch, tasks=tuple(t for t in batch.tasks if homes[t] == {plan.owners[t.key]})))
-    volume = matrix_volume(layout, MatrixPlan(plan.owners, tuple(staying)), 4, inner.work(unit).reply)
+    volume = matrix_volume(
+        layout, MatrixPlan(plan.owners, tuple(staying)), WireFormat(torch.float32), inner.work(unit).reply
+    )
     assert not any(traffic.bytes or traffic.collectives for traffic in volume)
     count = sum(len(batch.tasks) for batch in staying)
     return count, sum(len(batch.tasks) for batch in plan.batches) - count

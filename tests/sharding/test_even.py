@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding import EvenCuts, EvenLayout, Layout, MatrixTask, halo_volume, matrix_volume, sums_volume
+from rankwise.sharding import (
+    EvenCuts,
+    EvenLayout,
+    Layout,
+    MatrixTask,
+    WireFormat,
+    halo_volume,
+    matrix_volume,
+    sums_volume,
+)
 from rankwise.sharding.owner_plan import IMBALANCE_TOLERANCE, assign_owners
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -64,7 +73,7 @@ def test_equal_cuts_are_what_their_list_is(world: int) -> None:
             assert unit.exchange is not None and listed.exchange is not None
             assert unit.exchange.plan == listed.exchange.plan
             volumes = [
-                matrix_volume(one.layout, one.exchange.plan, 4, work.reply)
+                matrix_volume(one.layout, one.exchange.plan, WireFormat(torch.float32), work.reply)
                 for one, work in zip((unit, listed), works, strict=True)
                 if one.exchange is not None
             ]

@@ -23,7 +23,17 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from rankwise.sharding import Batch, Fragment, Layout, MatrixExchange, MatrixPlan, MatrixTask, Reply, plan_matrices
+from rankwise.sharding import (
+    Batch,
+    Fragment,
+    Layout,
+    MatrixExchange,
+    MatrixPlan,
+    MatrixTask,
+    Reply,
+    WireFormat,
+    plan_matrices,
+)
 from rankwise.step.matrices import MatrixRule, step_matrices
 
 CPU = torch.device("cpu")
@@ -388,7 +398,7 @@ def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
     ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in cuts]
     layout = Layout(tuple(ranks), rank, dist.group.WORLD)
     plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
-    exchange = MatrixExchange(layout, plan, CPU, torch.float32, torch.bfloat16)
+    exchange = MatrixExchange(layout, plan, CPU, torch.float32, WireFormat(torch.bfloat16))
     sources = [
         torch.randn(fragment.numel, generator=torch.Generator().manual_seed(i))
         for i, fragment in enumerate(layout.mine)
