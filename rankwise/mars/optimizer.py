@@ -176,18 +176,19 @@ class MARS(ShardedOptimizer):
         # Other ranks may have something to clip where this one has nothing.
         if not clipping and not unit.sums.straddlers:
             return None
-        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in buckets] or [
+        measured = [bucket for bucket in buckets if bucket.group["clip"] is not None]
+        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in measured] or [
             torch.zeros(0, dtype=torch.float64, device=unit.device)
         ]
-        entries = [entry for bucket in buckets for entry in bucket.entries]
+        entries = [entry for bucket in measured for entry in bucket.entries]
         squares = unit.sum_over_ranks(entries, joined(norms))[0]
+        clipped = {id(bucket): squares[span] for bucket, span in spans(measured)}
         found = []
-        for bucket, span in spans(buckets):
-            clip = bucket.group["clip"]
-            if clip is None:
+        for bucket in buckets:
+            if id(bucket) not in clipped:
                 found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
             else:
-                found.append(updates.clip_coefficient(squares[span], clip).to(unit.dtype))
+                found.append(updates.clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
                 self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
         return joined(found) if clipping else None
 
@@ -218,12 +219,29 @@ class MARS(ShardedOptimizer):
         scalars.advance = not self.options.exact
         if not part.orthogonal:
             scalars.lr, scalars.weight_decay, scalars.eps = (group[name] for name in ("lr", "weight_decay", "eps"))
-        else:
-            bucket.state("exp_avg")  # opened: what is orthogonalised has not been rounded
         if rule == "adamw":
             scalars.step = bucket.step
-        names = ("reference", *STATES[rule])
-        for update in bucket.passes(rule, names, scalars, part.coefficients, weights=not part.orthogonal):
+        if self.declared.folds(part.orthogonal, group):
+            self._folded(unit, part, scalars)
+            return
+        if part.orthogonal:
+            bucket.state("exp_avg")  # opened: what is orthogonalised has not been rounded
+        for update in bucket.passes(rule, ("reference", *STATES[rule]), scalars, part.coefficients):
+            unit.run(update)
+
+    def _folded(self, unit: StepUnit, part: _Part, scalars: Scalars) -> None:
+        """The same from the average of the gradients, where it tells all; see :meth:`MARSDeclared.folds`."""
+        bucket = part.bucket
+        scalars.nesterov = bucket.group["gamma"]
+        onto = None
+        if part.orthogonal:
+            # Momenta are not kept: they lie where gradients did that nobody needs any more.
+            onto = bucket.found["exp_avg"] = [
+                grad if spent else torch.empty_like(grad, dtype=unit.dtype)
+                for grad, spent in zip(bucket.grads, _spent(unit, bucket), strict=True)
+            ]
+        rule: PassRule = "nesterov" if part.orthogonal else "lion"
+        for update in bucket.passes(rule, {"exp_avg": "grad_avg"}, scalars, part.coefficients, onto=onto):
             unit.run(update)
 
     def _before_step(self, unit: StepUnit) -> None:
@@ -255,6 +273,12 @@ class MARS(ShardedOptimizer):
                     state["next_reference"] = torch.zeros_like(upcoming) if spent is None else spent
                     state["reference"] = upcoming
             self._recorded = False
+
+
+def _spent(unit: StepUnit, bucket: Bucket) -> list[bool]:
+    """Whether momenta may take the places of a bucket's gradients."""
+    pairs = zip(bucket.entries, bucket.grads, strict=True)
+    return [grad.dtype == unit.dtype and unit.spends(entry, grad) for entry, grad in pairs]
 
 
 def _factor(bucket: Bucket) -> float:

@@ -127,10 +127,10 @@ class Declared(ABC):
         wish = getattr(self.options, "state_rounding", "nearest")
         return wish == "stochastic" or (wish == "auto" and state.endswith("_sq"))
 
-    def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of a parameter's element states that mean the same in AdamW, as the rule takes them all or none."""
+    def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Those of a parameter's element states that mean the same in AdamW, by its names; all are taken, or none."""
         kept = self.element_states(info, rule, group)
-        return tuple(name for name in MOMENTS if name in kept)
+        return {name: name for name in MOMENTS if name in kept}
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
         """A matrix gradient's squared norm, averaged over time, as far as the states tell; None where they do not."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from rankwise.kernels import lists
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
-from rankwise.kernels.passes import Field, Pass, Scalars, only_some
+from rankwise.kernels.passes import FIELDS, Field, Pass, Scalars, only_some
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.run_views import are_runs, chosen_of
 from rankwise.planning.element_states import ElementStates, States
@@ -105,25 +105,28 @@ class Bucket:
     def passes(
         self,
         rule: PassRule,
-        states: Sequence[str],
+        states: Sequence[str] | Mapping[str, str],
         scalars: Scalars,
         factors: Tensor | None = None,
         *,
-        weights: bool = True,
+        onto: Sequence[Tensor] | None = None,
     ) -> Iterator[Pass]:
         """A rule on all of the bucket, whose states are opened and kept on the way.
 
         Args:
             rule: What becomes of an element.
-            states: The rule's, and "reference" where gradients are compared with one.
+            states: The rule's, and "reference" where gradients are compared with one; or by the rule's names those
+                that are to be taken.
             scalars: The rule's numbers.
             factors: (entries,), see :class:`rankwise.kernels.passes.Pass`.
-            weights: Whether the rule changes weights.
+            onto: What the rule changes in the place of weights, by entry; None: the weights.
         """
-        for part in self.parts(states):
-            own = {"grad": part.cut(self.grads), **part.states}
-            if weights:
-                own["param"] = part.cut(self.weights)
+        changed = self.weights if onto is None else list(onto)
+        named = states if isinstance(states, Mapping) else {name: name for name in states}
+        for part in self.parts(tuple(named.values())):
+            own = {"grad": part.cut(self.grads), **{name: part.states[state] for name, state in named.items()}}
+            if "param" in FIELDS[rule]:
+                own["param"] = part.cut(changed)
             if part.parts is None and len(part.places) == len(self.entries):
                 yield Pass(rule, own, scalars, factors)
             else:

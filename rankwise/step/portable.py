@@ -259,11 +259,11 @@ def inherit(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup 
     load_vectors(steps, folder, group)
     began = max((int(step) for step in steps.values()), default=0)
 
-    def fill(carried: Mapping[str, Collection[str]]) -> None:
+    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
         wanted: Vectors = {}
         for part, _, _, states in stored_fragments(optimizer):
-            for name in carried.get(part.key, ()):
-                _add(wanted, f"element/{name}/{part.key}", prod(part.shape), part.start, states[name])
+            for moment, name in carried.get(part.key, {}).items():
+                _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
         load_vectors(wanted, folder, group)
 
     _succeed(optimizer, _stored_moments(optimizer, stored), began, fill, "another optimizer")
@@ -290,13 +290,13 @@ def take_moments(
         elsewhere: What starts afresh in parts of the model that other optimizers have. One record is saved for all.
     """
 
-    def fill(carried: Mapping[str, Collection[str]]) -> None:
+    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
         for unit in optimizer.planned_units:
             for index, tensor in enumerate(unit.tensors):
                 for entry, own in unit.states.of_entries(optimizer.state, index):
                     run = slice(entry.fragment.offset, entry.fragment.offset + entry.fragment.numel)
-                    for name in carried.get(entry.info.name, ()):
-                        own[name].copy_(values(tensor, name).reshape(-1)[run])
+                    for moment, name in carried.get(entry.info.name, {}).items():
+                        own[name].copy_(values(tensor, moment).reshape(-1)[run])
 
     _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
 
@@ -305,7 +305,7 @@ def _succeed(
     optimizer: ShardedOptimizer,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     began: int,
-    fill: Callable[[Mapping[str, Collection[str]]], None],
+    fill: Callable[[Mapping[str, Mapping[str, str]]], None],
     author: str,
     note: str = "",
     elsewhere: Collection[str] = (),
