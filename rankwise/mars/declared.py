@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from rankwise.mars.formulas import gradient_average
 from rankwise.mars.options import MARSOptions
 from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import StateTypes
@@ -26,6 +28,7 @@ class MARSDeclared(Declared):
     health_means = ("clip_rate",)
     product_option = "ns_dtype"
     optional_states = ("next_reference",)
+    replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {"grad_avg": ("exp_avg", "reference")}
 
     def __init__(self, name: str, options: MARSOptions) -> None:
         super().__init__(name, options)
@@ -84,6 +87,14 @@ class MARSDeclared(Declared):
         """See the base class: the average of the gradients is AdamW's first moment."""
         kept = self.element_states(info, rule, group)
         return {"exp_avg": "grad_avg"} if "grad_avg" in kept else super().moments(info, rule, group)
+
+    def made_of(self, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """See the base class."""
+        return gradient_average(states["exp_avg"], states["reference"], group["gamma"])
+
+    def with_replaced(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See the base class: with a clip."""
+        return {**group, "clip": 1.0}
 
     @property
     def owns_blocks(self) -> bool:  # type: ignore[override]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
-from rankwise.planning.unit import Bucket, StepUnit, joined, spans
+from rankwise.planning.unit import Bucket, StepUnit, joined, portions, spans
 from rankwise.planning.work import ScratchMemory, StepWork
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.shards import local_gradient, local_view
@@ -32,6 +32,10 @@ from rankwise.updates.polynomial_steps import SCRATCH, scratch
 from rankwise.updates.polynomials import quintics
 
 __all__ = ["MARS"]
+
+
+_FOLDED = {"exp_avg": "grad_avg"}
+"""What passes take as the momentum where :meth:`MARSDeclared.folds` says so."""
 
 
 class _Part(NamedTuple):
@@ -151,8 +155,12 @@ class MARS(ShardedOptimizer):
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
         coefficients = self._clip_coefficients(unit, matrices)
         orthogonal: list[Bucket] = []
+        folded: list[Bucket] = []
         for bucket, span in spans(matrices):
             for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
+                if part.orthogonal and self.declared.folds(True, bucket.group):
+                    folded.append(part.bucket)
+                    continue
                 self._element_wise(unit, part)
                 if part.orthogonal:
                     orthogonal.append(part.bucket)
@@ -160,7 +168,11 @@ class MARS(ShardedOptimizer):
                     self.health.add("matrices_updated", len(part.bucket.entries))
         product = self.declared.product_type(unit.device, unit.dtype)
         if product is not None:
-            step_matrices(MARSRule(unit, orthogonal, self.step_groups, self.health, self.options, product))
+            for some in _at_once(unit, folded):
+                self._form_momenta(unit, some)
+                both = [*orthogonal, *some]
+                step_matrices(MARSRule(unit, both, self.step_groups, self.health, self.options, product))
+                orthogonal = []
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group, ratio = bucket.group, bucket.group["lr_1d_ratio"]
@@ -219,30 +231,26 @@ class MARS(ShardedOptimizer):
         scalars.advance = not self.options.exact
         if not part.orthogonal:
             scalars.lr, scalars.weight_decay, scalars.eps = (group[name] for name in ("lr", "weight_decay", "eps"))
+        else:
+            bucket.state("exp_avg")  # opened: what is orthogonalised has not been rounded
         if rule == "adamw":
             scalars.step = bucket.step
+        states = {name: name for name in ("reference", *STATES[rule])}
         if self.declared.folds(part.orthogonal, group):
-            self._folded(unit, part, scalars)
-            return
-        if part.orthogonal:
-            bucket.state("exp_avg")  # opened: what is orthogonalised has not been rounded
-        for update in bucket.passes(rule, ("reference", *STATES[rule]), scalars, part.coefficients):
+            states, scalars.nesterov = _FOLDED, group["gamma"]
+        for update in bucket.passes(rule, states, scalars, part.coefficients):
             unit.run(update)
 
-    def _folded(self, unit: StepUnit, part: _Part, scalars: Scalars) -> None:
-        """The same from the average of the gradients, where it tells all; see :meth:`MARSDeclared.folds`."""
-        bucket = part.bucket
-        scalars.nesterov = bucket.group["gamma"]
-        onto = None
-        if part.orthogonal:
-            # Momenta are not kept: they lie where gradients did that nobody needs any more.
-            onto = bucket.found["exp_avg"] = [
-                grad if spent else torch.empty_like(grad, dtype=unit.dtype)
-                for grad, spent in zip(bucket.grads, _spent(unit, bucket), strict=True)
+    def _form_momenta(self, unit: StepUnit, buckets: Sequence[Bucket]) -> None:
+        """Of averages of gradients those that are orthogonalised: for this step, where the gradients lay if it may."""
+        for bucket in buckets:
+            momenta = bucket.found["exp_avg"] = [
+                grad if unit.spends(entry, grad) else torch.empty_like(grad)
+                for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
             ]
-        rule: PassRule = "nesterov" if part.orthogonal else "lion"
-        for update in bucket.passes(rule, {"exp_avg": "grad_avg"}, scalars, part.coefficients, onto=onto):
-            unit.run(update)
+            scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
+            for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
+                unit.run(update)
 
     def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.
@@ -275,10 +283,11 @@ class MARS(ShardedOptimizer):
             self._recorded = False
 
 
-def _spent(unit: StepUnit, bucket: Bucket) -> list[bool]:
-    """Whether momenta may take the places of a bucket's gradients."""
-    pairs = zip(bucket.entries, bucket.grads, strict=True)
-    return [grad.dtype == unit.dtype and unit.spends(entry, grad) for entry, grad in pairs]
+def _at_once(unit: StepUnit, folded: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+    """Those whose momenta are there at a time: all where other ranks wait for some."""
+    if unit.layout.world_size > 1:
+        return iter([list(folded)])
+    return portions(folded, lambda entry, grad: 0 if unit.spends(entry, grad) else grad.numel())
 
 
 def _factor(bucket: Bucket) -> float:

@@ -47,6 +47,8 @@ class Declared(ABC):
     """Those among them that the host works with; they lie in its memory, unless the optimizer is capturable."""
     optional_states: ClassVar[tuple[str, ...]] = ()
     """Element states that a parameter may have been stepped without."""
+    replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Element states that are made of others, which earlier checkpoints have in their place; see :meth:`made_of`."""
     health_means: ClassVar[tuple[str, ...]] = ()
     """Metrics of the optimizer's health beyond the common ones, reported as means."""
     health_totals: ClassVar[tuple[str, ...]] = ()
@@ -131,6 +133,20 @@ class Declared(ABC):
         """Those of a parameter's element states that mean the same in AdamW, by its names; all are taken, or none."""
         kept = self.element_states(info, rule, group)
         return {name: name for name in MOMENTS if name in kept}
+
+    def made_of(self, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """One of the states in :attr:`replaced`.
+
+        Args:
+            name: Its name.
+            states: Those that a checkpoint has in its place.
+            group: As it was saved.
+        """
+        raise NotImplementedError(f"{self.name} has no state {name!r} in the place of others")
+
+    def with_replaced(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A group whose parameters keep the states of earlier checkpoints where this one's keep what replaced them."""
+        return group
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
         """A matrix gradient's squared norm, averaged over time, as far as the states tell; None where they do not."""

@@ -41,12 +41,15 @@ from rankwise.sharding import (
 from rankwise.sharding.shards import is_sharded, local_gradients, local_view
 from rankwise.updates.adamw import Step
 
-__all__ = ["WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
+__all__ = ["AT_ONCE", "WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "portions", "refuse_difference", "spans"]
 
 _INDEX = attrgetter("index")
 
 WHOLE = slice(None)
 """All elements of an entry."""
+
+AT_ONCE = 7 << 24
+"""Elements that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
 
 UnitKey = tuple[tuple[int, ...], ...]
 """Position and tensors of every group that has any, by ``id``."""
@@ -177,6 +180,30 @@ def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
     for bucket in buckets:
         yield bucket, slice(position, position + len(bucket.entries))
         position += len(bucket.entries)
+
+
+def portions(buckets: Sequence[Bucket], size: Callable[[Entry, Tensor], int]) -> Iterator[list[Bucket]]:
+    """Buckets for which memory is needed, of :data:`AT_ONCE` elements at a time; one portion of nothing where none is.
+
+    Args:
+        buckets: The buckets.
+        size: The elements that an entry with this gradient needs; more than at a time if it is one of so many.
+    """
+    some: list[Bucket] = []
+    elements = 0
+    for bucket in buckets:
+        places: list[int] = []
+        for place, pair in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
+            own = size(*pair)
+            if own and elements and elements + own > AT_ONCE:
+                yield [*some, bucket.only(places)] if places else some
+                some, places, elements = [], [], 0
+            places.append(place)
+            elements += own
+        if places:
+            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
+    if some or not buckets:
+        yield some
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.unit import AT_ONCE, Bucket, StepUnit, portions, spans
 from rankwise.planning.work import TABLE_BYTES, ScratchMemory, StepWork
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
@@ -26,8 +26,6 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["SONew"]
 
 
-_AT_ONCE = 7 << 24
-"""Elements of directions that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
 _LINE = 16
 
 
@@ -76,23 +74,9 @@ def _is_on_cpu(unit: StepUnit) -> bool:
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
     """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
     if not unit.sums.trivial:
-        yield list(buckets)
-        return
-    some: list[Bucket] = []
-    elements = 0
-    for bucket in buckets:
-        places: list[int] = []
-        for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            size = 0 if not _is_on_cpu(unit) and unit.spends(entry, grad) else grad.numel()
-            if size and elements and elements + size > _AT_ONCE:
-                yield [*some, bucket.only(places)] if places else some
-                some, places, elements = [], [], 0
-            places.append(place)
-            elements += size
-        if places:
-            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
-    if some or not buckets:
-        yield some
+        return iter([list(buckets)])
+    spent = not _is_on_cpu(unit)
+    return portions(buckets, lambda entry, grad: 0 if spent and unit.spends(entry, grad) else grad.numel())
 
 
 class SONew(ShardedOptimizer):
@@ -134,7 +118,7 @@ class SONew(ShardedOptimizer):
         def elements(everything: int, largest: int) -> float:
             if unit.spends_gradients:
                 return scratch_of(everything, band) + everything * TABLE_BYTES
-            at_once = min(everything, max(_AT_ONCE, largest))
+            at_once = min(everything, max(AT_ONCE, largest))
             return 4 * at_once + scratch_of(at_once, band) + 2 * everything * TABLE_BYTES
 
         return StepWork(

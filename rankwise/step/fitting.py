@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rankwise.planning.declared import Declared
@@ -129,6 +131,7 @@ class SavedFit:
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
             state_dict = self._with_matrices(in_order_of(self._declared.identity, state_dict, names), names)
             self._refuse_unknown_matrices(state_dict)
+            state_dict["state"] = self._with_present_states(state_dict, groups)
             self._refuse_misfits(optimizer, state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
@@ -143,6 +146,39 @@ class SavedFit:
                 if key in states:
                     states[key] = without_matrices(states[key])
         return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
+
+    def _with_present_states(self, state_dict: Mapping[str, Any], present: Groups) -> dict[Any, Any]:
+        """States by parameter, in the place of those of earlier versions what has replaced them since."""
+        found = dict(state_dict["state"])
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            merged = {**group, **{key: value for key, value in saved.items() if key != "params"}}
+            for tensor, key in zip(group["params"], saved["params"], strict=True) if self._declared.replaced else ():
+                if key in found:
+                    found[key] = self._present_states(present, tensor, found[key], merged)
+        return found
+
+    def _present_states(
+        self, groups: Groups, tensor: Tensor, states: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        declared, kept_in = self._declared, partial(self._planner.kept_in, groups, tensor)
+        parts = {old for name, olds in declared.replaced.items() if name not in states for old in olds}
+        if not parts <= states.keys() or not parts:
+            return states
+        dtype = torch.float64 if any(states[old].dtype == torch.float64 for old in parts) else torch.float32
+        try:
+            _, kept = kept_in(group, dtype, opened=True)
+            _, former = kept_in(declared.with_replaced(group), dtype, opened=True)
+        except (LookupError, RuntimeError):
+            return states  # the step will say what is wrong
+        if kept.shapes(0).keys().isdisjoint(declared.replaced):
+            return states
+        found: dict[Tensor, dict[str, Any]] = {tensor: {}}
+        pairs = zip(former.of_entries({tensor: dict(states)}, 0), kept.of_entries(found, 0), strict=True)
+        for (_, theirs), (_, own) in pairs:
+            for name, values in own.items():
+                values.copy_(theirs[name] if name in theirs else declared.made_of(name, theirs, group))
+        rest = {name: value for name, value in states.items() if name not in former.shapes(0)}
+        return {**rest, **found[tensor]}
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.

@@ -226,6 +226,7 @@ def restore(
     if states:
         optimizer.forget_states()
     wanted, narrow = _destinations(optimizer, stored, states)
+    made = _replaced(optimizer, stored, wanted) if states else []
     steps: dict[str, Tensor] = {}
     if states:
         owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
@@ -238,6 +239,8 @@ def restore(
     load_vectors({**wanted, **steps}, folder, group)
     for whole, rounded, rest in narrow:
         split(whole, rounded, rest)
+    for name, values, theirs, group_of in made:
+        values.copy_(optimizer.declared.made_of(name, theirs, group_of))
     if states:
         counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
         optimizer.adopt(_matrix_states(wanted), counts)
@@ -357,6 +360,30 @@ def _destinations(
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
     return wanted, narrow
+
+
+def _replaced(
+    optimizer: ShardedOptimizer, stored: Collection[str], wanted: Vectors
+) -> list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]]:
+    """Element states that were not saved, but what they are made of was: it is wanted, too.
+
+    Returns:
+        The name of each and its values, and what they will be made of under which group.
+    """
+    found: list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]] = []
+    replaced = optimizer.declared.replaced
+    for part, _, _, states in stored_fragments(optimizer) if replaced else ():
+        for name in replaced.keys() & states.keys():
+            places = {old: f"element/{old}/{part.key}" for old in replaced[name]}
+            if f"element/{name}/{part.key}" in stored or not set(places.values()) <= set(stored):
+                continue
+            wide = torch.promote_types(states[name].dtype, torch.float32)
+            theirs = {old: torch.empty_like(states[name], dtype=wide) for old in places}
+            for old, place in places.items():
+                _add(wanted, place, prod(part.shape), part.start, theirs[old])
+            _, position = optimizer.table.catalog[optimizer.table.base_name(part.key)]
+            found.append((name, states[name], theirs, optimizer.param_groups[position]))
+    return found
 
 
 def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True) -> None:

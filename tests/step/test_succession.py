@@ -59,8 +59,8 @@ def test_goes_on_from_adamw(case: Case) -> None:
     heirs = optimizer.saved.succession.heirs(optimizer.param_groups)
     assert {heir.rule for heir in heirs.values()} == {"matrix", "fallback"} or "1d" in case.name
     for name, parameter in model.named_parameters():
-        for moment in heirs[name].moments:
-            assert torch.equal(moment_of(optimizer, parameter, moment), moment_of(adamw, parameter, moment))
+        for moment, own in heirs[name].moments.items():
+            assert torch.equal(moment_of(optimizer, parameter, own), moment_of(adamw, parameter, moment))
     assert case.name in (
         "mkor-sgd",
         "ldadam",
