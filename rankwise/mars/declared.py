@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -88,13 +88,15 @@ class MARSDeclared(Declared):
         kept = self.element_states(info, rule, group)
         return {"exp_avg": "grad_avg"} if "grad_avg" in kept else super().moments(info, rule, group)
 
-    def made_of(self, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    @classmethod
+    def is_replaced(cls, name: str, states: Collection[str], group: Mapping[str, Any]) -> bool:
+        """See the base class: where neither AdamW nor the exact mode has added to them, and nothing is clipped."""
+        return group["clip"] is None and set(states) == set(cls.replaced[name])
+
+    @classmethod
+    def made_of(cls, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
         """See the base class."""
         return gradient_average(states["exp_avg"], states["reference"], group["gamma"])
-
-    def with_replaced(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See the base class: with a clip."""
-        return {**group, "clip": 1.0}
 
     @property
     def owns_blocks(self) -> bool:  # type: ignore[override]

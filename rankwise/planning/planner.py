@@ -18,7 +18,6 @@ from rankwise.planning.element_states import ElementStates
 from rankwise.planning.entries import cut_into_entries
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.misfits import refuse_strange
-from rankwise.planning.narrow_weights import REMAINDER
 from rankwise.planning.state_memory import Lendable, keepers_in
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.unit import StepUnit, UnitKey
@@ -162,12 +161,7 @@ class Planner:
         return None
 
     def kept_in(
-        self,
-        groups: Groups,
-        tensor: Tensor,
-        group: Mapping[str, Any],
-        dtype: torch.dtype = torch.float32,
-        opened: bool = False,
+        self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype = torch.float32
     ) -> tuple[TensorContents, ElementStates]:
         """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0.
 
@@ -176,15 +170,12 @@ class Planner:
             tensor: In them.
             group: Of the tensor.
             dtype: In which a step computes: views of states depend on it, and nothing else.
-            opened: Whether all states have that type, however they are kept.
         """
         content, table = self.source.contents(tensor), self._table
         infos = {part.name: table.catalog[part.name][0] for part in content.slices}
         routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
         kept = [table.element_states(entry.info, entry.route.rule, group) for entry in entries]
-        if opened:
-            kept = [{state: own if state == REMAINDER else None for state, own in states.items()} for states in kept]
         name = self.source.name_of(tensor)
         known = {} if name is None else {name: 0}
         of_empty = self._builder.states_of_empty([tensor], entries, known, {0: group}, [0])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rankwise.planning.declared import Declared
@@ -17,6 +15,7 @@ from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
 from rankwise.step.by_parameter import COUNT, RECORD, WITH_STATES, matrices_of, steps_taken, without_matrices
+from rankwise.step.replacing import with_replaced
 
 __all__ = ["SavedFit", "in_order_of", "same_groups"]
 
@@ -149,36 +148,14 @@ class SavedFit:
 
     def _with_present_states(self, state_dict: Mapping[str, Any], present: Groups) -> dict[Any, Any]:
         """States by parameter, in the place of those of earlier versions what has replaced them since."""
-        found = dict(state_dict["state"])
+        found, layout = dict(state_dict["state"]), state_dict.get("layout")
         for group, saved in zip(present, state_dict["param_groups"], strict=True):
             merged = {**group, **{key: value for key, value in saved.items() if key != "params"}}
-            for tensor, key in zip(group["params"], saved["params"], strict=True) if self._declared.replaced else ():
+            for key in saved["params"]:
                 if key in found:
-                    found[key] = self._present_states(present, tensor, found[key], merged)
+                    record = None if layout is None else layout[key]
+                    found[key] = with_replaced(self._declared, found[key], record, merged)
         return found
-
-    def _present_states(
-        self, groups: Groups, tensor: Tensor, states: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        declared, kept_in = self._declared, partial(self._planner.kept_in, groups, tensor)
-        parts = {old for name, olds in declared.replaced.items() if name not in states for old in olds}
-        if not parts <= states.keys() or not parts:
-            return states
-        dtype = torch.float64 if any(states[old].dtype == torch.float64 for old in parts) else torch.float32
-        try:
-            _, kept = kept_in(group, dtype, opened=True)
-            _, former = kept_in(declared.with_replaced(group), dtype, opened=True)
-        except (LookupError, RuntimeError):
-            return states  # the step will say what is wrong
-        if kept.shapes(0).keys().isdisjoint(declared.replaced):
-            return states
-        found: dict[Tensor, dict[str, Any]] = {tensor: {}}
-        pairs = zip(former.of_entries({tensor: dict(states)}, 0), kept.of_entries(found, 0), strict=True)
-        for (_, theirs), (_, own) in pairs:
-            for name, values in own.items():
-                values.copy_(theirs[name] if name in theirs else declared.made_of(name, theirs, group))
-        rest = {name: value for name, value in states.items() if name not in former.shapes(0)}
-        return {**rest, **found[tensor]}
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.
