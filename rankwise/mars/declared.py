@@ -91,7 +91,7 @@ class MARSDeclared(Declared):
     @classmethod
     def is_replaced(cls, name: str, states: Collection[str], group: Mapping[str, Any]) -> bool:
         """See the base class: where neither AdamW nor the exact mode has added to them, and nothing is clipped."""
-        return group["clip"] is None and set(states) == set(cls.replaced[name])
+        return group.get("clip", 1.0) is None and set(states) == set(cls.replaced[name])
 
     @classmethod
     def made_of(cls, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:

@@ -28,16 +28,17 @@ def with_replaced(
         declared: The states that its rules keep.
         states: As saved, by name.
         record: What the tensor stores, see :meth:`rankwise.planning.element_states.ElementStates.record`; None: one
-            parameter, all of whose states have its shape.
+            parameter, all of whose states have its shape; nothing: an empty part of one.
         group: Of the tensor, as saved.
     """
     found = dict(states)
     for name, olds in declared.replaced.items():
         if name in states or not all(isinstance(states.get(old), Tensor) for old in olds):
             continue
-        kept = [set(states).difference(_BESIDE)] if record is None else _kept_by_run(record, states)
+        whole = record is None or not record["runs"]
+        kept = [set(states).difference(_BESIDE)] if whole else _kept_by_run(record, states)
         chosen = [run for run, names in enumerate(kept) if declared.is_replaced(name, names, group)]
-        if len(chosen) == len(kept) > 0:
+        if len(chosen) == len(kept):
             found[name] = declared.made_of(name, {old: found.pop(old) for old in olds}, group)
         elif chosen:
             assert record is not None

@@ -8,8 +8,15 @@ from typing import Any
 import deepspeed
 import ds_harness as ds
 import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from rankwise import MARS
+from rankwise.launch.convert import convert_checkpoint
 from rankwise.mars.declared import MARSDeclared
 
 HALF, STEPS = 3, 6
@@ -67,3 +74,32 @@ def test_earlier_checkpoints_go_on_at_any_stage(tmp_path: Path) -> None:
     assert all("grad_avg" in states and "reference" not in states for _, states in found)
     (again, *_) = run_ranks(1, _run, [1], HALF, STEPS, str(tmp_path), None, True, timeout=300)
     _assert_close(again, whole)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_rankwise_convert_writes_what_is_kept_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[nn.Module, MARS]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        return model, MARS(list(model.named_parameters()), variant="muon", clip=None, gamma=0.3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MARSDeclared, "folds", lambda *given: False)
+        model, mars = made()
+        for _ in range(3):
+            model(torch.randn(4, 6)).square().sum().backward()
+            mars.step()
+            mars.zero_grad()
+        weights, states = get_state_dict(model, mars)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "earlier", no_dist=True)
+    convert_checkpoint(tmp_path / "earlier", tmp_path / "there", "deepspeed")
+    convert_checkpoint(tmp_path / "there", tmp_path / "back", "torch")
+    fresh, following = made()
+    weights, states = get_state_dict(fresh, following)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "back", no_dist=True)
+    set_state_dict(fresh, following, model_state_dict=weights, optim_state_dict=states)
+    for old, new in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(old, new)
+        if old.dim() == 2:
+            m, g = (mars.state[old][name] for name in ("exp_avg", "reference"))
+            torch.testing.assert_close(following.state[new]["grad_avg"], (m - 0.3 * g) / 0.7, rtol=1e-5, atol=1e-7)
