@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
-from rankwise.planning.unit import Bucket, StepUnit, joined, portions, spans
-from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.planning.unit import AT_ONCE, Bucket, StepUnit, joined, portions, spans
+from rankwise.planning.work import ScratchMemory, StepWork, tables
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.shards import local_gradient, local_view
 from rankwise.sharding.sources import LayoutSource
@@ -133,11 +134,21 @@ class MARS(ShardedOptimizer):
 
     def work(self, unit: StepUnit) -> StepWork:
         """See the base class: the norms of the corrected gradients."""
-        return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory())
+        return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
 
-    def _scratch_memory(self) -> ScratchMemory:
-        """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch."""
+    def _scratch_memory(self, unit: StepUnit) -> ScratchMemory:
+        """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch.
+
+        And of momenta that are not kept, where the gradients' own may not be taken.
+        """
         group = self.param_groups[0]
+        folds = any(self.declared.folds(True, each) for each in self.param_groups) and not unit.spends_gradients
+        matrices = [info for info in map(unit.infos.__getitem__, unit.keys("matrix")) if folds]
+        sizes = [prod(info.shape) for info in matrices if self.declared.is_orthogonal(info)]
+
+        def elements(everything: int, largest: int) -> float:
+            most = max([AT_ONCE, *sizes]) if unit.layout.world_size == 1 else everything
+            return tables(everything, largest) + 4 * min(sum(sizes), most)
 
         def together(tasks: Sequence[MatrixTask], most: int) -> int:
             shapes = Counter((task.signature.rows, task.signature.columns) for task in tasks)
@@ -146,7 +157,8 @@ class MARS(ShardedOptimizer):
             stacks = (min(count, max(1, most // each[shape])) * each[shape] for shape, count in shapes.items())
             return max(stacks, default=0)
 
-        return ScratchMemory(alone=partial(together, most=SCRATCH), stacked=partial(together, most=1 << 62))
+        alone, stacked = (partial(together, most=most) for most in (SCRATCH, 1 << 62))
+        return ScratchMemory(elements=elements, alone=alone, stacked=stacked)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         for bucket in buckets:

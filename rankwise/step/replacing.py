@@ -35,8 +35,8 @@ def with_replaced(
     for name, olds in declared.replaced.items():
         if name in states or not all(isinstance(states.get(old), Tensor) for old in olds):
             continue
-        whole = record is None or not record["runs"]
-        kept = [set(states).difference(_BESIDE)] if whole else _kept_by_run(record, states)
+        kept = _kept_by_run(record, states) if record else []
+        kept = kept or [set(states).difference(_BESIDE)]
         chosen = [run for run, names in enumerate(kept) if declared.is_replaced(name, names, group)]
         if len(chosen) == len(kept):
             found[name] = declared.made_of(name, {old: found.pop(old) for old in olds}, group)
