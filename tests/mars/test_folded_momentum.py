@@ -267,6 +267,19 @@ def test_a_change_of_gamma_counts_at_once(variant: str) -> None:
         assert float((weights[name] - expected[name]).abs().max()) <= 1e-12
 
 
+@VARIANTS
+def test_a_change_of_beta_changes_nothing(variant: str) -> None:
+    made = []
+    for clip in (None, 1e6):
+        weights, optimizer = _made(variant=variant, clip=clip)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["betas"] = (0.5 + 0.04 * step, 0.99)
+            _train(weights, optimizer, [step])
+        made.append(weights)
+    for name in MATRICES:
+        assert float((made[0][name] - made[1][name]).abs().max()) <= 1e-12
+
+
 def test_what_a_change_of_gamma_is_to_the_form_with_a_reference() -> None:
     """A difference of ``(old - new) b^j (n - g)`` of the step before, ``j`` steps later: it decays as averages do."""
     grads = [torch.randn(8, dtype=F64, generator=torch.Generator().manual_seed(step)) for step in range(20)]
