@@ -15,7 +15,7 @@ from rankwise.launch.settings import Form
 from rankwise.names import CLASSES
 from rankwise.sharding.state import StorageError
 from rankwise.step.named import ConversionError, NamedCheckpoint, renaming
-from rankwise.step.replacing import with_replaced
+from rankwise.step.renewing import with_replaced
 
 __all__ = ["CONVERSION_ERRORS", "convert_checkpoint", "how_to_load"]
 

@@ -181,7 +181,7 @@ class MARS(ShardedOptimizer):
         product = self.declared.product_type(unit.device, unit.dtype)
         if product is not None:
             for some in _at_once(unit, folded):
-                self._form_momenta(unit, some)
+                _form_momenta(unit, some)
                 both = [*orthogonal, *some]
                 step_matrices(MARSRule(unit, both, self.step_groups, self.health, self.options, product))
                 orthogonal = []
@@ -253,17 +253,6 @@ class MARS(ShardedOptimizer):
         for update in bucket.passes(rule, states, scalars, part.coefficients):
             unit.run(update)
 
-    def _form_momenta(self, unit: StepUnit, buckets: Sequence[Bucket]) -> None:
-        """Of averages of gradients those that are orthogonalised: for this step, where the gradients lay if it may."""
-        for bucket in buckets:
-            momenta = bucket.found["exp_avg"] = [
-                grad if unit.spends(entry, grad) else torch.empty_like(grad)
-                for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
-            ]
-            scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
-            for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
-                unit.run(update)
-
     def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.
         if self.options.exact and not self._recorded and any(tensor.grad is not None for tensor in unit.tensors):
@@ -300,6 +289,18 @@ def _at_once(unit: StepUnit, folded: Sequence[Bucket]) -> Iterator[list[Bucket]]
     if unit.layout.world_size > 1:
         return iter([list(folded)])
     return portions(folded, lambda entry, grad: 0 if unit.spends(entry, grad) else grad.numel())
+
+
+def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
+    """Of averages of gradients those that are orthogonalised: for this step, where the gradients lay if it may."""
+    for bucket in buckets:
+        momenta = bucket.found["exp_avg"] = [
+            grad if unit.spends(entry, grad) else torch.empty_like(grad)
+            for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
+        ]
+        scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
+        for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
+            unit.run(update)
 
 
 def _factor(bucket: Bucket) -> float:

@@ -15,7 +15,7 @@ from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
 from rankwise.step.by_parameter import COUNT, RECORD, WITH_STATES, matrices_of, steps_taken, without_matrices
-from rankwise.step.replacing import with_replaced
+from rankwise.step.renewing import with_replaced
 
 __all__ = ["SavedFit", "in_order_of", "same_groups"]
 

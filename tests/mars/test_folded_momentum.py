@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rankwise import MARS
 from rankwise.kernels import blocked, lists, native
 from rankwise.kernels.forms import using
+from rankwise.mars import optimizer as module
 from rankwise.mars.formulas import gradient_average, orthogonal_direction
 from rankwise.options.validation import OptionError
 from rankwise.planning import declared, unit
@@ -230,14 +231,14 @@ def test_momenta_with_memory_of_their_own_are_there_a_part_at_a_time(
     whole, optimizer = _made(variant=variant, weight_decay=0.1)
     _train(whole, optimizer, range(STEPS))
     parts: list[int] = []
-    form = MARS._form_momenta
+    form = module._form_momenta
     monkeypatch.setattr(unit, "AT_ONCE", 60)
     monkeypatch.setattr(
-        MARS,
+        module,
         "_form_momenta",
-        lambda self, unit, some: (
+        lambda unit, some: (
             parts.append(sum(grad.numel() for bucket in some for grad in bucket.grads)),
-            form(self, unit, some),
+            form(unit, some),
         ),
     )
     weights, optimizer = _made(variant=variant, weight_decay=0.1)
