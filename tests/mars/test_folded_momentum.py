@@ -22,6 +22,7 @@ from rankwise.mars import optimizer as module
 from rankwise.mars.formulas import gradient_average, orthogonal_direction
 from rankwise.options.validation import OptionError
 from rankwise.planning import declared, unit
+from rankwise.updates.remainders import join
 
 F64 = torch.float64
 SHAPES = {"a.weight": (6, 9), "b.weight": (9, 5), "experts": (3, 4, 6), "c.bias": (5,)}
@@ -181,6 +182,24 @@ def test_codes_are_those_of_a_float32_average(variant: str, monkeypatch: pytest.
     for name in MATRICES:
         moved = (wide[name] - _made(torch.float32)[0][name]).norm()
         assert 0 < (wide[name] - narrow[name]).norm() < (0.15 if variant == "lion" else 0.02) * moved
+
+
+@VARIANTS
+def test_bf16_weights_with_remainders_take_the_steps_of_fp32_ones(variant: str) -> None:
+    more = {} if variant == "lion" else {"ns_dtype": "float32"}
+    narrow, keeping = _made(torch.bfloat16, variant=variant, store_param_remainders=True, weight_decay=0.1, **more)
+    wide, plain = _made(torch.float32, variant=variant, weight_decay=0.1, **more)
+    for name, weight in wide.items():
+        weight.data.copy_(narrow[name].data)
+    for step in range(STEPS):
+        for name in SHAPES:
+            given = _gradient(step, name, torch.bfloat16)
+            narrow[name].grad, wide[name].grad = given, None if given is None else given.float()
+        keeping.step()
+        plain.step()
+    for name, weight in wide.items():
+        whole = join(narrow[name].detach().reshape(-1), keeping.state[narrow[name]]["remainder"].reshape(-1))
+        assert torch.equal(whole, weight.detach().reshape(-1))
 
 
 def _momenta(dtype: torch.dtype, gamma: float, beta: float, folded: bool) -> list[Tensor]:
