@@ -382,6 +382,7 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (mars_adamw, (True,)),
     (update, ("lion",)),
     (update, ("momentum",)),
+    (update, ("nesterov", False)),
     (update, ("step", False)),
     (norms, (True,)),
     (norms, (False,)),

@@ -85,6 +85,8 @@ TYPES: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "MARS-AdamW, reference bfloat16": (_of(rankwise.MARS, variant="adamw", reference_dtype="bfloat16"), 2),
     "MARS-Lion, reference bfloat16": (_of(rankwise.MARS, variant="lion", reference_dtype="bfloat16"), 2),
     "MARS-M": (_of(rankwise.MARS, variant="muon"), 2),
+    "MARS-Lion, no clip": (_of(rankwise.MARS, variant="lion", clip=None), 2),
+    "MARS-M, no clip": (partial(_spending, rankwise.MARS, variant="muon", clip=None), 2),
     "SONew, tridiagonal": (partial(_spending, rankwise.SONew, band=1), 2),
     "SONew, band 4": (partial(_spending, rankwise.SONew, band=4), 2),
     "SONew, tridiagonal, gradients kept": (_of(rankwise.SONew, band=1), 2),

@@ -119,7 +119,7 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         if is_update and rule != 3:
             moved += 2 * _bytes(given, "EXP_AVG")
         if is_update and rule:
-            moved += 8
+            moved += 4 if rule == 4 else 8
         if is_update and rule == 2:
             moved += 2 * _bytes(given, "EXP_AVG_SQ")
         if given.get("CORRECT", fields == 2):

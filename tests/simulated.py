@@ -153,6 +153,10 @@ def _cases() -> list[Case]:
         Case(f"mars-{variant}", MARS, {"variant": variant, "ns_dtype": "DTYPE"}, variant in ("adamw", "lion"))
         for variant in ("adamw", "lion", "shampoo", "muon")
     ]
+    cases += [
+        Case("mars-lion-unclipped", MARS, {"variant": "lion", "clip": None}, True),
+        Case("mars-muon-unclipped", MARS, {"variant": "muon", "clip": None, "ns_dtype": "DTYPE"}),
+    ]
     rates: dict[str, Any] = {"weight_decay_method": "cautious", "lr_scale": {"*.bias": 0.5, "[a-c].weight": 2.0}}
     cases += [
         Case("mars-shampoo-rms", MARS, {"variant": "shampoo", "scale": "rms", "ns_dtype": "DTYPE", **rates}),

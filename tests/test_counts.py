@@ -20,6 +20,8 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "MARS-AdamW, reference bfloat16": ((38.1, 12, 0), (38.1, 12, 0)),
     "MARS-Lion, reference bfloat16": ((30.1, 12, 0), (30.1, 12, 0)),
     "MARS-M": ((43.8, 167, 0), (47.7, 949, 0)),
+    "MARS-Lion, no clip": ((20.1, 2, 0), (20.1, 2, 0)),
+    "MARS-M, no clip": ((34.4, 157, 0), (35.9, 939, 0)),
     "SONew, tridiagonal": ((44.4, 12, 0), (44.4, 12, 0)),
     "SONew, band 4": ((69.1, 12, 0), (69.1, 12, 0)),
     "SONew, tridiagonal, gradients kept": ((44.4, 111, 0), (44.4, 716, 0)),

@@ -16,6 +16,7 @@ from benchmarks.memory import counted_memory, memory_page  # noqa: E402
 from benchmarks.models import layer_set  # noqa: E402
 from rankwise import MARS, LDAdam  # noqa: E402
 from rankwise.estimate import RankEstimate, estimate  # noqa: E402
+from rankwise.planning.unit import AT_ONCE  # noqa: E402
 
 MIB = 1 << 20
 # What tables and sums take beyond the formulas.
@@ -67,6 +68,17 @@ def test_it_is_predicted_of_larger_models(name: str, place: Place) -> None:
 @pytest.mark.parametrize("place", [Place("llama-7b-layers"), Place("llama-7b", 8, 1, 3)], ids=["alone", "zero-1"])
 def test_a_rank_of_eight_at_7b(name: str, most: int, place: Place) -> None:
     assert counted_memory(name, *place).beyond <= most * MIB
+
+
+@pytest.mark.parametrize("model", ["llama-7b-layers", pytest.param("llama-1b", marks=pytest.mark.exhaustive)])
+def test_momenta_that_are_not_kept_are_there_a_part_at_a_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gradients' memory may be taken, there is nothing more than with a kept momentum."""
+    monkeypatch.setitem(
+        TYPES, "gradients kept", (lambda net: MARS(net.named_parameters(), variant="muon", clip=None), 2)
+    )
+    found, spent = (counted_memory(name, model) for name in ("gradients kept", "MARS-M, no clip"))
+    assert spent.beyond < found.beyond <= found.predicted <= spent.beyond + 4 * (AT_ONCE + 1)
+    assert found.state == spent.state < 0.7 * counted_memory("MARS-M", model).state
 
 
 @pytest.mark.parametrize("name", ["MARS-M", "SONew, band 4", "LDAdam, rank 256", "MKOR"])

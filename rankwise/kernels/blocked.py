@@ -59,6 +59,10 @@ def run(update: Pass) -> None:
             _adamw_(scalars, count, {name: [tensor] for name, tensor in block.items()} | {"grad": [grad]})
             continue
         momentum = block["exp_avg"].lerp_(grad, 1.0 - scalars.betas[0])
+        if scalars.nesterov:
+            momentum = torch.lerp(momentum, grad, scalars.nesterov, out=own)
+        if update.rule == "nesterov":
+            block["param"].copy_(momentum)
         if update.rule == "lion":
             _descend_(block["param"], torch.sign(momentum, out=own), rate, rate, scalars)
 

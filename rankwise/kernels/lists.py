@@ -39,8 +39,10 @@ def run(update: Pass) -> None:
         _decoupled_step_(fields["param"], found, scalars)
         return
     torch._foreach_lerp_(fields["exp_avg"], found, 1.0 - scalars.betas[0])
+    if update.rule == "nesterov":
+        copy_(fields["param"], _ahead(update, found))
     if update.rule == "lion":
-        signs = list(torch._foreach_sign(fields["exp_avg"]))
+        signs = list(torch._foreach_sign(_ahead(update, found)))
         _decoupled_step_(fields["param"], signs, scalars)
     if update.rule == "adamw":
         _adamw_(update, found)
@@ -119,6 +121,12 @@ def corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
     torch._foreach_mul_(corrected, k)
     torch._foreach_add_(corrected, grads)
     return corrected
+
+
+def _ahead(update: Pass, grads: Tensors) -> Tensors:
+    """The momenta of a pass, with its share of the gradients."""
+    exp_avgs, share = update.wide("exp_avg"), update.scalars.nesterov
+    return list(torch._foreach_lerp(exp_avgs, grads, share)) if share else exp_avgs
 
 
 def _decoupled_step_(params: Tensors, directions: Tensors, scalars: Scalars) -> None:

@@ -8,7 +8,8 @@ through, with the names of the fields and of the scalars:
         h \leftarrow g \text{ if \textit{advance}} \\
     \text{"step"} &: \quad x \leftarrow (1 - \eta\lambda)\,x - \eta\,c \\
     \text{"momentum"} &: \quad m \leftarrow \beta_1 m + (1 - \beta_1)\,c \\
-    \text{"lion"} &: \quad \text{the momentum; a step along its sign} \\
+    \text{"nesterov"} &: \quad \text{the momentum; } x \leftarrow d, \quad d = m + \nu\,(c - m) \\
+    \text{"lion"} &: \quad \text{the momentum; a step along the sign of } d \\
     \text{"adamw"} &: \quad \text{the momentum; } v \leftarrow \beta_2 v + (1 - \beta_2)\,c^2 \text{; a step along }
         \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
@@ -33,11 +34,12 @@ __all__ = ["FIELDS", "STATES", "Field", "Pass", "Rule", "Scalars", "Tensors", "o
 
 Tensors = list[Tensor]
 Field = Tensors | NarrowRuns
-Rule = Literal["step", "momentum", "lion", "adamw"]
+Rule = Literal["step", "momentum", "nesterov", "lion", "adamw"]
 
 STATES: dict[Rule, tuple[str, ...]] = {
     "step": (),
     "momentum": ("exp_avg",),
+    "nesterov": ("exp_avg",),
     "lion": ("exp_avg",),
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
@@ -46,6 +48,7 @@ STATES: dict[Rule, tuple[str, ...]] = {
 FIELDS: dict[Rule, tuple[str, ...]] = {
     "step": ("grad", "param"),
     "momentum": ("grad", "exp_avg"),
+    "nesterov": ("grad", "exp_avg", "param"),
     "lion": ("grad", "exp_avg", "param"),
     "adamw": ("grad", "exp_avg", "param", "exp_avg_sq"),
 }
@@ -65,6 +68,8 @@ class Scalars:
         step: Number of this step, from 1, the same for all fragments; or (fragments,), a number for each.
         k: What the change since the reference is multiplied by.
         advance: Whether the gradients become the references.
+        nesterov: Share of the gradient in what "nesterov" writes, and in what "lion" steps along the sign of; 0: the
+            momentum alone.
     """
 
     lr: Scalar = 0.0
@@ -75,6 +80,7 @@ class Scalars:
     step: Step = 1
     k: float = 0.0
     advance: bool = False
+    nesterov: float = 0.0
 
 
 @dataclass(slots=True)
@@ -87,7 +93,7 @@ class Pass:
             fragment, all lists of one length, and the tensors of a position of one length and type; any list may be
             empty. States and references may be narrow, their runs then beginning with a block: each is opened, and kept
             in its codes if the pass changes it. "grad" is read only, but that "step" may use its directions up; the
-            others are updated in place.
+            others are updated in place. "nesterov" overwrites "param", which may lie where the gradients do.
         scalars: The rule's numbers.
         factors: (fragments,), what multiplies the (corrected) gradient; None for 1.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
-from rankwise.planning.unit import Bucket, StepUnit, joined, spans
+from rankwise.planning.unit import AT_ONCE, Bucket, StepUnit, joined, portions, spans
 from rankwise.planning.work import ScratchMemory, StepWork, tables
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.shards import local_gradient, local_view
@@ -32,6 +33,10 @@ from rankwise.updates.polynomial_steps import SCRATCH, scratch
 from rankwise.updates.polynomials import quintics
 
 __all__ = ["MARS"]
+
+
+_FOLDED = {"exp_avg": "grad_avg"}
+"""What passes take as the momentum where :meth:`MARSDeclared.folds` says so."""
 
 
 class _Part(NamedTuple):
@@ -132,8 +137,22 @@ class MARS(ShardedOptimizer):
         return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
 
     def _scratch_memory(self, unit: StepUnit) -> ScratchMemory:
-        """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch."""
+        """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch.
+
+        And of momenta that are not kept, where the gradients' own may not be taken.
+        """
         group = self.param_groups[0]
+        folded = [self.declared.folds(True, each) for each in self.param_groups]
+        # Kept momenta are orthogonalised as they are opened.
+        opened = self.declared.orthogonalises and self.declared.asked_type("exp_avg") and not all(folded)
+        folds = any(folded) and not unit.spends_gradients
+        matrices = [info for info in map(unit.infos.__getitem__, unit.keys("matrix")) if folds]
+        sizes = [prod(info.shape) for info in matrices if self.declared.is_orthogonal(info)]
+
+        def elements(everything: int, largest: int) -> float:
+            most = max([AT_ONCE, *sizes]) if unit.layout.world_size == 1 else everything
+            kept = unit.share("matrix") * everything * 4 if opened else 0
+            return tables(everything, largest) + kept + 4 * min(sum(sizes), most)
 
         def together(tasks: Sequence[MatrixTask], most: int) -> int:
             shapes = Counter((task.signature.rows, task.signature.columns) for task in tasks)
@@ -142,12 +161,8 @@ class MARS(ShardedOptimizer):
             stacks = (min(count, max(1, most // each[shape])) * each[shape] for shape, count in shapes.items())
             return max(stacks, default=0)
 
-        def elements(everything: int, largest: int) -> float:
-            # Matrices are orthogonalised from opened momenta.
-            opened = self.declared.orthogonalises and self.declared.asked_type("exp_avg")
-            return tables(everything, largest) + (unit.share("matrix") * everything * 4 if opened else 0)
-
-        return ScratchMemory(elements, partial(together, most=SCRATCH), partial(together, most=1 << 62))
+        alone, stacked = (partial(together, most=most) for most in (SCRATCH, 1 << 62))
+        return ScratchMemory(elements, alone, stacked)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -156,8 +171,12 @@ class MARS(ShardedOptimizer):
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
         coefficients = self._clip_coefficients(unit, matrices)
         orthogonal: list[Bucket] = []
+        folded: list[Bucket] = []
         for bucket, span in spans(matrices):
             for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
+                if part.orthogonal and self.declared.folds(True, bucket.group):
+                    folded.append(part.bucket)
+                    continue
                 self._element_wise(unit, part)
                 if part.orthogonal:
                     orthogonal.append(part.bucket)
@@ -165,7 +184,11 @@ class MARS(ShardedOptimizer):
                     self.health.add("matrices_updated", len(part.bucket.entries))
         product = self.declared.product_type(unit.device, unit.dtype)
         if product is not None:
-            step_matrices(MARSRule(unit, orthogonal, self.step_groups, self.health, self.options, product))
+            for some in _at_once(unit, folded):
+                _form_momenta(unit, some)
+                both = [*orthogonal, *some]
+                step_matrices(MARSRule(unit, both, self.step_groups, self.health, self.options, product))
+                orthogonal = []
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group, ratio = bucket.group, bucket.group["lr_1d_ratio"]
@@ -181,18 +204,19 @@ class MARS(ShardedOptimizer):
         # Other ranks may have something to clip where this one has nothing.
         if not clipping and not unit.sums.straddlers:
             return None
-        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in buckets] or [
+        measured = [bucket for bucket in buckets if bucket.group["clip"] is not None]
+        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in measured] or [
             torch.zeros(0, dtype=torch.float64, device=unit.device)
         ]
-        entries = [entry for bucket in buckets for entry in bucket.entries]
+        entries = [entry for bucket in measured for entry in bucket.entries]
         squares = unit.sum_over_ranks(entries, joined(norms))[0]
+        clipped = {id(bucket): squares[span] for bucket, span in spans(measured)}
         found = []
-        for bucket, span in spans(buckets):
-            clip = bucket.group["clip"]
-            if clip is None:
+        for bucket in buckets:
+            if id(bucket) not in clipped:
                 found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
             else:
-                found.append(updates.clip_coefficient(squares[span], clip).to(unit.dtype))
+                found.append(updates.clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
                 self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
         return joined(found) if clipping else None
 
@@ -227,8 +251,10 @@ class MARS(ShardedOptimizer):
             bucket.state("exp_avg")  # opened: what is orthogonalised has not been rounded
         if rule == "adamw":
             scalars.step = bucket.step
-        names = ("reference", *STATES[rule])
-        for update in bucket.passes(rule, names, scalars, part.coefficients, weights=not part.orthogonal):
+        states = {name: name for name in ("reference", *STATES[rule])}
+        if self.declared.folds(part.orthogonal, group):
+            states, scalars.nesterov = _FOLDED, group["gamma"]
+        for update in bucket.passes(rule, states, scalars, part.coefficients):
             unit.run(update)
 
     def _before_step(self, unit: StepUnit) -> None:
@@ -260,6 +286,25 @@ class MARS(ShardedOptimizer):
                     state["next_reference"] = torch.zeros_like(upcoming) if spent is None else spent
                     state["reference"] = upcoming
             self._recorded = False
+
+
+def _at_once(unit: StepUnit, folded: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+    """Those whose momenta are there at a time: all where other ranks wait for some."""
+    if unit.layout.world_size > 1:
+        return iter([list(folded)])
+    return portions(folded, lambda entry, grad: 0 if unit.spends(entry, grad) else grad.numel())
+
+
+def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
+    """Of averages of gradients those that are orthogonalised: for this step, where the gradients lay if it may."""
+    for bucket in buckets:
+        momenta = bucket.found["exp_avg"] = [
+            grad if unit.spends(entry, grad) else torch.empty_like(grad)
+            for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
+        ]
+        scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
+        for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
+            unit.run(update)
 
 
 def _factor(bucket: Bucket) -> float:

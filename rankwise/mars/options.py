@@ -70,7 +70,9 @@ class MARSOptions(Options):
     clip: float | None = option(
         1.0,
         OrNone(Number(above=True)),
-        "Largest norm of a corrected gradient, per parameter; None does not clip.",
+        'Largest norm of a corrected gradient, per parameter. None does not clip: "lion", "shampoo" and "muon" then '
+        "keep an average of the gradients, and no previous gradient; whether there is a clip is fixed for them by the "
+        "first step.",
         per_group=True,
     )
     reference_dtype: str | None = option(

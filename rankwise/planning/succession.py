@@ -19,12 +19,12 @@ class Heir:
 
     Attributes:
         shape: Of the parameter.
-        moments: Those of :data:`MOMENTS` that mean the same in its states: all of them are taken, or none.
+        moments: What those of :data:`MOMENTS` are called in its states that mean the same: all are taken, or none.
         rule: "matrix" or "fallback".
     """
 
     shape: tuple[int, ...]
-    moments: tuple[str, ...]
+    moments: Mapping[str, str]
     rule: str
 
 
@@ -33,12 +33,12 @@ class Inheritance:
     """What goes on and what starts afresh.
 
     Attributes:
-        carried: Moments that go on, by parameter.
+        carried: Moments that go on, by parameter, and what they are called there.
         afresh: Parameters of which none does; their counts start again.
         matrices: Parameters among ``carried`` whose matrix rule has states of its own, which start afresh.
     """
 
-    carried: Mapping[str, tuple[str, ...]]
+    carried: Mapping[str, Mapping[str, str]]
     afresh: tuple[str, ...]
     matrices: tuple[str, ...]
 
@@ -72,7 +72,7 @@ def inherit(saved: Mapping[str, Shapes], heirs: Mapping[str, Heir]) -> Inheritan
         saved: Shapes of the saved moments by parameter, named as :data:`MOMENTS`.
         heirs: The parameters of the successor.
     """
-    carried: dict[str, tuple[str, ...]] = {}
+    carried: dict[str, Mapping[str, str]] = {}
     for name, heir in heirs.items():
         shapes = saved.get(name, {})
         if heir.moments and all(shapes.get(moment) == heir.shape for moment in heir.moments):

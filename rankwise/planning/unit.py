@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise.kernels import lists
 from rankwise.kernels.forms import kernels_for
 from rankwise.kernels.graphs import refuse_capture
-from rankwise.kernels.passes import Field, Pass, Scalars, only_some
+from rankwise.kernels.passes import FIELDS, Field, Pass, Scalars, only_some
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.run_views import are_runs, chosen_of
 from rankwise.planning.coded_wire import wire_of
@@ -43,12 +43,15 @@ from rankwise.sharding import (
 from rankwise.sharding.shards import is_sharded, local_gradients, local_view
 from rankwise.updates.adamw import Step
 
-__all__ = ["WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "refuse_difference", "spans"]
+__all__ = ["AT_ONCE", "WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "portions", "refuse_difference", "spans"]
 
 _INDEX = attrgetter("index")
 
 WHOLE = slice(None)
 """All elements of an entry."""
+
+AT_ONCE = 7 << 24
+"""Elements that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
 
 UnitKey = tuple[tuple[int, ...], ...]
 """Position and tensors of every group that has any, by ``id``."""
@@ -107,25 +110,28 @@ class Bucket:
     def passes(
         self,
         rule: PassRule,
-        states: Sequence[str],
+        states: Sequence[str] | Mapping[str, str],
         scalars: Scalars,
         factors: Tensor | None = None,
         *,
-        weights: bool = True,
+        onto: Sequence[Tensor] | None = None,
     ) -> Iterator[Pass]:
         """A rule on all of the bucket, whose states are opened and kept on the way.
 
         Args:
             rule: What becomes of an element.
-            states: The rule's, and "reference" where gradients are compared with one.
+            states: The rule's, and "reference" where gradients are compared with one; or by the rule's names those
+                that are to be taken.
             scalars: The rule's numbers.
             factors: (entries,), see :class:`rankwise.kernels.passes.Pass`.
-            weights: Whether the rule changes weights.
+            onto: What the rule changes in the place of weights, by entry; None: the weights.
         """
-        for part in self.parts(states):
-            own = {"grad": part.cut(self.grads), **part.states}
-            if weights:
-                own["param"] = part.cut(self.weights)
+        changed = self.weights if onto is None else list(onto)
+        named = states if isinstance(states, Mapping) else {name: name for name in states}
+        for part in self.parts(tuple(named.values())):
+            own = {"grad": part.cut(self.grads), **{name: part.states[state] for name, state in named.items()}}
+            if "param" in FIELDS[rule]:
+                own["param"] = part.cut(changed)
             if part.parts is None and len(part.places) == len(self.entries):
                 yield Pass(rule, own, scalars, factors)
             else:
@@ -176,6 +182,30 @@ def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
     for bucket in buckets:
         yield bucket, slice(position, position + len(bucket.entries))
         position += len(bucket.entries)
+
+
+def portions(buckets: Sequence[Bucket], size: Callable[[Entry, Tensor], int]) -> Iterator[list[Bucket]]:
+    """Buckets for which memory is needed, of :data:`AT_ONCE` elements at a time; one portion of nothing where none is.
+
+    Args:
+        buckets: The buckets.
+        size: The elements that an entry with this gradient needs; more than at a time if it is one of so many.
+    """
+    some: list[Bucket] = []
+    elements = 0
+    for bucket in buckets:
+        places: list[int] = []
+        for place, pair in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
+            own = size(*pair)
+            if own and elements and elements + own > AT_ONCE:
+                yield [*some, bucket.only(places)] if places else some
+                some, places, elements = [], [], 0
+            places.append(place)
+            elements += own
+        if places:
+            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
+    if some or not buckets:
+        yield some
 
 
 @dataclass

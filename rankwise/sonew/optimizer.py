@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.unit import AT_ONCE, Bucket, StepUnit, portions, spans
 from rankwise.planning.work import TABLE_BYTES, ScratchMemory, StepWork
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
@@ -19,7 +19,7 @@ from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.declared import SONewDeclared
 from rankwise.sonew.forms import directions_for
 from rankwise.sonew.options import SONewOptions
-from rankwise.sonew.parts import part_of, split
+from rankwise.sonew.parts import part_of
 from rankwise.sonew.windows import windowed_directions
 from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
@@ -27,9 +27,6 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["SONew"]
 
 
-_AT_ONCE = 7 << 24
-"""Elements of directions that have memory of their own, and of opened states, at a time, but for a larger parameter:
-less than half a GiB."""
 _LINE = 16
 
 
@@ -78,10 +75,9 @@ def _is_on_cpu(unit: StepUnit) -> bool:
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
     """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
     if not unit.sums.trivial:
-        yield list(buckets)
-        return
-    on_cpu = _is_on_cpu(unit)
-    yield from split(buckets, _AT_ONCE, lambda entry, grad: 0 if not on_cpu and unit.spends(entry, grad) else 1)
+        return iter([list(buckets)])
+    spent = not _is_on_cpu(unit)
+    return portions(buckets, lambda entry, grad: 0 if spent and unit.spends(entry, grad) else grad.numel())
 
 
 class SONew(ShardedOptimizer):
@@ -123,11 +119,11 @@ class SONew(ShardedOptimizer):
         opened = len(self._narrow_names)
 
         def elements(everything: int, largest: int) -> float:
-            own = 4 * min(everything, max(_AT_ONCE, largest)) if not unit.spends_gradients else 0
+            own = 4 * min(everything, max(AT_ONCE, largest)) if not unit.spends_gradients else 0
             # Half of a large one is left of what they may have, on the average.
-            filled = max(_AT_ONCE // max(opened, 1) - largest // 2, largest)
+            filled = max(AT_ONCE // max(opened, 1) - largest // 2, largest)
             states = 4 * opened * min(everything, filled)
-            at_once = min(everything, max(_AT_ONCE, largest)) if own or opened else everything
+            at_once = min(everything, max(AT_ONCE, largest)) if own or opened else everything
             return own + states + scratch_of(at_once, band) + (2 if own else 1) * everything * TABLE_BYTES
 
         return StepWork(
@@ -175,7 +171,7 @@ class SONew(ShardedOptimizer):
 
     def _opened_at_once(self, buckets: list[Bucket]) -> Iterator[list[Bucket]]:
         opened = len(self._narrow_names)
-        return split(buckets, _AT_ONCE // opened, lambda entry, grad: 1) if opened else iter([buckets])
+        return portions(buckets, lambda entry, grad: opened * grad.numel()) if opened else iter([buckets])
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""

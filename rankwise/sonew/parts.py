@@ -1,36 +1,16 @@
-"""Buckets a part at a time, and parts of what they hold."""
+"""Parts of what neighbours read of each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from rankwise.planning.entries import Entry
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import ReadField
 
-__all__ = ["part_of", "split"]
-
-
-def split(buckets: Sequence[Bucket], most: int, weight: Callable[[Entry, Tensor], int]) -> Iterator[list[Bucket]]:
-    """Buckets and parts of them with so many elements at most, or one larger parameter, by the weights of entries."""
-    some: list[Bucket] = []
-    elements = 0
-    for bucket in buckets:
-        places: list[int] = []
-        for place, (entry, grad) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            size = weight(entry, grad) * grad.numel()
-            if size and elements and elements + size > most:
-                yield [*some, bucket.only(places)] if places else some
-                some, places, elements = [], [], 0
-            places.append(place)
-            elements += size
-        if places:
-            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
-    if some or not buckets:
-        yield some
+__all__ = ["part_of"]
 
 
 def part_of(unit: StepUnit, buckets: Sequence[Bucket], name: str | None) -> ReadField:

@@ -15,6 +15,7 @@ from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.table import Groups, ParameterTable
 from rankwise.planning.values import GroupValues
 from rankwise.step.by_parameter import COUNT, RECORD, WITH_STATES, matrices_of, steps_taken, without_matrices
+from rankwise.step.renewing import with_replaced
 
 __all__ = ["SavedFit", "in_order_of", "same_groups"]
 
@@ -129,6 +130,7 @@ class SavedFit:
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
             state_dict = self._with_matrices(in_order_of(self._declared.identity, state_dict, names), names)
             self._refuse_unknown_matrices(state_dict)
+            state_dict["state"] = self._with_present_states(state_dict, groups)
             self._refuse_misfits(optimizer, state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
@@ -143,6 +145,17 @@ class SavedFit:
                 if key in states:
                     states[key] = without_matrices(states[key])
         return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
+
+    def _with_present_states(self, state_dict: Mapping[str, Any], present: Groups) -> dict[Any, Any]:
+        """States by parameter, in the place of those of earlier versions what has replaced them since."""
+        found, layout = dict(state_dict["state"]), state_dict.get("layout")
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            merged = {**group, **{key: value for key, value in saved.items() if key != "params"}}
+            for key in saved["params"]:
+                if key in found:
+                    record = None if layout is None else layout[key]
+                    found[key] = with_replaced(self._declared, found[key], record, merged)
+        return found
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.

@@ -226,6 +226,7 @@ def restore(
     if states:
         optimizer.forget_states()
     wanted, narrow = _destinations(optimizer, stored, states)
+    made = _replaced(optimizer, stored, wanted) if states else []
     steps: dict[str, Tensor] = {}
     if states:
         owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
@@ -238,6 +239,8 @@ def restore(
     load_vectors({**wanted, **steps}, folder, group)
     for whole, rounded, rest in narrow:
         split(whole, rounded, rest)
+    for name, values, theirs, group_of in made:
+        values.copy_(optimizer.declared.made_of(name, theirs, group_of))
     if states:
         counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
         optimizer.adopt(_matrix_states(wanted), counts)
@@ -259,11 +262,11 @@ def inherit(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup 
     load_vectors(steps, folder, group)
     began = max((int(step) for step in steps.values()), default=0)
 
-    def fill(carried: Mapping[str, Collection[str]]) -> None:
+    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
         wanted: Vectors = {}
         for part, _, _, states in stored_fragments(optimizer):
-            for name in carried.get(part.key, ()):
-                _add(wanted, f"element/{name}/{part.key}", prod(part.shape), part.start, states[name])
+            for moment, name in carried.get(part.key, {}).items():
+                _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
         load_vectors(wanted, folder, group)
 
     _succeed(optimizer, _stored_moments(optimizer, stored), began, fill, "another optimizer")
@@ -290,13 +293,13 @@ def take_moments(
         elsewhere: What starts afresh in parts of the model that other optimizers have. One record is saved for all.
     """
 
-    def fill(carried: Mapping[str, Collection[str]]) -> None:
+    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
         for unit in optimizer.planned_units:
             for index, tensor in enumerate(unit.tensors):
                 for entry, own in unit.states.of_entries(optimizer.state, index):
                     run = slice(entry.fragment.offset, entry.fragment.offset + entry.fragment.numel)
-                    for name in carried.get(entry.info.name, ()):
-                        own[name].copy_(values(tensor, name).reshape(-1)[run])
+                    for moment, name in carried.get(entry.info.name, {}).items():
+                        own[name].copy_(values(tensor, moment).reshape(-1)[run])
 
     _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
 
@@ -305,7 +308,7 @@ def _succeed(
     optimizer: ShardedOptimizer,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     began: int,
-    fill: Callable[[Mapping[str, Collection[str]]], None],
+    fill: Callable[[Mapping[str, Mapping[str, str]]], None],
     author: str,
     note: str = "",
     elsewhere: Collection[str] = (),
@@ -357,6 +360,30 @@ def _destinations(
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
     return wanted, narrow
+
+
+def _replaced(
+    optimizer: ShardedOptimizer, stored: Collection[str], wanted: Vectors
+) -> list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]]:
+    """Element states that were not saved, but what they are made of was: it is wanted, too.
+
+    Returns:
+        The name of each and its values, and what they will be made of under which group.
+    """
+    found: list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]] = []
+    replaced = optimizer.declared.replaced
+    for part, _, _, states in stored_fragments(optimizer) if replaced else ():
+        for name in replaced.keys() & states.keys():
+            places = {old: f"element/{old}/{part.key}" for old in replaced[name]}
+            if f"element/{name}/{part.key}" in stored or not set(places.values()) <= set(stored):
+                continue
+            wide = torch.promote_types(states[name].dtype, torch.float32)
+            theirs = {old: torch.empty_like(states[name], dtype=wide) for old in places}
+            for old, place in places.items():
+                _add(wanted, place, prod(part.shape), part.start, theirs[old])
+            _, position = optimizer.table.catalog[optimizer.table.base_name(part.key)]
+            found.append((name, states[name], theirs, optimizer.param_groups[position]))
+    return found
 
 
 def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True) -> None:

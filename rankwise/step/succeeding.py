@@ -143,9 +143,9 @@ class Succession:
                 name = str(self._planner.name_of(tensor))
                 _, kept = self._planner.kept_in(groups, tensor, group)
                 own = {"step": torch.tensor(float(began))} if began else {}
+                taken = {state: moments[name][moment] for moment, state in found.carried.get(name, {}).items()}
                 for state, shape in kept.shapes(0).items() if began else ():
-                    taken = state in found.carried.get(name, ())
-                    own[state] = moments[name][state] if taken else torch.zeros(shape, device=tensor.device)
+                    own[state] = taken[state] if state in taken else torch.zeros(shape, device=tensor.device)
                 states[len(states)] = own
             keys = list(range(first, len(states)))
             param_groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": keys})
@@ -177,7 +177,7 @@ class Succession:
                 if "step" not in state:
                     continue
                 step = state["step"].detach().clone() - transition.before(name)
-                if moments == MOMENTS and all(moment in state for moment in MOMENTS):
+                if tuple(moments) == MOMENTS and all(moment in state for moment in MOMENTS):
                     found[key] = {"step": step, **{moment: state[moment].clone() for moment in MOMENTS}}
                     kept += 1
                 elif name in squares and "betas" in theirs:

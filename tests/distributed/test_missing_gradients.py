@@ -14,6 +14,7 @@ from torch import Tensor
 CHECKED = (
     "mars-adamw",
     "mars-muon",
+    "mars-muon-unclipped",
     "sonew-1-row-adam",
     "ldadam-ef",
     "ldadam-plain",

@@ -28,6 +28,9 @@ CASES = (
     Case("mars-adamw", MARS, INT8),
     Case("mars-lion-stochastic", MARS, {"variant": "lion", "state_rounding": "stochastic", **INT8}),
     Case("mars-muon-blocks", MARS, {"variant": "muon", "ns_dtype": "float64", "blocks": BLOCKS, **INT8}),
+    Case(
+        "mars-muon-unclipped", MARS, {"variant": "muon", "ns_dtype": "float64", "clip": None, "blocks": BLOCKS, **INT8}
+    ),
     Case("mars-mixed", MARS, {"state_dtype": {"exp_avg": "int8", "exp_avg_sq": "bfloat16"}}),
     Case("sonew", SONew, {"band": 1, "chain": "tensor", **INT8}),
     Case("ldadam", LDAdam, {"rank": 2, "blocks": BLOCKS, **INT8}),
@@ -39,6 +42,8 @@ EXACT = (
     Case("mars-adamw", MARS, {"clip": None, "state_rounding": "stochastic", **INT8}),
     Case("mars-mixed", MARS, {"clip": None, "state_dtype": {"exp_avg": "int8", "reference": "bfloat16"}}),
     Case("mars-bfloat16", MARS, {"clip": None, "state_dtype": "bfloat16"}),
+    Case("mars-lion", MARS, {"variant": "lion", "clip": None, "state_rounding": "stochastic", **INT8}),
+    Case("mars-lion-bfloat16", MARS, {"variant": "lion", "clip": None, "state_dtype": "bfloat16"}),
 )
 LAYOUTS = ("flat", "cut", "views", "narrowed")
 Held = list[tuple[Slice, Tensor]]

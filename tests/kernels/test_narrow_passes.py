@@ -49,7 +49,15 @@ def copies(fields: dict[str, Any]) -> dict[str, Any]:
 def assert_as_opened(form: ModuleType, rule: Rule, fields: dict[str, Any], cautious: bool, advance: bool) -> None:
     expected = copies(fields)
     scalars = Scalars(
-        lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, cautious=cautious, step=4, k=0.5, advance=advance
+        lr=0.1,
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        weight_decay=0.1,
+        cautious=cautious,
+        step=4,
+        k=0.5,
+        advance=advance,
+        nesterov=0.3,
     )
     # Factors keep AdamW from torch's own kernel, whose last bits are others.
     factors = (

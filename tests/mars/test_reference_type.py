@@ -14,7 +14,7 @@ from rankwise import MARS
 def _optimizer(dtype: str | None, weights: Tensor | None = None, **options: Any) -> tuple[Tensor, MARS]:
     start = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) if weights is None else weights.clone()
     weight = torch.nn.Parameter(start)
-    return weight, MARS([("linear.weight", weight)], lr=0.01, reference_dtype=dtype, clip=None, **options)
+    return weight, MARS([("linear.weight", weight)], lr=0.01, reference_dtype=dtype, clip=1e6, **options)
 
 
 def _step(weight: Tensor, optimizer: MARS, step: int) -> None:

@@ -29,6 +29,7 @@ TYPES: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ldadam-int8": ("ldadam", {"error_dtype": "int8"}),
     "ldadam-no-feedback": ("ldadam", {"error_feedback": False}),
+    "mars-m-unclipped": ("mars-m", {"clip": None}),
 }
 ELEMENT_WISE = ("mars-adamw", "mars-lion", "sonew")
 # Their statistics come from the cell's own backward pass: prescribed gradients alone do not determine the step.

@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
+from rankwise.mars.declared import MARSDeclared
 
 SAME: dict[str, tuple[int, Cell]] = {
     "DP2": (2, Cell()),
@@ -198,3 +199,31 @@ def test_every_element_has_one_writer() -> None:
     assert any(".matrix." in key for key in written) and any(".error." in key for key in written)
     for key, count in written.items():
         assert bool((count == 1).all()), key
+
+
+def _earlier(rank: int, world: int, folder: Path) -> str:
+    cell, make = Cell(precision="bf16", **DISTRIBUTED), maker("mars-m", clip=None)
+    megatron_patches.apply()
+    with cpu_megatron():
+        folds, MARSDeclared.folds = MARSDeclared.folds, lambda *given: False  # type: ignore[method-assign, assignment]
+        with opened(cell, make) as trainer:
+            trained(trainer, 1)
+            trainer.save(folder)
+        MARSDeclared.folds = folds  # type: ignore[method-assign]
+        with opened(cell, make) as trainer:
+            trained(trainer, 1)
+            with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is looked at below
+                trainer.load(folder)
+        return str(error.value)
+
+
+def test_states_of_an_earlier_version_are_refused_by_the_name_of_what_is_missing(tmp_path: Path) -> None:
+    """MARS-M without the clip kept a momentum and the previous gradient once."""
+    for message in run_ranks(2, _earlier, tmp_path):
+        assert "the checkpoint has no grad_avg" in message and "pass --no-load-optim" in message
+
+
+@pytest.mark.parametrize("label", ["DP2 to TP2"])
+def test_mars_without_the_clip_resumes_on_another_layout(folder: Path, label: str) -> None:
+    ((whole, again),) = _moved(folder, label, ("mars-m-unclipped",))
+    assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from rankwise import SONew  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.forms import using  # noqa: E402
+from rankwise.planning import unit  # noqa: E402
 from rankwise.sonew import optimizer as module  # noqa: E402
 
 SHAPES = ((7, 40), (30, 11), (5, 3, 20), (9, 40), (64, 2))
@@ -49,7 +50,7 @@ def trained(options: dict[str, Any], spends: bool = False, steps: int = 3, dtype
 @pytest.mark.parametrize("at_once", [1, 300, 640, 700])
 def test_a_part_at_a_time(at_once: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(options)
-    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(unit, "AT_ONCE", at_once)
     parts: list[int] = []
     split = module._at_once
 
@@ -70,7 +71,7 @@ def test_in_gradients_that_nobody_needs(options: dict[str, Any]) -> None:
 
 def test_copies_of_narrow_gradients_are_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained({}, dtype=torch.bfloat16)
-    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    monkeypatch.setattr(unit, "AT_ONCE", 1)
     monkeypatch.setattr(torch, "empty_like", lambda *given, **more: pytest.fail("no memory is needed"))
     assert all(torch.equal(a, b) for a, b in zip(trained({}, dtype=torch.bfloat16), whole, strict=True))
 

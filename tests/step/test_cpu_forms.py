@@ -20,9 +20,9 @@ from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
 from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import native as native_ldadam
+from rankwise.planning import unit
 from rankwise.sharding import MatrixExchange
 from rankwise.sonew import native as native_sonew
-from rankwise.sonew import optimizer as sonew_optimizer
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mars-adamw": (MARS, {"weight_decay": 0.1}),
@@ -205,8 +205,8 @@ def test_directions_lie_where_they_lay() -> None:
     places: list[list[int]] = []
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
-        for unit in optimizer.planner.units.values():
-            places.append([unit.scratch["directions"].data_ptr()])
+        for planned in optimizer.planner.units.values():
+            places.append([planned.scratch["directions"].data_ptr()])
 
     _steps("sonew-tridiagonal", native, noted)
     assert len(places) == 4 and places[0] and all(place == places[0] for place in places)
@@ -220,9 +220,9 @@ def test_directions_are_there_a_part_at_a_time(form: ModuleType, at_once: int, m
     sizes: set[int] = set()
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
-        sizes.update(unit.scratch["directions"].numel() for unit in optimizer.planner.units.values())
+        sizes.update(each.scratch["directions"].numel() for each in optimizer.planner.units.values())
 
-    monkeypatch.setattr(sonew_optimizer, "_AT_ONCE", at_once)
+    monkeypatch.setattr(unit, "AT_ONCE", at_once)
     parts, _ = _steps("sonew-tridiagonal", form, noted)
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
     assert sizes == {max(at_once, 16000)}

@@ -59,8 +59,8 @@ def test_goes_on_from_adamw(case: Case) -> None:
     heirs = optimizer.saved.succession.heirs(optimizer.param_groups)
     assert {heir.rule for heir in heirs.values()} == {"matrix", "fallback"} or "1d" in case.name
     for name, parameter in model.named_parameters():
-        for moment in heirs[name].moments:
-            assert torch.equal(moment_of(optimizer, parameter, moment), moment_of(adamw, parameter, moment))
+        for moment, own in heirs[name].moments.items():
+            assert torch.equal(moment_of(optimizer, parameter, own), moment_of(adamw, parameter, moment))
     assert case.name in (
         "mkor-sgd",
         "ldadam",
@@ -244,13 +244,13 @@ def test_a_fused_weight_takes_the_moments_of_its_elements() -> None:
 
 
 def test_what_goes_on_is_decided_by_names_and_shapes() -> None:
-    both, first = ("exp_avg", "exp_avg_sq"), ("exp_avg",)
+    both, first = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}, {"exp_avg": "grad_avg"}
     heirs = {
         "w": Heir((4, 3), first, "matrix"),
         "v": Heir((4, 3), both, "matrix"),
         "b": Heir((4,), both, "fallback"),
         "odd": Heir((5,), both, "fallback"),
-        "new": Heir((6, 6), (), "matrix"),
+        "new": Heir((6, 6), {}, "matrix"),
     }
     saved = {
         "w": {"exp_avg": (4, 3)},

@@ -31,7 +31,7 @@ _TILE = 8192
 _OPENED = 16 * BLOCK
 """Those of a tile whose narrow states are opened, no more than the source has room for."""
 
-_RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
+_RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 
 
 class _FieldInC(ctypes.Structure):
@@ -48,7 +48,7 @@ class _PassInC(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("length", "factor")),
         *((name, _FieldInC) for name in ("grad", "exp_avg", "param", "exp_avg_sq", "reference")),
         *((name, ctypes.c_double) for name in ("k", "lr", "beta1", "beta2", "eps", "weight_decay")),
-        *((name, ctypes.c_double) for name in ("root", "scale")),
+        *((name, ctypes.c_double) for name in ("root", "scale", "nesterov")),
     ]
 
 
@@ -79,6 +79,7 @@ def run(update: Pass) -> None:
         "beta2": scalars.betas[1],
         "eps": scalars.eps,
         "weight_decay": scalars.weight_decay,
+        "nesterov": scalars.nesterov,
     }
     if update.rule == "adamw":
         numbers["scale"], numbers["root"] = (float(value) for value in update.corrections())

@@ -8,10 +8,10 @@ namespace {
 
 // Elements that narrow states are opened for at a time: all of them stay in the first-level cache.
 constexpr int64_t kOpened = 1024;
-// Those of a tile whose norm is taken.
+// Those of a tile at most.
 constexpr int64_t kMeasured = 8192;
 
-enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2, kStep = 3 };
+enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2, kStep = 3, kNesterov = 4 };
 
 // A field of a pass: tensors, codes that stand for them, or neither.
 template <typename T>
@@ -28,7 +28,7 @@ struct Pass {
   const int64_t* lengths;
   const double* factors;
   Field<T> grad, exp_avg, param, exp_avg_sq, reference;
-  double k, lr, beta1, beta2, eps, weight_decay, root, scale;
+  double k, lr, beta1, beta2, eps, weight_decay, root, scale, nesterov;
 };
 
 // A part of a field as it lies there, or opened in `space`.
@@ -80,7 +80,7 @@ void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restric
                  const T* __restrict__ reference, int64_t count, double own, const Pass<T>& pass) {
   const T factor = own, k = pass.k, keep = 1.0 - pass.lr * pass.weight_decay, lr = pass.lr, rest1 = 1.0 - pass.beta1;
   const T beta2 = pass.beta2, rest2 = 1.0 - pass.beta2, root = pass.root, eps = pass.eps;
-  const T scaled = pass.lr * own, step = pass.lr * pass.scale;
+  const T scaled = pass.lr * own, step = pass.lr * pass.scale, share = pass.nesterov;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
     const T found = gradient<T, kCompared>(grad, reference, k, i);
@@ -89,9 +89,12 @@ void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restric
     } else {
       const T value = found * factor, moment = first[i] + rest1 * (value - first[i]);
       first[i] = moment;
+      // Of a share of 0 the momentum itself, infinite or not.
+      const T ahead = share == 0 ? moment : moment + share * (value - moment);
+      if (kRule == kNesterov) param[i] = ahead;
       if (kRule == kLion) {
-        const T sign = static_cast<T>(moment > 0) - static_cast<T>(moment < 0);
-        param[i] = kept<T, kCautious>(param[i], moment, keep) - (moment == moment ? sign : moment) * lr;
+        const T sign = static_cast<T>(ahead > 0) - static_cast<T>(ahead < 0);
+        param[i] = kept<T, kCautious>(param[i], ahead, keep) - (ahead == ahead ? sign : ahead) * lr;
       }
       if (kRule == kAdamW) {
         const T square = second[i] * beta2 + rest2 * (value * value);
@@ -109,8 +112,17 @@ void update(const Pass<T>& pass, const Tile& tile) {
   T* first = opened(pass.exp_avg, tile, first_space);
   T* second = opened(pass.exp_avg_sq, tile, second_space);
   T* reference = opened(pass.reference, tile, reference_space);
-  update_tile<T, kRule, kCompared, kCautious>(grad, first, opened<T>(pass.param, tile, nullptr), second, reference,
-                                              tile.end - tile.start, pass.factors ? pass.factors[tile.run] : 1.0, pass);
+  T* param = opened<T>(pass.param, tile, nullptr);
+  const int64_t count = tile.end - tile.start;
+  const double factor = pass.factors ? pass.factors[tile.run] : 1.0;
+  if constexpr (kRule == kNesterov) {
+    // Apart from the gradients, whose memory it may go to.
+    alignas(64) T space[kMeasured];
+    update_tile<T, kRule, kCompared, kCautious>(grad, first, space, second, reference, count, factor, pass);
+    std::copy(space, space + count, param);
+  } else {
+    update_tile<T, kRule, kCompared, kCautious>(grad, first, param, second, reference, count, factor, pass);
+  }
   keep(pass.exp_avg, tile, first);
   keep(pass.exp_avg_sq, tile, second);
   if (!kCompared || !pass.advance) return;
@@ -118,16 +130,17 @@ void update(const Pass<T>& pass, const Tile& tile) {
   if (pass.reference.narrow) {
     keep(pass.reference, tile, grad);
   } else {
-    std::copy(grad, grad + (tile.end - tile.start), reference);
+    std::copy(grad, grad + count, reference);
   }
 }
 
 template <typename T, bool kCompared, bool kCautious>
 auto update_of(int64_t rule) {
-  return rule == kAdamW  ? update<T, kAdamW, kCompared, kCautious>
-         : rule == kLion ? update<T, kLion, kCompared, kCautious>
-         : rule == kStep ? update<T, kStep, kCompared, kCautious>
-                         : update<T, kMomentum, kCompared, false>;
+  return rule == kAdamW      ? update<T, kAdamW, kCompared, kCautious>
+         : rule == kLion     ? update<T, kLion, kCompared, kCautious>
+         : rule == kStep     ? update<T, kStep, kCompared, kCautious>
+         : rule == kNesterov ? update<T, kNesterov, kCompared, false>
+                             : update<T, kMomentum, kCompared, false>;
 }
 
 template <typename T, bool kCompared>

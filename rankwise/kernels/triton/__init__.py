@@ -11,6 +11,7 @@ function                     does                                               
 ============================ ==================================================== ======================== ============
 ``run`` of "step"            decay and a step times one factor per run            8 + 4                    1
 ``run`` of "momentum"        momentum                                             8 + 4                    1
+``run`` of "nesterov"        momentum, and its mean with the gradient             8 + 8                    1
 ``run`` of "lion"            momentum, a step along its sign                      12 + 8                   1
 ``run`` of "adamw"           AdamW                                                16 + 12                  1
 \.\.\. with a reference       the corrected gradient in its place                  4 more (advancing: 4 + 4)

@@ -26,7 +26,7 @@ TILE = 2048
 WARPS = 4
 _WARPS_OF_RULES = 8
 _SHARED: tl.constexpr = tl.constexpr(BLOCK)
-_RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3}
+_RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 
 
 def run(update: Pass, scale: float = 1.0) -> None:
@@ -55,6 +55,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
         device_scalar(scalars.lr, runs.device),
         float(scalars.weight_decay),
         float(scalars.k),
+        float(scalars.nesterov),
         float(scalars.betas[0]),
         1.0 - scalars.betas[0],
         float(scalars.betas[1]),
@@ -250,6 +251,7 @@ def update_kernel(
     lr: tl.tensor,
     weight_decay: tl.tensor,
     k: tl.tensor,
+    share: tl.tensor,
     beta1: tl.tensor,
     share1: tl.tensor,
     beta2: tl.tensor,
@@ -280,7 +282,7 @@ def update_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The update of one tile; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient."""
+    """The update of one tile; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
     row = table + run * (FIELDS + 1 + EXTRAS)
@@ -297,12 +299,12 @@ def update_kernel(
         count = tl.load(count + run)
     # fmt: off
     if (start + BLOCK <= length) & wide(row, FIELDS):
-        _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
+        _update_tile(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
                      count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
                      FIELDS, BLOCK, True)
     else:
-        _update_tile(row, start, length, factor, rate, keep, k, beta1, share1, beta2, share2, root, eps,
+        _update_tile(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
                      count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
                      FIELDS, BLOCK, False)
@@ -318,6 +320,7 @@ def _update_tile(
     rate: tl.tensor,
     keep: tl.tensor,
     k: tl.tensor,
+    share: tl.tensor,
     beta1: tl.tensor,
     share1: tl.tensor,
     beta2: tl.tensor,
@@ -344,7 +347,7 @@ def _update_tile(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Fields: gradient, momentum, then weight, second moment (AdamW) and, last, reference, as far as there are."""
+    """Fields: gradient, momentum, then weight or what is written, second moment (AdamW), reference, as there are."""
     inside = start + tl.arange(0, BLOCK) < length
     at, blocks = start // _SHARED, _blocks(start, length, BLOCK)
     value, grad = _gradient(row, start, blocks, inside, k, GRAD, REFERENCE, REFERENCE_AT, FIELDS, CORRECT, BLOCK, FAST)
@@ -365,6 +368,11 @@ def _update_tile(
         momentum = opened(row, 1, start, at, blocks, inside, BLOCK, FAST, EXP_AVG, EXP_AVG_AT)
         momentum = beta1 * momentum + share1 * value
         store(row, 1, start, at, blocks, momentum, inside, count, row, BLOCK, FAST, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
+        if RULE == 1 or RULE == 4:
+            # Of a share of 0 the momentum itself, infinite or not.
+            momentum = tl.where(share == 0.0, momentum, momentum + share * (value - momentum))
+        if RULE == 4:
+            write(row, 2, start, momentum, inside, BLOCK, FAST)
         if RULE == 1:
             sign = (momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32)
             weight = read(row, 2, start, inside, BLOCK, FAST)
