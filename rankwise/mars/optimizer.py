@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -146,18 +146,24 @@ class MARS(ShardedOptimizer):
         # Kept momenta are orthogonalised as they are opened.
         opened = self.declared.orthogonalises and self.declared.asked_type("exp_avg") and not all(folded)
         folds = any(folded) and not unit.spends_gradients
-        matrices = [info for info in map(unit.infos.__getitem__, unit.keys("matrix")) if folds]
+        matrices = [unit.infos[key] for key in unit.keys("matrix")]
         sizes = [prod(info.shape) for info in matrices if self.declared.is_orthogonal(info)]
+        widest = max(sizes, default=0)
 
         def elements(everything: int, largest: int) -> float:
-            most = max([AT_ONCE, *sizes]) if unit.layout.world_size == 1 else everything
-            kept = unit.share("matrix") * everything * 4 if opened else 0
-            return tables(everything, largest) + kept + 4 * min(sum(sizes), most)
+            alone = unit.layout.world_size == 1
+            formed = min(sum(sizes), max(AT_ONCE, widest) if alone else everything) if folds else 0
+            share = unit.share("matrix") * everything if opened else 0
+            kept = min(share, max(AT_ONCE - widest / 2, widest)) if alone else share
+            return tables(everything, largest) + 4 * (formed + kept)
 
         def together(tasks: Sequence[MatrixTask], most: int) -> int:
             shapes = Counter((task.signature.rows, task.signature.columns) for task in tasks)
             table = quintics(group["ns_coefficients"], group["ns_steps"]) if shapes else ()
             each = {shape: 2 * scratch(min(shape), max(shape), torch.bfloat16, table) for shape in shapes}
+            if opened and unit.layout.world_size == 1:
+                at_once = min(1.0, AT_ONCE / max(sum(sizes), 1))
+                shapes = Counter({shape: ceil(count * at_once) for shape, count in shapes.items()})
             stacks = (min(count, max(1, most // each[shape])) * each[shape] for shape, count in shapes.items())
             return max(stacks, default=0)
 
@@ -172,10 +178,14 @@ class MARS(ShardedOptimizer):
         coefficients = self._clip_coefficients(unit, matrices)
         orthogonal: list[Bucket] = []
         folded: list[Bucket] = []
+        opened: list[_Part] = []
         for bucket, span in spans(matrices):
             for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
                 if part.orthogonal and self.declared.folds(True, bucket.group):
                     folded.append(part.bucket)
+                    continue
+                if part.orthogonal and unit.layout.world_size == 1 and unit.narrow.is_narrow(part.bucket, "exp_avg"):
+                    opened += _in_portions(part)
                     continue
                 self._element_wise(unit, part)
                 if part.orthogonal:
@@ -186,9 +196,16 @@ class MARS(ShardedOptimizer):
         if product is not None:
             for some in _at_once(unit, folded):
                 _form_momenta(unit, some)
-                both = [*orthogonal, *some]
-                step_matrices(MARSRule(unit, both, self.step_groups, self.health, self.options, product))
+                self._step_matrices(unit, [*orthogonal, *some], product)
                 orthogonal = []
+            for part in opened:
+                self._element_wise(unit, part)
+                self._step_matrices(unit, [part.bucket], product)
+                unit.narrow.keep_apart()
+                part.bucket.found.clear()
+
+    def _step_matrices(self, unit: StepUnit, buckets: list[Bucket], product: torch.dtype) -> None:
+        step_matrices(MARSRule(unit, buckets, self.step_groups, self.health, self.options, product))
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group, ratio = bucket.group, bucket.group["lr_1d_ratio"]
@@ -293,6 +310,17 @@ def _at_once(unit: StepUnit, folded: Sequence[Bucket]) -> Iterator[list[Bucket]]
     if unit.layout.world_size > 1:
         return iter([list(folded)])
     return portions(folded, lambda entry, grad: 0 if unit.spends(entry, grad) else grad.numel())
+
+
+def _in_portions(part: _Part) -> Iterator[_Part]:
+    """A part whose momenta are opened, some at a time."""
+    first = 0
+    for some in portions([part.bucket], lambda entry, grad: grad.numel()):
+        for bucket in some:
+            last = first + len(bucket.entries)
+            own = None if part.coefficients is None else part.coefficients[first:last]
+            yield _Part(bucket.only(range(len(bucket.entries))), own, True)
+            first = last
 
 
 def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:

@@ -61,6 +61,8 @@ class Declared(ABC):
     """Where they have none of their own: the states of a matrix of which each block has one, ``name[block]``."""
     codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": ROOT}
     """What "int8" is for element states of which it is something else than signed codes."""
+    slow_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    """How the names of element states begin that decay by less than half a digit a step."""
     always_coded: ClassVar[tuple[str, ...]] = ()
     """Element states in codes for small parameters, too."""
     sums_cover_fallback: ClassVar[bool] = False
@@ -123,7 +125,7 @@ class Declared(ABC):
     def rounds_stochastically(self, state: str) -> bool:
         """Whether an element state is rounded so where it is narrow."""
         wish = getattr(self.options, "state_rounding", "nearest")
-        return wish == "stochastic" or (wish == "auto" and state.endswith("_sq"))
+        return wish == "stochastic" or (wish == "auto" and state.startswith(self.slow_states))
 
     def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> Mapping[str, str]:
         """Those of a parameter's element states that mean the same in AdamW, by its names; all are taken, or none."""
