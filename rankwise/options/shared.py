@@ -105,7 +105,8 @@ def state_rounding() -> Any:
         "auto",
         Choice("auto", "nearest", "stochastic"),
         'How narrow states are rounded. "auto": second moments and covariances stochastically, which decay by less '
-        "than half a digit a step, and others to the nearest. Noise is a function of parameter, place and step: the same on every layout.",
+        "than half a digit a step, and others to the nearest. Noise is a function of parameter, place and step: the "
+        "same on every layout.",
     )
 
 
