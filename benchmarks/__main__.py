@@ -139,6 +139,14 @@ def memory(page: Annotated[Path | None, typer.Option(help="Markdown page to writ
 
 
 @app.command()
+def state_table() -> None:
+    """The table of docs/state-types.md: bytes of states, and those a step moves, by the type of the states."""
+    from benchmarks.state_costs import state_table as table
+
+    console.print(table(), markup=False, soft_wrap=True)
+
+
+@app.command()
 def counts(
     models: Annotated[list[str] | None, typer.Option("--model", help="Default: llama-1b and llama-7b.")] = None,
     types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from benchmarks.counts import GOALS, META, TYPES, Values, counted  # noqa: E402
 from benchmarks.launches import Counts  # noqa: E402
+from benchmarks.state_costs import KINDS, state_row  # noqa: E402
 
 # Bytes of a parameter (of MARS-M and MKOR those outside products), launches and operations, waits: Llama 1B, 7B.
 BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
@@ -79,3 +81,13 @@ def test_the_counter(call: Callable[..., Any], moved: int, operations: int, wait
     with Values(counts):
         call(x, y)
     assert (counts.bytes / 100, counts.launches, counts.waits.total()) == (moved, operations, waits)
+
+
+_QUICK = ("MARS-AdamW", "MARS-M, no clip", "LDAdam, rank d/4")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
+)
+def test_what_states_weigh_is_on_the_page(kind: str) -> None:
+    assert state_row(kind) in (Path(__file__).parents[1] / "docs" / "state-types.md").read_text()
