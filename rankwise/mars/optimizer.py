@@ -193,19 +193,21 @@ class MARS(ShardedOptimizer):
                 else:
                     self.health.add("matrices_updated", len(part.bucket.entries))
         product = self.declared.product_type(unit.device, unit.dtype)
-        if product is not None:
-            for some in _at_once(unit, folded):
-                _form_momenta(unit, some)
-                self._step_matrices(unit, [*orthogonal, *some], product)
-                orthogonal = []
-            for part in opened:
-                self._element_wise(unit, part)
-                self._step_matrices(unit, [part.bucket], product)
-                unit.narrow.keep_apart()
-                part.bucket.found.clear()
+        if product is None:
+            return
 
-    def _step_matrices(self, unit: StepUnit, buckets: list[Bucket], product: torch.dtype) -> None:
-        step_matrices(MARSRule(unit, buckets, self.step_groups, self.health, self.options, product))
+        def step(some: list[Bucket]) -> None:
+            step_matrices(MARSRule(unit, some, self.step_groups, self.health, self.options, product))
+
+        for some in _at_once(unit, folded):
+            _form_momenta(unit, some)
+            step([*orthogonal, *some])
+            orthogonal = []
+        for part in opened:
+            self._element_wise(unit, part)
+            step([part.bucket])
+            unit.narrow.keep_apart()
+            part.bucket.found.clear()
 
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group, ratio = bucket.group, bucket.group["lr_1d_ratio"]

@@ -35,6 +35,16 @@ class SONewDeclared(Declared):
         """Of the element states: one for every distance on the band."""
         return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The element states that neighbours read of each other."""
+        return ("exp_avg", "exp_avg_sq", *self.covariance_names)
+
+    @property
+    def narrow_statistics(self) -> list[str]:
+        """Those that a step opens."""
+        return [name for name in self.statistics if self.asked_type(name)]
+
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
         names = ["exp_avg", "exp_avg_sq"]

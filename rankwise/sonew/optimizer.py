@@ -116,7 +116,7 @@ class SONew(ShardedOptimizer):
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
         band = self.options.band
 
-        opened = len(self._narrow_names)
+        opened = len(self.declared.narrow_statistics)
 
         def elements(everything: int, largest: int) -> float:
             own = 4 * min(everything, max(AT_ONCE, largest)) if not unit.spends_gradients else 0
@@ -132,16 +132,6 @@ class SONew(ShardedOptimizer):
             element_flops=30.0 + 12.0 * band**2,
             scratch=ScratchMemory(elements=elements),
         )
-
-    @property
-    def _narrow_names(self) -> list[str]:
-        """Of the states that a step opens."""
-        return [name for name in self._statistics if self.declared.asked_type(name)]
-
-    @property
-    def _statistics(self) -> tuple[str, ...]:
-        """States that neighbours read of each other."""
-        return ("exp_avg", "exp_avg_sq", *self.declared.covariance_names)
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = fallback_step(unit, buckets)
@@ -162,7 +152,11 @@ class SONew(ShardedOptimizer):
                 start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
             unit.narrow.keep_apart()
             # Without what has been opened.
-            stepped += [bucket.only(range(len(bucket.entries))) for bucket in some] if self._narrow_names else some
+            stepped += (
+                [bucket.only(range(len(bucket.entries))) for bucket in some]
+                if self.declared.narrow_statistics
+                else some
+            )
         ratios = self._graft_ratios(unit, stepped, found)
         for (bucket, span), (directions, _) in zip(spans(stepped), found, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
@@ -170,7 +164,7 @@ class SONew(ShardedOptimizer):
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
 
     def _opened_at_once(self, buckets: list[Bucket]) -> Iterator[list[Bucket]]:
-        opened = len(self._narrow_names)
+        opened = len(self.declared.narrow_statistics)
         return portions(buckets, lambda entry, grad: opened * grad.numel()) if opened else iter([buckets])
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
@@ -179,7 +173,7 @@ class SONew(ShardedOptimizer):
         assert halo is not None
         if halo.empty:
             return {}
-        fields = [part_of(unit, buckets, name) for name in (None, *self._statistics)]
+        fields = [part_of(unit, buckets, name) for name in (None, *self.declared.statistics)]
         found = halo(fields)
         return {
             entry.index: [halos[entry.index] for halos in found]
@@ -200,7 +194,7 @@ class SONew(ShardedOptimizer):
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
-        fields = [bucket.grads, *(bucket.state(name) for name in self._statistics)]
+        fields = [bucket.grads, *(bucket.state(name) for name in self.declared.statistics)]
         fused = directions_for(unit.device, unit.dtype)
         in_blocks = any(entry.fragment.columns is not None for entry in bucket.entries)
         if fused is None or in_blocks or self.options.graft == "rmsprop":
