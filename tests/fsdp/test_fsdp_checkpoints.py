@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rankwise import MARS
+from rankwise.planning import declared
 
 BEFORE, AFTER = 3, 3
 Weights = dict[str, Tensor]
@@ -95,6 +96,7 @@ def _difference(found: Weights, expected: Weights) -> float:
 
 
 ALL, MATRICES = list(CLASSES), ["mars-m", "ldadam", "mkor-h"]
+NARROW = ["mars-adamw", "mars-m", "sonew-4", "ldadam", "mkor-h"]
 MOVES = [
     # Bitwise on the same layout.
     ("rows-3", "rows-3", ALL, False),
@@ -136,6 +138,20 @@ def test_goes_on_elsewhere(before: str | None, after: str | None, cases: list[st
     for resumed in _everywhere(after, _resume, cases, str(tmp_path), flat):
         for case in cases:
             assert _difference(resumed[case], saved[case]) <= (0.0 if before == after else 1e-6), case
+
+
+@pytest.mark.parametrize("setting", [None, "rows-3", "tensor-4"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_narrow_states_go_on_bitwise(setting: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(declared, "FEWEST_CODED", 1)
+    cases = [f"{case} in 8 bits" for case in NARROW]
+    for name, case in zip(cases, NARROW, strict=True):
+        kind, options = CLASSES[case]
+        monkeypatch.setitem(CLASSES, name, (kind, {**options, "state_dtype": "int8"}))
+    saved = _everywhere(setting, _save, cases, str(tmp_path), False)[0]
+    for resumed in _everywhere(setting, _resume, cases, str(tmp_path), False):
+        for case in cases:
+            assert _difference(resumed[case], saved[case]) == 0.0, case
 
 
 @pytest.mark.parametrize("case", MATRICES)
