@@ -28,6 +28,8 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ldadam-int8": ("ldadam", {"error_dtype": "int8"}),
+    "ldadam-narrow": ("ldadam", {"state_dtype": "int8"}),
+    "sonew-narrow": ("sonew", {"state_dtype": "bfloat16"}),
     "ldadam-no-feedback": ("ldadam", {"error_feedback": False}),
     "mars-m-unclipped": ("mars-m", {"clip": None}),
 }

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Element states in two ways to cut them, matrix states everywhere; the whole grid is exhaustive.
-OTHERS = [*(name for name in TYPES if name != "ldadam"), "ldadam-int8"]
+OTHERS = [*(name for name in TYPES if name != "ldadam"), "ldadam-narrow", "sonew-narrow"]
 USUAL = [("ldadam", label) for label in SAME] + [
     (name, label) for label in ("DP2 distributed bf16", "TP2 SP distributed") for name in OTHERS
 ]
