@@ -117,7 +117,7 @@ def _rows(case: Case, results: Results) -> Iterator[Sequence[str]]:
         words = verdict(difference, case.experiment.counts, "no worse")
         if len(pairs) < len(case.experiment.seeds):
             words = f"{len(pairs)} of {len(case.experiment.seeds)} seeds yet"
-        interval = f"{difference.mean:+.4f} ± {difference.half:.4f}"
+        interval = f"{difference.mean:+.4f}" + (f" ± {difference.half:.4f}" if len(pairs) > 1 else "")
         yield case.contender, place, word, _weight(runs, results), _mean(found), interval, words
 
 
