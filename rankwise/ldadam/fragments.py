@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.ldadam import formulas as updates
-from rankwise.ldadam.declared import SUBSPACE
 from rankwise.ldadam.forms import fragments_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.signature import LowRankSignature, split_factors
@@ -103,9 +102,10 @@ class Fragments:
         gradient, source, weight = self._missing.get(index), self.source(index), self._weights[index]
         error = self._errors.get(index)
         error = None if error is source else error
-        # Others are opened in the type of the computation.
-        own = [state[name] for name in SUBSPACE if state[name].dtype == weight.dtype]
-        tensors = (weight, source, *own)
+        states = (state["basis"], state["exp_avg"], state["exp_avg_sq"])
+        # Narrow ones are opened in the type of the computation.
+        wide = states[0].dtype == states[1].dtype == states[2].dtype == weight.dtype
+        tensors = (weight, source, *states) if wide else (weight, source)
         if not takes(signature.rank, *tensors, *(() if gradient is None else (gradient,)), error=error):
             return None
         self._missing.pop(index, None)

@@ -31,6 +31,7 @@ class NarrowSubspaces:
 
     def __init__(self, declared: LDAdamDeclared) -> None:
         self._declared = declared
+        self._some = any(declared.subspace_types.values())
 
     def keep(
         self,
@@ -71,7 +72,7 @@ class NarrowSubspaces:
             jobs: The matrices.
             form: What steps them.
         """
-        if all(job.state[name].dtype == job.weight.dtype for job in jobs for name in SUBSPACE):
+        if not self._some:
             return form.step(jobs)
         left: list[int] = []
         rotation: Tensor | float = 0.0
