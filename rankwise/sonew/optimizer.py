@@ -152,7 +152,7 @@ class SONew(ShardedOptimizer):
                 start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
             unit.narrow.keep_apart()
             # Without what has been opened.
-            opened = bool(self.declared.narrow_statistics)
+            opened = self.declared.narrow_statistics
             stepped += [bucket.only(range(len(bucket.entries))) for bucket in some] if opened else some
         ratios = self._graft_ratios(unit, stepped, found)
         for (bucket, span), (directions, _) in zip(spans(stepped), found, strict=True):
