@@ -19,10 +19,7 @@ _MODEL = "llama-1b"
 DTYPES = ("float32", "bfloat16", "int8")
 
 
-def _mkor(params: Any, **options: Any) -> Any:
-    return rankwise.MKOR(params, update_interval=3, **options)
-
-
+_MKOR = partial(rankwise.MKOR, update_interval=3)
 KINDS: dict[str, Callable[..., Any]] = {
     "MARS-AdamW": partial(rankwise.MARS, variant="adamw"),
     "MARS-Lion": partial(rankwise.MARS, variant="lion"),
@@ -33,8 +30,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "SONew, band 4": partial(rankwise.SONew, band=4),
     "LDAdam, rank d/4": partial(rankwise.LDAdam, rank=512),
     "LDAdam, rank 16": partial(rankwise.LDAdam, rank=16),
-    "MKOR on AdamW": _mkor,
-    "MKOR on AdamW, no factor above 4,096": partial(_mkor, max_factor_dim=4096),
+    "MKOR on AdamW": _MKOR,
+    "MKOR on AdamW, no factor above 4,096": partial(_MKOR, max_factor_dim=4096),
 }
 """By name, what makes the optimizer of named parameters."""
 

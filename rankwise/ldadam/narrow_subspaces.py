@@ -18,9 +18,6 @@ from rankwise.ldadam.signature import ELEMENTS_AT_ONCE
 
 __all__ = ["NarrowSubspaces", "opened"]
 
-_ALIGNED = 16
-"""Elements."""
-
 
 class NarrowSubspaces:
     """Keeps what steps compute in the type of the states.
@@ -84,9 +81,7 @@ class NarrowSubspaces:
         return InPlace(left, rotation, kept)
 
     def _step_opened(self, keys: Sequence[str], jobs: Sequence[LowRankStep], form: StepsInPlace) -> InPlace:
-        sizes = [_coordinates(job.state) for job in jobs]
-        memory = jobs[0].weight.new_empty(sum(sizes)).split(sizes)
-        found = [_split(part, job.state) for part, job in zip(memory, jobs, strict=True)]
+        found = [{name: job.weight.new_empty(job.state[name].shape) for name in SUBSPACE} for job in jobs]
         for name in SUBSPACE:
             copy_([state[name] for state in found], [job.state[name] for job in jobs])
         result = form.step([replace(job, state=state) for job, state in zip(jobs, found, strict=True)])
@@ -94,7 +89,7 @@ class NarrowSubspaces:
         stepped = [place for place in range(len(jobs)) if place not in left]
         if stepped:
             steps = [jobs[place].step for place in stepped]
-            step = steps[0] if len(set(steps)) == 1 else torch.tensor(steps, device=memory[0].device)
+            step = steps[0] if len(set(steps)) == 1 else torch.tensor(steps, device=jobs[0].weight.device)
             new = {name: [found[place][name] for place in stepped] for name in SUBSPACE}
             self.keep([keys[place] for place in stepped], [jobs[place].state for place in stepped], new, step)
         return result
@@ -104,28 +99,12 @@ def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
     """Matrices whose states are opened at a time."""
     first = elements = 0
     for place, job in enumerate(jobs):
-        own = _coordinates(job.state)
+        own = sum(job.state[name].numel() for name in SUBSPACE)
         if place > first and elements + own > ELEMENTS_AT_ONCE:
             yield slice(first, place)
             first, elements = place, 0
         elements += own
     yield slice(first, len(jobs))
-
-
-def _aligned(elements: int) -> int:
-    return -(-elements // _ALIGNED) * _ALIGNED
-
-
-def _coordinates(state: Mapping[str, Tensor]) -> int:
-    """Elements of a matrix's states, each with a beginning that kernels expect."""
-    return sum(_aligned(state[name].numel()) for name in SUBSPACE)
-
-
-def _split(memory: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory for a matrix's states in the type of the computation."""
-    parts = memory.split([_aligned(state[name].numel()) for name in SUBSPACE])
-    pairs = zip(SUBSPACE, parts, strict=True)
-    return {name: part[: state[name].numel()].view(state[name].shape) for name, part in pairs}
 
 
 def opened(states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -129,18 +129,14 @@ class LDAdam(ShardedOptimizer):
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
             return tuple(matrices * size for size in sizes)
 
+        alone = partial(scratch_alone, narrow=any(self.declared.subspace_types.values()))
         return StepWork(
             reply=partial(reply_of, unit, self.step_groups),
             matrix_state=matrix_state,
             together=together,
             cut_states=_cut_states,
-            scratch=ScratchMemory(
-                elements=partial(self._sums, unit), alone=self._scratch_alone, stacked=scratch_of_a_stack
-            ),
+            scratch=ScratchMemory(partial(self._sums, unit), alone, scratch_of_a_stack),
         )
-
-    def _scratch_alone(self, tasks: Sequence[MatrixTask]) -> int:
-        return scratch_alone(tasks, narrow=any(self.declared.subspace_types.values()))
 
     def _sums(self, unit: StepUnit, everything: int, largest: int) -> float:
         """Bytes for gradients with buffers of another type, where they may not lie in the gradients' memory."""

@@ -321,7 +321,7 @@ def _in_portions(part: _Part) -> Iterator[_Part]:
         for bucket in some:
             last = first + len(bucket.entries)
             own = None if part.coefficients is None else part.coefficients[first:last]
-            yield _Part(bucket.only(range(len(bucket.entries))), own, True)
+            yield _Part(bucket, own, True)
             first = last
 
 

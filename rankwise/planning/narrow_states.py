@@ -179,30 +179,27 @@ class NarrowStates:
             name: Of the state.
             parts: Places in the bucket, and which of their elements.
         """
-        places = list(dict.fromkeys(place for place, _ in parts))
-        narrow = [place for place in places if self._is_narrow(bucket.entries[place], name)]
-        wide = [place for place in places if place not in narrow]
-        some = self._kept.views(self._states, name, bucket.entries.only(wide))
-        views = dict(zip(wide, some, strict=True))
-        found = [views[place][part] if place in views else self._empty(part) for place, part in parts]
-        opened = [number for number, (place, _) in enumerate(parts) if place not in views]
-        whole = []
-        for number in opened:
-            place, part = parts[number]
+        if not self.is_narrow(bucket, name):
+            views = self.kept(bucket, name)
+            return [views[place][part] for place, part in parts]
+        found: list[Tensor] = []
+        opened: list[Tensor] = []
+        runs: list[tuple[Entry, slice]] = []
+        for place, part in parts:
             entry = bucket.entries[place]
+            if not self._is_narrow(entry, name):
+                (view,) = self._kept.views(self._states, name, bucket.entries.only([place]))
+                found.append(view[part])
+                continue
             assert entry.stored is None
             # From the beginning of a block on.
             before = min(part.start, (entry.fragment.start + part.start) % BLOCK)
-            whole.append((entry, slice(part.start - before, part.stop)))
-            found[number] = self._empty(whole[-1][1])
+            runs.append((entry, slice(part.start - before, part.stop)))
+            opened.append(torch.empty(before + part.stop - part.start, dtype=self._dtype, device=self._indices.device))
+            found.append(opened[-1][before:])
         if opened:
-            self._form.decode_([found[number] for number in opened], self._narrow(name, whole))
-        for number, (_, part) in zip(opened, whole, strict=True):
-            found[number] = found[number][parts[number][1].start - part.start :]
+            self._form.decode_(opened, self._narrow(name, runs))
         return found
-
-    def _empty(self, part: slice) -> Tensor:
-        return torch.empty(part.stop - part.start, dtype=self._dtype, device=self._indices.device)
 
     def kept(self, bucket: Bucket, name: str) -> list[Tensor]:
         """A state of a bucket's entries as it is kept, in no codes."""

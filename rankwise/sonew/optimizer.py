@@ -19,7 +19,7 @@ from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.declared import SONewDeclared
 from rankwise.sonew.forms import directions_for
 from rankwise.sonew.options import SONewOptions
-from rankwise.sonew.parts import part_of
+from rankwise.sonew.parts import parts_of
 from rankwise.sonew.windows import windowed_directions
 from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
@@ -151,9 +151,9 @@ class SONew(ShardedOptimizer):
                 found.append(self._directions(unit, bucket, start, halos, norms))
                 start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
             unit.narrow.keep_apart()
-            # Without what has been opened.
-            opened = self.declared.narrow_statistics
-            stepped += [bucket.only(range(len(bucket.entries))) for bucket in some] if opened else some
+            for bucket in some if self.declared.narrow_statistics else ():
+                bucket.found.clear()  # with what has been opened
+            stepped += some
         ratios = self._graft_ratios(unit, stepped, found)
         for (bucket, span), (directions, _) in zip(spans(stepped), found, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
@@ -170,8 +170,7 @@ class SONew(ShardedOptimizer):
         assert halo is not None
         if halo.empty:
             return {}
-        fields = [part_of(unit, buckets, name) for name in (None, *self.declared.statistics)]
-        found = halo(fields)
+        found = halo(parts_of(unit, buckets, self.declared.statistics))
         return {
             entry.index: [halos[entry.index] for halos in found]
             for bucket in buckets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,31 +11,26 @@ from torch import Tensor
 from rankwise.planning.unit import Bucket, StepUnit
 from rankwise.sharding import ReadField
 
-__all__ = ["part_of"]
+__all__ = ["parts_of"]
 
 
-def part_of(unit: StepUnit, buckets: Sequence[Bucket], name: str | None) -> ReadField:
-    """Gives parts of a state of the fragments, or of their gradients."""
-    place_of = {entry.index: (bucket, place) for bucket in buckets for place, entry in enumerate(bucket.entries)}
+def parts_of(unit: StepUnit, buckets: Sequence[Bucket], states: Sequence[str]) -> list[ReadField]:
+    """Fields that give parts of the fragments' gradients, and of their states, for :class:`HaloExchange`."""
+    places = [{entry.index: place for place, entry in enumerate(bucket.entries)} for bucket in buckets]
     zero = torch.zeros((), dtype=unit.dtype, device=unit.device)
 
-    def read(wanted: Sequence[tuple[int, slice]]) -> Sequence[Tensor]:
+    def read(state: str | None, wanted: Sequence[tuple[int, slice]]) -> Sequence[Tensor]:
         # Of parameters without a gradient, and of those that have no chain: what is fetched of them is not used.
         found = [zero.expand(part.stop - part.start) for _, part in wanted]
-        by_bucket: dict[int, list[int]] = {}
-        for number, (index, _) in enumerate(wanted):
-            if index in place_of:
-                by_bucket.setdefault(id(place_of[index][0]), []).append(number)
-        for numbers in by_bucket.values():
-            bucket = place_of[wanted[numbers[0]][0]][0]
-            parts = [(place_of[wanted[number][0]][1], wanted[number][1]) for number in numbers]
-            values = (
-                [bucket.grads[place][part] for place, part in parts]
-                if name is None
-                else bucket.narrow.peeked(bucket, name, parts)
-            )
+        for bucket, place_of in zip(buckets, places, strict=True):
+            numbers = [number for number, (index, _) in enumerate(wanted) if index in place_of]
+            parts = [(place_of[index], part) for index, part in (wanted[number] for number in numbers)]
+            if state is None:
+                values = [bucket.grads[place][part] for place, part in parts]
+            else:
+                values = bucket.narrow.peeked(bucket, state, parts)
             for number, value in zip(numbers, values, strict=True):
                 found[number] = value
         return found
 
-    return read
+    return [partial(read, state) for state in (None, *states)]
