@@ -215,6 +215,10 @@ def gpu(
     sections: Annotated[
         list[str] | None, typer.Option("--section", help="Only these; may be given several times.")
     ] = None,
+    items: Annotated[
+        list[str] | None,
+        typer.Option("--item", help="Only items with this in their names; may be given several times."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda; cpu tries all but the launches.")] = "cuda",
     model: Annotated[str | None, typer.Option(help="In place of Llama's layers; tiny makes everything small.")] = None,
     again: Annotated[bool, typer.Option(help="Measure these sections anew.")] = False,
@@ -224,7 +228,7 @@ def gpu(
     from benchmarks.gpu.command import run
 
     try:
-        status = run(budget, sections or [], device, model, again, output)
+        status = run(budget, sections or [], items or [], device, model, again, output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -357,17 +361,25 @@ def performance(
         "docs/performance.md"
     ),
     host: Annotated[Path | None, typer.Option(help="JSON written by host, if kept apart.", exists=True)] = None,
-    gpu: Annotated[Path | None, typer.Option(help="JSON written by gpu.", exists=True)] = None,
 ) -> None:
     """Turn the timings into a page of the documentation."""
-    from benchmarks.gpu.page import gpu_rows, gpu_section
     from benchmarks.performance import draw, performance_page
 
-    found = {} if gpu is None else json.loads(gpu.read_text())
     apart = [] if host is None else json.loads(host.read_text())
-    rows = json.loads(figures.read_text()) + apart + gpu_rows(found)
-    page.write_text(performance_page(rows) + gpu_section(found))
+    rows = json.loads(figures.read_text()) + apart
+    page.write_text(performance_page(rows))
     draw(rows, page.parent / "images" / "performance.png")
+
+
+@app.command()
+def gpu_page(
+    figures: Annotated[Path, typer.Argument(help="JSON written by gpu.", exists=True)],
+    page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/gpu.md"),
+) -> None:
+    """Turn what was found on a GPU into a page of the documentation."""
+    from benchmarks.gpu.page import gpu_page
+
+    page.write_text(gpu_page(json.loads(figures.read_text())))
 
 
 @app.command()

@@ -53,19 +53,17 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def recorded(call: Callable[[], Any], target: str = "sm_90") -> list[Launch]:
-    """The launches of a call on a device of :data:`TARGETS`, none of which takes place."""
+def recorded(call: Callable[[], Any]) -> list[Launch]:
+    """The launches of a call, none of which takes place."""
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
         launches.append(Launch(kernel, arguments, constants))
 
-    replaced = {"launch": record, "has_wide_products": lambda device: target != "sm_80"}
     with ExitStack() as stack:
         for module in kernel_modules():
-            for name, instead in replaced.items():
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, instead))
+            if hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", record))
         call()
     return launches
 
@@ -174,7 +172,7 @@ def measured(cases: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> It
     for call, arguments in cases:
         for target in TARGETS:
             seen: dict[str, int] = {}
-            for launch in recorded(partial(call, *arguments), target):
+            for launch in recorded(partial(call, *arguments)):
                 name = launch.kernel.fn.__name__
                 seen[name] = seen.get(name, 0) + 1
                 found = resources(compiled(launch, target), target)
@@ -327,12 +325,13 @@ def moments() -> None:
         low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
 
 
-def low_rank_step(right: bool) -> None:
+def low_rank_step(right: bool, side: int = 8) -> None:
     from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 
-    part = [Factors(0, torch.zeros(8, 4), torch.zeros(4, 8), torch.zeros(4, 8))]
-    errors = [torch.zeros(64, dtype=torch.bfloat16)]
-    low_rank_step_([torch.zeros(64)], part, [torch.zeros(64)], errors, cols=8, right=right, lr=0.1, weight_decay=0.1)
+    part = [Factors(0, torch.zeros(side, 4), torch.zeros(4, side), torch.zeros(4, side))]
+    weight, source = torch.zeros(2, side * side)
+    errors = [torch.zeros(side * side, dtype=torch.bfloat16)]
+    low_rank_step_([weight], part, [source], errors, cols=side, right=right, lr=0.1, weight_decay=0.1)
 
 
 def narrow(dtype: torch.dtype, length: int = 4096) -> Any:
@@ -398,6 +397,7 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (step_of_products, (torch.bfloat16,)),
     (moments, ()),
     (low_rank_step, (False,)),
+    (low_rank_step, (False, 16)),
     (low_rank_matrices, (256,)),
     (narrow_update, (torch.int8, torch.uint8)),
     (narrow_update, (torch.bfloat16, torch.bfloat16)),
@@ -411,6 +411,7 @@ MORE = [
     (preconditioning, (torch.float32, True, False)),
     *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
     (low_rank_step, (True,)),
+    (low_rank_step, (True, 16)),
     (low_rank_matrices, (16,)),
     (low_rank_matrices, (512,)),
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 import rankwise
 from megatron_patches import detect_apex
 
-__all__ = ["BASELINE", "OFFICIAL", "OURS", "Contender", "official", "others", "selected"]
+__all__ = ["BASELINE", "NARROW", "OFFICIAL", "OURS", "Contender", "official", "others", "selected"]
 
 Build = Callable[[nn.Module], Any]
 
@@ -73,22 +75,42 @@ OURS = (
 )
 """The types of this project with their published defaults."""
 
+NARROW = (
+    Contender("MARS-AdamW, states int8", _named(rankwise.MARS, variant="adamw", state_dtype="int8")),
+    Contender("MARS-M, states int8", _named(rankwise.MARS, variant="muon", state_dtype="int8")),
+    Contender("SONew, tridiagonal, states int8", _named(rankwise.SONew, band=1, state_dtype="int8")),
+    Contender("LDAdam, rank 256, states int8", _named(rankwise.LDAdam, rank=256, state_dtype="int8")),
+    Contender("MKOR, states int8", _mkor(state_dtype="int8")),
+)
+"""The same with a byte for each element of a state."""
+
 
 def _fused_adam(model: nn.Module) -> torch.optim.Optimizer:
     kind = importlib.import_module("apex.optimizers").FusedAdam
     return kind(model.parameters(), adam_w_mode=True, weight_decay=0.01)  # type: ignore[no-any-return]
 
 
+def _adamw_8bit(package: str, model: nn.Module) -> torch.optim.Optimizer:
+    return importlib.import_module(f"{package}.optim").AdamW8bit(model.parameters())  # type: ignore[no-any-return]
+
+
 def others(device: torch.device) -> tuple[Contender, ...]:
-    """What is timed for comparison besides fused AdamW: torch's Muon, and apex's FusedAdam where it can run.
+    """What is timed for comparison besides fused AdamW.
 
     Args:
         device: Where to run.
+
+    Returns:
+        torch's Muon; on a CUDA device apex's FusedAdam, and AdamW with 8-bit states, where they are installed.
     """
-    muon = Contender("Muon (torch), linear weights only", _muon)
-    if device.type == "cuda" and detect_apex().is_usable:
-        return muon, Contender("FusedAdam (apex)", _fused_adam, 28.0)
-    return (muon,)
+    found = [Contender("Muon (torch), linear weights only", _muon)]
+    if device.type == "cuda":
+        if detect_apex().is_usable:
+            found.append(Contender("FusedAdam (apex)", _fused_adam, 28.0))
+        for package in ("torchao", "bitsandbytes"):
+            if importlib.util.find_spec(package) is not None:
+                found.append(Contender(f"AdamW8bit ({package})", partial(_adamw_8bit, package)))
+    return tuple(found)
 
 
 def selected(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:

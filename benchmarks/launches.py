@@ -97,7 +97,7 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
     if name == "_grouped_product_kernel":
         return Counter(tf32x3=grid[2] * 2 * given["rows"] * given["columns"] * given["depth"])
     if name == "_step_kernel":
-        return Counter(tf32x3=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
+        return Counter(float32=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
     if name == "_moments_in_place_kernel":
         # The rotated first and second moment.
         return Counter(tf32x3=len(table) // 2 * 4 * given["rank"] ** 2 * given["length"])

@@ -13,7 +13,7 @@ from benchmarks.contenders import OURS
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["draw", "markdown", "performance_page"]
+__all__ = ["draw", "markdown", "performance_page", "sections_of"]
 
 Row = Mapping[str, Any]
 
@@ -26,18 +26,18 @@ OMP_NUM_THREADS=2 python -m benchmarks step --model gpt2-small --rivals CHECKOUT
 OMP_NUM_THREADS=2 python -m benchmarks training --output performance.json
 python -m benchmarks communication --ranks 2 --output performance.json
 python -m benchmarks host --output docs/data/host.json
-python -m benchmarks gpu --output gpu.json
-python -m benchmarks performance performance.json --host docs/data/host.json --gpu gpu.json
+python -m benchmarks performance performance.json --host docs/data/host.json
 ```
 
 Optimizers step in turns in one process, each on a model of its own; a ratio is the median over pairs of neighbouring
 steps. *Floor* is the memory traffic of the rule with every state in fp32 and the clip or graft norm in a pass of its
 own, over AdamW's 28 bytes per parameter: what no implementation can be below where memory is the limit. *Published* is
 the authors' own code in the same run; its ratio is of mean times, so that steps with and without a factor update count.
-On CPUs ours are the compiled forms (`rankwise/kernels/native`); `RANKWISE_NATIVE=0` measures the others.
+On CPUs ours are the compiled forms (`rankwise/kernels/native`); `RANKWISE_NATIVE=0` measures the others. An H200 has
+[a page of its own](gpu.md).
 """
 
-_NO_GPU = """
+_GPU = """
 **Nothing here was measured on a GPU.** The Triton kernels (`rankwise/kernels/triton`) are tested in Triton's
 interpreter and compiled for sm_80, sm_90 and gfx942 ([what they become](kernels.md)), but have not run on a device;
 peak memory, host time and exposed communication of a GPU are unmeasured too. `python -m benchmarks gpu` measures all of
@@ -187,22 +187,32 @@ def _host_section(rows: Sequence[Row]) -> str:
 
 
 def performance_page(rows: Sequence[Row]) -> str:
-    """The page, with a section for each kind of measurement, model, device and number of ranks.
+    """The page.
 
     Args:
         rows: Of the commands ``step``, ``training``, ``communication`` and ``host``.
     """
+    return _INTRODUCTION + sections_of(rows, f"\n![Step times over fused AdamW](images/performance.png)\n{_NOTES}")
+
+
+def sections_of(rows: Sequence[Row], after_steps: str = "") -> str:
+    """A section for each kind of measurement, model, device and number of ranks.
+
+    Args:
+        rows: As for :func:`performance_page`.
+        after_steps: What is said behind the times of steps.
+    """
     sections: dict[Any, list[Row]] = {}
     for row in rows:
         sections.setdefault((_kind(row), row["model"], row["device"], row.get("ranks")), []).append(row)
-    parts = [_INTRODUCTION, "" if any(map(_on_cuda, rows)) else _NO_GPU]
+    parts: list[str] = []
     writers = {"step": _step_section, "training": _training_section, "communication": _communication_section}
     writers["host"] = _host_section
     for kind, write in writers.items():
         own = [section for key, section in sections.items() if key[0] == kind]
         parts += map(write, own)
         if kind == "step" and own:
-            parts.append(f"\n![Step times over fused AdamW](images/performance.png)\n{_NOTES}")
+            parts.append(after_steps)
     return "".join(parts)
 
 

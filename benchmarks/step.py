@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import BASELINE, OURS, Contender, official, others, selected
+from benchmarks.contenders import BASELINE, NARROW, OURS, Contender, official, others, selected
 from benchmarks.models import fill_gradients, layer_set
 
 __all__ = ["environment", "measure", "merged", "race", "timed"]
@@ -80,6 +80,9 @@ class _Runner:
 
 
 def _nbytes(value: Any) -> int:
+    if hasattr(value, "__tensor_flatten__"):
+        # What a tensor consists of that is codes and scales.
+        return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -185,7 +188,9 @@ def measure(
         Rows of :func:`race`, ours with ``official_ratio`` where a rival ran: its mean time over ours; and with
         ``over``: its median time over that of each beside it.
     """
-    for contender in selected((*OURS, *others(device)), names):
+    for contender in selected(
+        (*OURS, *others(device), *NARROW), names or [each.name for each in (*OURS, *others(device))]
+    ):
         entrants = [BASELINE, contender, *beside]
         if rivals is not None and contender.rival is not None:
             entrants.append(official(contender.rival, rivals))

@@ -114,7 +114,7 @@ HEADINGS = (
     "operations per parameter and step",
     "maturity",
 )
-MATURITY = "CPU ranks only; never run on a GPU"
+MATURITY = "CPU ranks; one GPU without a framework"
 NARROW = 120
 """Columns of a terminal below which a table of eight columns breaks words, or has one to a line."""
 

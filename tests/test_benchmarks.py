@@ -224,15 +224,14 @@ def on_cuda(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **times, **baseline, **where}
 
 
-def test_a_page_of_a_cpu_says_that_no_gpu_was_there(row: dict[str, Any]) -> None:
+def test_a_page_of_a_cpu_has_no_columns_of_a_gpu(row: dict[str, Any]) -> None:
     page = performance_page([row])
-    assert "Nothing here was measured on a GPU" in page and "host ms" not in page and "*Peak*" not in page
+    assert "host ms" not in page and "*Peak*" not in page
     assert f"torch {torch.__version__}" in page and row["date"] in page and row["device"] in page
 
 
 def test_a_page_of_a_gpu_keeps_host_time_and_memory_apart(row: dict[str, Any]) -> None:
     page = performance_page([on_cuda(row)])
-    assert "Nothing here was measured on a GPU" not in page
     assert "A device, 1 thread, torch 2.99, triton 3.77, 2030-01-02; " in page
     assert "fused AdamW 2.0 ms, host 0.5 ms, peak 1.00 bytes per parameter" in page
     assert "| type | ms | over fused AdamW | floor | host ms | peak, bytes per parameter | state," in page

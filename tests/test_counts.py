@@ -25,7 +25,7 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "MARS-Lion, no clip": ((20.1, 2, 0), (20.1, 2, 0)),
     "MARS-M, no clip": ((34.4, 157, 0), (35.9, 939, 0)),
     "SONew, tridiagonal": ((44.4, 12, 0), (44.4, 12, 0)),
-    "SONew, band 4": ((69.1, 12, 0), (69.1, 12, 0)),
+    "SONew, band 4": ((70.0, 12, 0), (70.0, 12, 0)),
     "SONew, tridiagonal, gradients kept": ((44.4, 111, 0), (44.4, 716, 0)),
     "LDAdam, rank 16": ((38.2, 121, 0), (40.3, 103, 0)),
     "LDAdam, rank 256": ((47.8, 103, 0), (47.8, 244, 0)),

@@ -31,12 +31,21 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * (60.0 if found[2] == "m" else 1.0)
 
 
-def run(budget: str, sections: Sequence[str], device: str, model: str | None, again: bool, output: Path) -> int:
+def run(
+    budget: str,
+    sections: Sequence[str],
+    words: Sequence[str],
+    device: str,
+    model: str | None,
+    again: bool,
+    output: Path,
+) -> int:
     """Measure what is not in the file yet.
 
     Args:
         budget: See :func:`seconds_of`.
         sections: Some of :data:`.sections.SECTIONS`; empty for all.
+        words: Only items whose names contain one of them; empty for all.
         device: "cuda" or "cpu".
         model: See :class:`.items.Place`.
         again: Whether the sections are measured anew.
@@ -66,7 +75,11 @@ def run(budget: str, sections: Sequence[str], device: str, model: str | None, ag
             print(f"no process could be started that sees the device {device!r}")
             return 1
         records.open(about)
-        chosen = {section: items_of(section, place) for section in sections or SECTIONS}
+        found = {section: items_of(section, place) for section in sections or SECTIONS}
+        chosen = {
+            section: [item for item in items if not words or any(word in item.name for word in words)]
+            for section, items in found.items()
+        }
         measure_sections(chosen, worker, records, seconds - _MARGIN - started, lambda line: print(line, flush=True))
     finally:
         worker.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.items import Place
-from rankwise.kernels.narrow_runs import BLOCK, SIGNED, NarrowRuns
+from rankwise.kernels.narrow_runs import BLOCK, ROOT, SIGNED, NarrowRuns
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
 
 __all__ = ["Case", "cases"]
@@ -53,12 +53,12 @@ class _Maker:
         flat = torch.rand(self.elements + 4, device=self.device).mul_(scale).to(dtype)
         return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
 
-    def codes(self) -> NarrowRuns:
+    def codes(self, dtype: torch.dtype = SIGNED) -> NarrowRuns:
         """Of as many elements as its runs have, in 8 bits."""
         length = self.elements // _RUNS
         codes, exponents = (
-            [torch.zeros(size, dtype=SIGNED, device=self.device) for _ in range(_RUNS)]
-            for size in (length, length // BLOCK)
+            [torch.zeros(size, dtype=kind, device=self.device) for _ in range(_RUNS)]
+            for size, kind in ((length, dtype), (length // BLOCK, torch.int8))
         )
         return NarrowRuns(codes, exponents, [length * run for run in range(_RUNS)], [1] * _RUNS)
 
@@ -97,6 +97,8 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
     for rank in (8, 16) if place.tiny else (16, 64, 256, 512):
         yield f"low-rank step, rank {rank}", Case(lambda rank=rank: _low_rank_step(maker, shape, rank), 0.6)
         yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
+    for rule in ("adamw", "lion", "momentum"):
+        yield f"{rule}, states int8", Case(lambda rule=rule: _narrow_update(maker, rule))
     yield "quantize to 8 bits", Case(lambda: _encode(maker))
     yield "add what is in 8 bits", Case(lambda: _add_decoded(maker))
 
@@ -130,6 +132,18 @@ def _update(maker: _Maker, rule: Rule, offset: int, reference: torch.dtype) -> C
         fields["reference"] = maker.runs(offset, dtype=reference)
     scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=5, k=0.5, advance=compared)
     factors = maker.ones() if compared else None
+    return lambda: triton.run(Pass(rule, fields, scalars, factors))
+
+
+def _narrow_update(maker: _Maker, rule: Rule) -> Call:
+    from rankwise.kernels import triton
+
+    kinds = {"exp_avg": SIGNED, "exp_avg_sq": ROOT, "reference": SIGNED}
+    fields: dict[str, Any] = {
+        name: maker.codes(kinds[name]) if name in kinds else maker.runs(0) for name in (*FIELDS[rule], "reference")
+    }
+    scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=5, k=0.5, advance=True)
+    factors = maker.ones()
     return lambda: triton.run(Pass(rule, fields, scalars, factors))
 
 
@@ -178,7 +192,7 @@ def _low_rank_step(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
     short, long = shape
     part = [Factors(0, maker.randn(short, rank), maker.randn(rank, long), maker.randn(rank, long))]
     weight, error = maker.randn(short * long), maker.randn(short * long)
-    settings: dict[str, Any] = {"cols": long, "right": False, "lr": 1e-3, "weight_decay": 0.0, "precision": "tf32x3"}
+    settings: dict[str, Any] = {"cols": long, "right": False, "lr": 1e-3, "weight_decay": 0.0}
     return lambda: low_rank_step_([weight], part, [error], [error], **settings)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import rankwise
 from benchmarks.communication import measure_communication
-from benchmarks.contenders import BASELINE, OURS, Contender, others
+from benchmarks.contenders import BASELINE, NARROW, OURS, Contender, others
 from benchmarks.gpu.items import Figure, Found, Item, Place, Skipped
 from benchmarks.gpu.predictions import GOALS, counted_step, seconds_of_step
 from benchmarks.models import fill_gradients, layer_set
@@ -20,6 +20,7 @@ from benchmarks.step import measure, timed
 __all__ = ["graph_items", "memory_items", "multi_items", "ours", "step_items"]
 
 _TOO_WIDE = "LDAdam, rank 256"  # For a toy.
+_LAYERS = "llama-7b-layers"
 _PEAK = 0.66  # Bytes a parameter beyond states: half a GiB for an eighth of 7 B.
 
 
@@ -28,11 +29,17 @@ def ours(place: Place) -> list[Contender]:
     return [contender for contender in OURS if not (place.tiny and contender.name == _TOO_WIDE)]
 
 
+def narrow(place: Place) -> list[Contender]:
+    """Those with states of a byte an element."""
+    return [contender for contender in NARROW if not (place.tiny and contender.name.startswith(_TOO_WIDE))]
+
+
 def step_items(place: Place) -> list[Item]:
     """Each type beside fused AdamW and torch's Muon, in turns; and what makes the host wait."""
     items = []
-    for model in place.models("llama-7b-layers", "llama-1b"):
-        for contender in (*ours(place), *others(place.device)):
+    for model in place.models(_LAYERS, "llama-1b"):
+        rest = narrow(place) if model != "llama-1b" else []
+        for contender in (*ours(place), *others(place.device), *rest):
             items.append(Item(f"{contender.name}, {model}", 15.0, partial(_step, place, contender, model)))
         for contender in ours(place):
             items.append(Item(f"waits of {contender.name}, {model}", 8.0, partial(_waits, place, contender, model)))
@@ -81,7 +88,9 @@ def _waits(place: Place, contender: Contender, model: str) -> Found:
         finally:
             if place.on_cuda:
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in found if "synchron" in str(warning.message)]
+    # Of the debug mode itself torch warns, too.
+    said = (str(warning.message) for warning in found)
+    waits = [warning for warning, text in zip(found, said, strict=True) if "called a synchron" in text]
     for where in sorted({f"{warning.filename}:{warning.lineno}" for warning in waits}):
         print(f"    the host waits at {where}")
     counts = counted_step(contender.name, model)
@@ -98,7 +107,9 @@ def _profile(place: Place, contender: Contender, model: str) -> Found:
         optimizer.step()
         if place.on_cuda:
             torch.cuda.synchronize(place.device)
-    kernels = [event for event in found.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in found.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    # Spans that the host names appear there, too.
+    kernels = [event for event in on_device if not event.is_user_annotation]
     busy: dict[str, float] = {}
     for event in kernels:
         busy[event.name[:70]] = busy.get(event.name[:70], 0.0) + event.device_time / 1e3
@@ -119,8 +130,8 @@ def memory_items(place: Place) -> list[Item]:
     """The most that a step takes beyond weights, gradients and states."""
     return [
         Item(f"{contender.name}, {model}", 5.0, partial(_memory, place, contender, model))
-        for model in place.models("llama-7b-layers")
-        for contender in (BASELINE, *ours(place))
+        for model in place.models(_LAYERS)
+        for contender in (BASELINE, *ours(place), *narrow(place), *others(place.device))
     ]
 
 
@@ -128,7 +139,7 @@ def _memory(place: Place, contender: Contender, model: str) -> Found:
     network, optimizer = _stepped(place, contender, model, 2)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     _, _, peak = timed(optimizer, place.device)
-    most = _PEAK if place.on_cuda and contender is not BASELINE else None
+    most = _PEAK if place.on_cuda and contender in (*OURS, *NARROW) else None
     return Found([Figure("peak beyond state", peak / parameters, "bytes a parameter", None, most)])
 
 
@@ -177,7 +188,7 @@ def _graph(place: Place, name: str, model: str) -> Found:
 
 def multi_items(place: Place) -> list[Item]:
     """Messages of a sharded step over NCCL, and how much of them the step waits for."""
-    model = place.models("llama-7b-layers")[0]
+    model = place.models(_LAYERS)[0]
     return [
         Item(f"{contender.name}, {model}", 40.0, partial(_multi, place, contender, model)) for contender in ours(place)
     ]

@@ -36,7 +36,7 @@ def fragments_step_for(device: torch.device, dtype: torch.dtype) -> Callable[...
         return None
     from rankwise.ldadam.cuda.low_rank_step import low_rank_step_
 
-    return partial(low_rank_step_, precision=_precision(device))
+    return low_rank_step_
 
 
 def moments_for(device: torch.device, dtype: torch.dtype) -> formulas.Moments:

@@ -66,7 +66,7 @@ def padding(band: int) -> int:
 
 def shape_of(band: int) -> tuple[int, int]:
     """Lanes and warps of a program: the more neighbours a lane keeps in registers, the fewer lanes a thread takes."""
-    return (1024, 4) if band <= 1 else (512, 8) if band <= 4 else (256, 8)
+    return (1024, 4) if band <= 1 else (512, 8) if band <= 3 else (256, 8)
 
 
 def scratch_of(elements: int, band: int) -> float:

@@ -46,7 +46,9 @@ FIGURES = json.loads((Path(__file__).parents[2] / "docs/data/kernels.json").read
 SPILLS = {("_moments_kernel", "sm_90"): 8, ("_moments_in_place_kernel", "sm_80"): 8}
 SPILLS[("_moments_in_place_kernel", "sm_90")] = 248
 # Whose fields are read 4 or 8 bytes at a time: an address, or a place in a row, says nothing of alignment.
-NARROW = re.compile(r"_(choose|step|sum)_kernel|sonew_[2-8]_kernel")
+NARROW = re.compile(r"_(choose|exponents|squares|step|sum)_kernel|sonew_[2-8]_kernel")
+# Four elements of fp32, which a thread takes, are fewer where 64 threads share a tile of 512 for 32.
+WIDEST = {("update_kernel", "gfx942"): 8}
 
 
 def launches_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> list[Launch]:
@@ -94,7 +96,8 @@ def test_nothing_spills_and_the_page_has_these_figures() -> None:
     """For A100, H100 and MI300; with another Triton than the page's the figures may be others."""
     for row in FIGURES["rows"]:
         assert row["spills"] <= SPILLS.get((row["kernel"], row["target"]), 0), row
-        assert row["widest"] == 16 or NARROW.fullmatch(row["kernel"]), row
+        widest = WIDEST.get((row["kernel"], row["target"]), 16)
+        assert row["widest"] >= widest or NARROW.fullmatch(row["kernel"]), row
     page = Path(__file__).parents[2] / "docs/kernels.md"
     assert page.read_text() == kernels_page(FIGURES["rows"], FIGURES["triton"])
 

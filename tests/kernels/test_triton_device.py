@@ -164,7 +164,8 @@ def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype, tolerance: fl
     # The kernel itself, whatever the shape decides, on matrices as they lie and transposed.
     for stack in (matrix.to(dtype), matrix.mT.contiguous().to(dtype).mT):
         (gram,) = twice(lambda stack=stack: [HALVED.square(stack)])
-        (image,) = twice(lambda gram=gram: [HALVED.polynomial(gram.to(DEVICE) / 512, -4.8, 2.0)])
+        there = gram.to(DEVICE) / 512
+        (image,) = twice(lambda there=there: [HALVED.polynomial(there, -4.8, 2.0)])
         for value, wanted in (
             (gram, PLAIN.square(stack.cpu().double())),
             (image, PLAIN.polynomial((gram / 512).double(), -4.8, 2.0)),
@@ -206,8 +207,9 @@ def test_preconditioning(product: torch.dtype, tolerance: float) -> None:
     found = twice(call)
     for place, gradient in enumerate(gradients):
         sides = [side.cpu().double() for side in (gradient.left, gradient.right)]
-        wanted = mkor.precondition(torch.cat(gradient.weights).cpu().double().view(gradient.shape), *sides, "joint")
-        matrix = torch.cat(found[2 * place : 2 * place + 2]).double().view(gradient.shape)
+        given = torch.cat(gradient.weights).cpu().double().view(gradient.rows, gradient.columns)
+        wanted = mkor.precondition(given, *sides, "joint")
+        matrix = torch.cat(found[2 * place : 2 * place + 2]).double().view(wanted.shape)
         assert (matrix - wanted).norm() < tolerance * wanted.norm()
 
 

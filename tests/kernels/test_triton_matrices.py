@@ -88,7 +88,7 @@ def test_steps_along_orthogonal_momenta(
     of_one = product.itemsize * 20 * (2 * 35 + 20)
     monkeypatch.setattr(orthogonal_steps, "SCRATCH", 3 * of_one - 1)
     monkeypatch.setattr(orthogonal_steps, "TILE", 64)
-    monkeypatch.setattr(steps, "TILE", 64)
+    monkeypatch.setattr(steps, "PASS_TILE", 64)
     # Signs of what is rounded may be others, and so may what decays.
     exact = product == torch.float32
     jobs = [

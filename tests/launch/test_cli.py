@@ -303,7 +303,7 @@ def test_list_has_every_type_and_the_page_is_of_today() -> None:
     pytest.importorskip("transformers")
     status, output = run("list")
     assert status == 0 and all(f" {spelling} " in output for spelling in BY_SPELLING)
-    assert "never run on a GPU" in output
+    assert "one GPU without a framework" in output
     page = (ROOT / "docs" / "choose.md").read_text()
     assert as_markdown() in page, "write the table of docs/choose.md anew: rankwise list --markdown"
 

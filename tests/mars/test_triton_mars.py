@@ -26,6 +26,8 @@ def short_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankwise.kernels.triton import steps
 
     monkeypatch.setattr(steps, "TILE", TILE)
+    monkeypatch.setattr(steps, "PASS_TILE", TILE)
+    monkeypatch.setattr(steps, "TILES", 2)
 
 
 class Fields:

@@ -19,7 +19,7 @@ from rankwise.updates.polynomial_steps import PLAIN, Products
 
 __all__ = ["Shape", "by_shape", "chosen", "forget_times"]
 
-_ALIGNED = 16  # Rows in memory of other lengths are accessed two bytes at a time, and registers spilled.
+_ALIGNED = 16  # With another number of rows results are written two bytes at a time, and registers spilled.
 _ONE_TILE = 128  # Of a side up to that nothing is mirrored.
 _ROUNDS = 3
 _GAIN = 0.95  # Of the other's time: what takes more than that is as fast.
@@ -75,9 +75,11 @@ def chosen(halved: Products, x: Tensor, turned: bool = False, timed: bool = Fals
 
 
 def by_shape(shape: Shape) -> bool:
-    """Whether the kernel is taken where nothing is timed: for several tiles, of aligned rows in memory."""
-    in_memory = shape.rows if shape.turned else shape.columns
-    return shape.rows > _ONE_TILE and shape.rows % _ALIGNED == in_memory % _ALIGNED == 0
+    """Whether the kernel is taken where nothing is timed: for several tiles, of an aligned number of rows.
+
+    Where the columns are not aligned both are slow, the kernel less so.
+    """
+    return shape.rows > _ONE_TILE and shape.rows % _ALIGNED == 0
 
 
 def forget_times() -> None:

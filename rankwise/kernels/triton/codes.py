@@ -10,14 +10,26 @@ import triton.language as tl
 
 from rankwise.kernels.narrow_runs import BLOCK as _BLOCK
 from rankwise.kernels.triton.language import jit
-from rankwise.kernels.triton.segments import read, write
+from rankwise.kernels.triton.segments import WIDTH, read, write
 
-__all__ = ["EXTRAS", "encoded", "exponents_at", "exponents_of", "opened", "roots_of", "store"]
+__all__ = [
+    "EXTRAS",
+    "blocks_inside",
+    "exponents_at",
+    "exponents_of",
+    "noise_of",
+    "opened",
+    "put_exponents",
+    "roots_of",
+    "store",
+]
 
 EXTRAS = 3
 """Integers of a narrow field in the row of a run."""
 
 SHARED: tl.constexpr = tl.constexpr(_BLOCK)
+# Threads that a block lies in.
+THREADS: tl.constexpr = tl.constexpr(SHARED // WIDTH)
 BROKEN: tl.constexpr = tl.constexpr(127)
 # Added and taken away, this leaves no digits behind the point: rounded to the nearest, halves to even.
 WHOLE: tl.constexpr = tl.constexpr(12582912.0)
@@ -37,11 +49,22 @@ def _mixed(word: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _noise(key: tl.tensor, count: tl.tensor, place: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """16 bits for each of the places from ``place`` on, which may pass a multiple of 2^32."""
+def noise_of(
+    row: tl.tensor, AT: tl.constexpr, count: tl.tensor, start: tl.tensor, lanes: tl.tensor, RANDOM: tl.constexpr
+) -> tl.tensor:
+    """16 bits for each element of a tile, wherever the run's first element lies in the parameter; 0 if not RANDOM."""
+    if RANDOM:
+        return _noise(tl.load(row + AT + 2), count, tl.load(row + AT + 1) + start, lanes)
+    else:
+        return 0
+
+
+@jit
+def _noise(key: tl.tensor, count: tl.tensor, place: tl.tensor, lanes: tl.tensor) -> tl.tensor:
+    """Of the places from ``place`` on, which may pass a multiple of 2^32."""
     word = _mixed(count.to(tl.uint32) ^ _mixed(key.to(tl.uint32)))
     low = (place & 0xFFFFFFFF).to(tl.uint32)
-    places = low + tl.arange(0, LANES).to(tl.uint32)
+    places = low + lanes.to(tl.uint32)
     here, above = _mixed((place >> 32).to(tl.uint32) ^ word), _mixed(((place >> 32) + 1).to(tl.uint32) ^ word)
     return (_mixed(places ^ tl.where(places < low, above, here)) >> 16).to(tl.int32)
 
@@ -76,37 +99,40 @@ def roots_of(value: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def blocks_of(LANES: tl.constexpr) -> tl.tensor:
+    """The block of each thread's lanes, (LANES / 4,)."""
+    return tl.arange(0, LANES // WIDTH) // THREADS
+
+
+@jit
+def blocks_inside(start: tl.tensor, length: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Whether a run has them, of a tile that begins at a place."""
+    return start + blocks_of(LANES) * SHARED < length
+
+
+@jit
 def exponents_of(roots: tl.tensor, ELEMENT: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Of the blocks of a tile, int32: the least that reach the largest."""
-    magnitudes = (roots.to(tl.int32, bitcast=True) & 0x7FFFFFFF).reshape(LANES // SHARED, SHARED)
-    # They are ordered as the numbers are, infinities and NaNs behind all others.
-    bits = tl.max(magnitudes, axis=1)
+    """Of each thread's block, int32 (LANES / 4,): the least that reach the largest of it."""
+    # Magnitudes are ordered as the numbers are, infinities and NaNs behind all others.
+    bits = tl.max(roots.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    bits = tl.max(bits.reshape(LANES // SHARED, THREADS), axis=1)
     if ELEMENT == tl.uint8:
         found = (bits >> 23) - 138 + ((bits & 0x7FFFFF) > 0x7C0000).to(tl.int32)
         found = tl.minimum(tl.maximum(found, -63), 52)
     else:
         found = (bits >> 23) - 133 + ((bits & 0x7FFFFF) > 0x7E0000).to(tl.int32)
         found = tl.minimum(tl.maximum(found, -126), 121)
-    return tl.where(bits >= 0x7F800000, BROKEN, found)
+    found = tl.where(bits >= 0x7F800000, BROKEN, found)
+    return tl.broadcast_to(found[:, None], (LANES // SHARED, THREADS)).reshape(LANES // WIDTH)
 
 
 @jit
-def _of_elements(exponents: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    return tl.broadcast_to(exponents[:, None], (LANES // SHARED, SHARED)).reshape(LANES)
-
-
-@jit
-def encoded(
-    roots: tl.tensor,
-    exponents: tl.tensor,
-    noise: tl.tensor,
-    ELEMENT: tl.constexpr,
-    RANDOM: tl.constexpr,
-    LANES: tl.constexpr,
+def _encoded(
+    roots: tl.tensor, exponents: tl.tensor, noise: tl.tensor, ELEMENT: tl.constexpr, RANDOM: tl.constexpr
 ) -> tl.tensor:
     """Codes of a tile, int32."""
     broken = exponents == BROKEN
-    scale = _of_elements(tl.where(broken, 0.0, _power(tl.where(broken, 0, -exponents))), LANES)
+    scale = tl.where(broken, 0.0, _power(tl.where(broken, 0, -exponents)))[:, None]
     # Of what is NaN nothing is kept.
     scaled = tl.where(scale == 0.0, 0.0, roots * scale)
     if ELEMENT == tl.uint8:
@@ -120,18 +146,24 @@ def encoded(
 
 
 @jit
-def exponents_at(row: tl.tensor, AT: tl.constexpr, block: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Where the exponents of a tile lie, whose first block is the run's block ``block``."""
-    return tl.load(row + AT).to(tl.pointer_type(tl.int8)) + block + tl.arange(0, LANES // SHARED)
+def put_exponents(place: tl.tensor, exponents: tl.tensor, blocks: tl.tensor, LANES: tl.constexpr) -> None:
+    """Store those of a tile's blocks that the run has, from an address on."""
+    first = tl.arange(0, LANES // WIDTH) % THREADS == 0
+    tl.store(place + blocks_of(LANES), exponents.to(tl.int8), mask=blocks & first)
+
+
+@jit
+def exponents_at(row: tl.tensor, AT: tl.constexpr, block: tl.tensor) -> tl.tensor:
+    """Where those from a block of the run on lie; anywhere where AT is 0."""
+    return tl.load(row + AT).to(tl.pointer_type(tl.int8)) + block
 
 
 @jit
 def opened(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    start: tl.tensor,
-    block: tl.tensor,
+    place: tl.tensor,
+    exponents: tl.tensor,
     blocks: tl.tensor,
+    lanes: tl.tensor,
     inside: tl.tensor,
     LANES: tl.constexpr,
     FAST: tl.constexpr,
@@ -140,16 +172,16 @@ def opened(
 ) -> tl.tensor:
     """A tile of a field in fp32.
 
-    Where it is narrow, ``AT`` is not 0, ``block`` the run's block that it begins with, and ``blocks`` says which of its
-    blocks the run has.
+    Where it is narrow, ``AT`` is not 0, ``exponents`` where those of its blocks lie, and ``blocks`` says which of them
+    the run has, see :func:`blocks_inside`.
     """
-    kept = read(row, FIELD, start, inside, LANES, FAST, ELEMENT)
+    kept = read(place, lanes, inside, FAST)
     if AT == 0 or ELEMENT == tl.bfloat16:
         return kept.to(tl.float32)
     else:
-        exponents = tl.load(exponents_at(row, AT, block, LANES), mask=blocks, other=0).to(tl.int32)
-        broken = exponents == BROKEN
-        scale = _of_elements(tl.where(broken, float("nan"), _power(tl.where(broken, 0, exponents))), LANES)
+        known = tl.load(exponents + blocks_of(LANES), mask=blocks, other=0).to(tl.int32)
+        broken = known == BROKEN
+        scale = tl.where(broken, float("nan"), _power(tl.where(broken, 0, known)))[:, None]
         if ELEMENT == tl.uint8:
             codes = kept.to(tl.int32)
             shift = tl.maximum((codes >> 5) - 1, 0)
@@ -161,37 +193,31 @@ def opened(
 
 @jit
 def store(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    start: tl.tensor,
-    block: tl.tensor,
+    place: tl.tensor,
+    exponents: tl.tensor,
     blocks: tl.tensor,
     value: tl.tensor,
+    lanes: tl.tensor,
     inside: tl.tensor,
-    count: tl.tensor,
-    given: tl.tensor,
+    noise: tl.tensor,
     LANES: tl.constexpr,
     FAST: tl.constexpr,
     ELEMENT: tl.constexpr,
     AT: tl.constexpr,
     RANDOM: tl.constexpr,
     GIVEN: tl.constexpr = False,
+    given: tl.tensor = 0,
 ) -> None:
-    """Store a tile of a field, as :func:`opened` reads it, with exponents from where ``given`` points if GIVEN."""
+    """Store a tile of a field, as :func:`opened` reads it, with exponents from ``given`` on if GIVEN."""
     if AT == 0:
-        write(row, FIELD, start, value, inside, LANES, FAST, ELEMENT)
+        write(place, value, lanes, inside, FAST)
+    elif ELEMENT == tl.bfloat16:
+        write(place, _narrowed(value, noise, RANDOM), lanes, inside, FAST)
     else:
-        noise = 0
-        if RANDOM:
-            noise = _noise(tl.load(row + AT + 2), count, tl.load(row + AT + 1) + start, LANES)
-        if ELEMENT == tl.bfloat16:
-            write(row, FIELD, start, _narrowed(value, noise, RANDOM), inside, LANES, FAST, ELEMENT)
+        roots = roots_of(value, ELEMENT)
+        if GIVEN:
+            found = tl.load(given + blocks_of(LANES), mask=blocks, other=0).to(tl.int32)
         else:
-            roots = roots_of(value, ELEMENT)
-            if GIVEN:
-                exponents = tl.load(given, mask=blocks, other=0).to(tl.int32)
-            else:
-                exponents = exponents_of(roots, ELEMENT, LANES)
-            codes = encoded(roots, exponents, noise, ELEMENT, RANDOM, LANES)
-            write(row, FIELD, start, codes, inside, LANES, FAST, ELEMENT)
-            tl.store(exponents_at(row, AT, block, LANES), exponents.to(tl.int8), mask=blocks)
+            found = exponents_of(roots, ELEMENT, LANES)
+        write(place, _encoded(roots, found, noise, ELEMENT, RANDOM), lanes, inside, FAST)
+        put_exponents(exponents, found, blocks, LANES)

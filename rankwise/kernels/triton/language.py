@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["CODES", "ELEMENTS", "ceil_div", "count_of", "device_scalar", "has_wide_products", "jit", "launch"]
+__all__ = ["CODES", "ELEMENTS", "ceil_div", "count_of", "device_scalar", "jit", "launch"]
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What a kernel calls a type."""
@@ -47,13 +47,6 @@ def count_of(step: int | torch.Tensor | None, runs: int, device: torch.device) -
     if isinstance(step, torch.Tensor):
         return step.to(device=device, dtype=torch.int64, non_blocking=True).expand(runs).contiguous()
     return step or 0
-
-
-def has_wide_products(device: torch.device) -> bool:
-    """Whether tiles are multiplied from shared memory, as since Hopper, which leaves registers for larger ones."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return True
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

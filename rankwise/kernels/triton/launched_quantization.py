@@ -14,10 +14,18 @@ from torch import Tensor
 
 from rankwise.kernels import quantization
 from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
+from rankwise.kernels.triton.codes import (
+    blocks_inside,
+    exponents_at,
+    noise_of,
+    opened,
+    put_exponents,
+    roots_of,
+    store,
+)
 from rankwise.kernels.triton.codes import exponents_of as _exponents_of
-from rankwise.kernels.triton.codes import opened, roots_of, store
 from rankwise.kernels.triton.language import CODES, count_of, jit, launch
-from rankwise.kernels.triton.segments import addresses, read, tiles_of, wide, write
+from rankwise.kernels.triton.segments import addresses, lanes_of, place_of, read, tiles_of, wide, write
 from rankwise.kernels.triton.tables import table_here
 
 __all__ = ["add_decoded", "decode_", "encode_", "exponents_of"]
@@ -102,11 +110,11 @@ def _place(table: tl.tensor, tiles: tl.tensor, LANES: tl.constexpr, BLOCK: tl.co
 
 
 @jit
-def _inside(row: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Which elements, and which blocks, of a tile the run has."""
-    places, length = start + tl.arange(0, LANES), tl.load(row + _LENGTH)
-    blocks = start + BLOCK * tl.arange(0, LANES // BLOCK)
-    return (places >= 0) & (places < length), blocks < length
+def _inside(row: tl.tensor, start: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Places in a tile, which of them the run has, and which blocks."""
+    lanes, length = lanes_of(LANES), tl.load(row + _LENGTH)
+    places = start + lanes
+    return lanes, (places >= 0) & (places < length), blocks_inside(start, length, LANES)
 
 
 @jit
@@ -117,14 +125,14 @@ def _decode(
     ADD: tl.constexpr,
     ELEMENT: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    inside, blocks = _inside(row, start, LANES, BLOCK)
-    value = opened(row, 1, start, block, blocks, inside, LANES, FAST, ELEMENT, _AT)
+    lanes, inside, blocks = _inside(row, start, LANES)
+    codes, exponents = place_of(row, 1, start, FAST, ELEMENT), exponents_at(row, _AT, block)
+    value = opened(codes, exponents, blocks, lanes, inside, LANES, FAST, ELEMENT, _AT)
     if ADD:
-        value = read(row, 0, start, inside, LANES, FAST) + value
-    write(row, 2, start, value, inside, LANES, FAST)
+        value = read(place_of(row, 0, start, FAST), lanes, inside, FAST) + value
+    write(place_of(row, 2, start, FAST), value, lanes, inside, FAST)
 
 
 @jit
@@ -138,9 +146,9 @@ def _decode_kernel(
 ) -> None:
     run, row, start, block, fast = _place(table, tiles, LANES, BLOCK)
     if fast:
-        _decode(row, start, block, ADD, ELEMENT, LANES, BLOCK, True)
+        _decode(row, start, block, ADD, ELEMENT, LANES, True)
     else:
-        _decode(row, start, block, ADD, ELEMENT, LANES, BLOCK, False)
+        _decode(row, start, block, ADD, ELEMENT, LANES, False)
 
 
 @jit
@@ -153,10 +161,10 @@ def _exponents_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     run, row, start, block, fast = _place(table, tiles, LANES, BLOCK)
-    inside, blocks = _inside(row, start, LANES, BLOCK)
-    roots = roots_of(read(row, 0, start, inside, LANES, False), ELEMENT)
-    at = found + tl.load(row + _BASE) + block + tl.arange(0, LANES // BLOCK)
-    tl.store(at, _exponents_of(roots, ELEMENT, LANES).to(tl.int8), mask=blocks)
+    lanes, inside, blocks = _inside(row, start, LANES)
+    roots = roots_of(read(place_of(row, 0, start, False), lanes, inside, False), ELEMENT)
+    at = found + tl.load(row + _BASE) + block
+    put_exponents(at, _exponents_of(roots, ELEMENT, LANES), blocks, LANES)
 
 
 @jit
@@ -170,12 +178,15 @@ def _encode(
     RANDOM: tl.constexpr,
     ELEMENT: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    inside, blocks = _inside(row, start, LANES, BLOCK)
-    value = read(row, 0, start, inside, LANES, FAST)
-    store(row, 1, start, block, blocks, value, inside, count, given, LANES, FAST, ELEMENT, _AT, RANDOM, GIVEN)
+    lanes, inside, blocks = _inside(row, start, LANES)
+    codes, exponents = place_of(row, 1, start, FAST, ELEMENT), exponents_at(row, _AT, block)
+    noise = noise_of(row, _AT, count, start, lanes, RANDOM)
+    value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
+    # fmt: off
+    store(codes, exponents, blocks, value, lanes, inside, noise, LANES, FAST, ELEMENT, _AT, RANDOM, GIVEN, given)
+    # fmt: on
 
 
 @jit
@@ -194,8 +205,8 @@ def _encode_kernel(
     run, row, start, block, fast = _place(table, tiles, LANES, BLOCK)
     if COUNTS:
         count = tl.load(count + run)
-    at = given + tl.load(row + _BASE) + block + tl.arange(0, LANES // BLOCK)
+    at = given + tl.load(row + _BASE) + block
     if fast:
-        _encode(row, start, block, at, count, GIVEN, RANDOM, ELEMENT, LANES, BLOCK, True)
+        _encode(row, start, block, at, count, GIVEN, RANDOM, ELEMENT, LANES, True)
     else:
-        _encode(row, start, block, at, count, GIVEN, RANDOM, ELEMENT, LANES, BLOCK, False)
+        _encode(row, start, block, at, count, GIVEN, RANDOM, ELEMENT, LANES, False)

@@ -19,7 +19,7 @@ from rankwise.kernels.passes import Pass, Scalars
 from rankwise.kernels.triton import steps
 from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
-from rankwise.kernels.triton.segments import Runs, read, wide, write
+from rankwise.kernels.triton.segments import Runs, lanes_of, place_of, read, wide, write
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
 from rankwise.updates.polynomial_steps import SCRATCH, orthogonalise, scratch
 from rankwise.updates.polynomials import quintics
@@ -157,6 +157,7 @@ def _normalise_tile(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    inside = start + tl.arange(0, BLOCK) < length
-    value = tl.div_rn(read(row, 0, start, inside, BLOCK, FAST), divisor)
-    write(row, 1, start, value, inside, BLOCK, FAST, ELEMENT)
+    lanes = lanes_of(BLOCK)
+    inside = start + lanes < length
+    value = tl.div_rn(read(place_of(row, 0, start, FAST), lanes, inside, FAST), divisor)
+    write(place_of(row, 1, start, FAST, ELEMENT), value, lanes, inside, FAST)

@@ -32,7 +32,11 @@ __all__ = [
     "PlannedColumns",
     "Runs",
     "Tiles",
+    "WIDTH",
     "addresses",
+    "lanes_of",
+    "moved",
+    "place_of",
     "planned_table",
     "read",
     "run_sums",
@@ -40,6 +44,9 @@ __all__ = [
     "wide",
     "write",
 ]
+
+WIDTH: tl.constexpr = tl.constexpr(4)
+"""Elements side by side that a thread takes."""
 
 _KEPT_TILINGS = 256
 _SUM_BLOCK = 1024
@@ -242,43 +249,48 @@ def _sum_kernel(
 
 
 @jit
-def read(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    start: tl.tensor,
-    inside: tl.tensor,
-    BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-    ELEMENT: tl.constexpr = tl.float32,
-) -> tl.tensor:
-    """A tile of a field. FAST: it is full and begins at a multiple of 16 bytes, so that wide loads are possible."""
-    pointer = tl.load(row + FIELD).to(tl.pointer_type(ELEMENT)) + start
-    lanes = tl.arange(0, BLOCK)
-    if FAST:
-        return tl.load(tl.multiple_of(pointer, 16) + lanes)
-    else:
-        return tl.load(pointer + lanes, mask=inside, other=0.0)
+def lanes_of(LANES: tl.constexpr) -> tl.tensor:
+    """Places in a tile, (LANES / 4, 4): a thread takes four side by side, 16 bytes in fp32, of whatever type they are.
+
+    In one dimension it would take 16 bytes of the narrowest field, and accesses to the wider ones would be scattered.
+    """
+    return tl.arange(0, LANES // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @jit
-def write(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    start: tl.tensor,
-    value: tl.tensor,
-    inside: tl.tensor,
-    BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-    ELEMENT: tl.constexpr = tl.float32,
-) -> None:
-    """Store a tile of a field, rounded to its type."""
-    pointer = tl.load(row + FIELD).to(tl.pointer_type(ELEMENT)) + start
-    value = value.to(ELEMENT)
-    lanes = tl.arange(0, BLOCK)
+def place_of(
+    row: tl.tensor, FIELD: tl.constexpr, start: tl.tensor, FAST: tl.constexpr, ELEMENT: tl.constexpr = tl.float32
+) -> tl.tensor:
+    """Where a tile of a field begins. FAST: at a multiple of 16 bytes, and it is full: wide accesses are possible."""
+    return moved(tl.load(row + FIELD).to(tl.pointer_type(ELEMENT)), start, FAST)
+
+
+@jit
+def moved(place: tl.tensor, by: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """So many elements further, which are a multiple of 16 bytes if FAST."""
     if FAST:
-        tl.store(tl.multiple_of(pointer, 16) + lanes, value)
+        return tl.multiple_of(place + by, 16)
     else:
-        tl.store(pointer + lanes, value, mask=inside)
+        return place + by
+
+
+@jit
+def read(place: tl.tensor, lanes: tl.tensor, inside: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """A tile of a field."""
+    if FAST:
+        return tl.load(place + lanes)
+    else:
+        return tl.load(place + lanes, mask=inside, other=0.0)
+
+
+@jit
+def write(place: tl.tensor, value: tl.tensor, lanes: tl.tensor, inside: tl.tensor, FAST: tl.constexpr) -> None:
+    """Store a tile of a field, rounded to its type."""
+    value = value.to(place.dtype.element_ty)
+    if FAST:
+        tl.store(place + lanes, value)
+    else:
+        tl.store(place + lanes, value, mask=inside)
 
 
 @jit

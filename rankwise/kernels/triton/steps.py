@@ -14,17 +14,19 @@ from torch import Tensor
 from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import Field, Pass, Rule, Tensors
-from rankwise.kernels.triton.codes import opened, store
+from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, store
 from rankwise.kernels.triton.language import device_scalar, jit, launch
 from rankwise.kernels.triton.pass_fields import PassFields, are_alike
-from rankwise.kernels.triton.segments import Runs, read, run_sums, wide, write
+from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["number", "number_of", "one_per_run", "run", "squared_norms", "step_scale"]
 
 TILE = 2048
-WARPS = 4
-_WARPS_OF_RULES = 8
+PASS_TILE, TILES = 512, 16
+"""Elements of a tile of a pass, and tiles that a program takes: it reads the tables once."""
+
+_WARPS = 4
 _SHARED: tl.constexpr = tl.constexpr(BLOCK)
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 
@@ -42,7 +44,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
     if not are_alike(update.fields):
         run_opened(update, run)
         return
-    scalars, fields = update.scalars, PassFields(update.fields, TILE, ("grad", "reference"))
+    scalars, fields = update.scalars, PassFields(update.fields, TILES * PASS_TILE, ("grad", "reference"))
     runs = fields.runs
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
     launch(
@@ -74,8 +76,11 @@ def run(update: Pass, scale: float = 1.0) -> None:
         GRAD=fields.types["grad"],
         **fields.constants,
         FIELDS=len(update.fields),
-        BLOCK=TILE,
-        num_warps=WARPS if update.rule == "step" else _WARPS_OF_RULES,
+        BLOCK=PASS_TILE,
+        TILES=TILES,
+        num_warps=_WARPS,
+        # Fused otherwise where states are narrow, sums of products would be rounded otherwise.
+        enable_fp_fusion=False,
     )
 
 
@@ -112,7 +117,7 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
         **{name: fields.constants[name] for name in ("REFERENCE", "REFERENCE_AT", "EXTRAS")},
         FIELDS=len(lists),
         BLOCK=TILE,
-        num_warps=WARPS if references is None else _WARPS_OF_RULES,
+        num_warps=_WARPS,
     )
     return run_sums(runs, partials)[0]
 
@@ -158,31 +163,6 @@ def number_of(value: tl.tensor, index: tl.tensor, ON_DEVICE: tl.constexpr) -> tl
 
 
 @jit
-def _gradient(
-    row: tl.tensor,
-    start: tl.tensor,
-    blocks: tl.tensor,
-    inside: tl.tensor,
-    k: tl.tensor,
-    GRAD: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    REFERENCE_AT: tl.constexpr,
-    FIELDS: tl.constexpr,
-    CORRECT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tensor:
-    """``g + k (g - h)``, or ``g`` itself, and ``g``; the gradient is the first field, the reference the last."""
-    grad = read(row, 0, start, inside, BLOCK, FAST, GRAD).to(tl.float32)
-    if CORRECT:
-        at = start // _SHARED
-        reference = opened(row, FIELDS - 1, start, at, blocks, inside, BLOCK, FAST, REFERENCE, REFERENCE_AT)
-        return grad + k * (grad - reference), grad
-    else:
-        return grad, grad
-
-
-@jit
 def norm_kernel(
     table: tl.tensor,
     tiles: tl.tensor,
@@ -218,19 +198,14 @@ def _norm_tile(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    inside = start + tl.arange(0, BLOCK) < length
-    blocks = _blocks(start, length, BLOCK)
-    value, grad = _gradient(
-        row, start, blocks, inside, k, tl.float32, REFERENCE, REFERENCE_AT, FIELDS, FIELDS == 2, BLOCK, FAST
-    )
+    lanes = lanes_of(BLOCK)
+    inside, blocks = start + lanes < length, blocks_inside(start, length, BLOCK)
+    value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
+    if FIELDS == 2:
+        codes, exponents = place_of(row, 1, start, FAST, REFERENCE), exponents_at(row, REFERENCE_AT, start // _SHARED)
+        value += k * (value - opened(codes, exponents, blocks, lanes, inside, BLOCK, FAST, REFERENCE, REFERENCE_AT))
     value = value.to(tl.float64)
-    tl.store(partial, tl.sum(value * value, axis=0))
-
-
-@jit
-def _blocks(start: tl.tensor, length: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Which blocks of a tile the run has."""
-    return start + _SHARED * tl.arange(0, LANES // _SHARED) < length
+    tl.store(partial, tl.sum(tl.sum(value * value, axis=1), axis=0))
 
 
 @jit
@@ -281,8 +256,9 @@ def update_kernel(
     EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:
-    """The update of one tile; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
+    """The update of some tiles; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
     row = table + run * (FIELDS + 1 + EXTRAS)
@@ -298,21 +274,21 @@ def update_kernel(
     if COUNTS:
         count = tl.load(count + run)
     # fmt: off
-    if (start + BLOCK <= length) & wide(row, FIELDS):
-        _update_tile(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
-                     count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
-                     EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                     FIELDS, BLOCK, True)
+    if (start + TILES * BLOCK <= length) & wide(row, FIELDS):
+        _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
+                      count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
+                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
+                      FIELDS, BLOCK, TILES, True)
     else:
-        _update_tile(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
-                     count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
-                     EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                     FIELDS, BLOCK, False)
+        _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
+                      count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
+                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
+                      FIELDS, BLOCK, TILES, False)
     # fmt: on
 
 
 @jit
-def _update_tile(
+def _update_tiles(
     row: tl.tensor,
     start: tl.tensor,
     length: tl.tensor,
@@ -345,45 +321,73 @@ def _update_tile(
     REFERENCE_RANDOM: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """Fields: gradient, momentum, then weight or what is written, second moment (AdamW), reference, as there are."""
-    inside = start + tl.arange(0, BLOCK) < length
-    at, blocks = start // _SHARED, _blocks(start, length, BLOCK)
-    value, grad = _gradient(row, start, blocks, inside, k, GRAD, REFERENCE, REFERENCE_AT, FIELDS, CORRECT, BLOCK, FAST)
     # fmt: off
-    if CORRECT and ADVANCE:
-        store(row, FIELDS - 1, start, at, blocks, grad, inside, count, row, BLOCK, FAST,
-             REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
-    if RULE == 3:
-        direction = value
-        if SCALED:
-            rate = rate * factor
-            direction = value * factor
-        weight = read(row, 1, start, inside, BLOCK, FAST)
-        write(row, 1, start, _kept(weight, direction, keep, CAUTIOUS) - value * rate, inside, BLOCK, FAST)
-    else:
-        if SCALED:
-            value = value * factor
-        momentum = opened(row, 1, start, at, blocks, inside, BLOCK, FAST, EXP_AVG, EXP_AVG_AT)
-        momentum = beta1 * momentum + share1 * value
-        store(row, 1, start, at, blocks, momentum, inside, count, row, BLOCK, FAST, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
-        if RULE == 1 or RULE == 4:
-            # Of a share of 0 the momentum itself, infinite or not.
-            momentum = tl.where(share == 0.0, momentum, momentum + share * (value - momentum))
-        if RULE == 4:
-            write(row, 2, start, momentum, inside, BLOCK, FAST)
-        if RULE == 1:
-            sign = (momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32)
-            weight = read(row, 2, start, inside, BLOCK, FAST)
-            write(row, 2, start, _kept(weight, momentum, keep, CAUTIOUS) - rate * sign, inside, BLOCK, FAST)
+    lanes = lanes_of(BLOCK)
+    # Addresses are read once: the compiler cannot know that what is stored are not they.
+    grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
+    # Of a step the first field is the weight.
+    weights = place_of(row, 1 if RULE == 3 else 2, start, FAST)
+    momenta = place_of(row, 1, start, FAST, EXP_AVG)
+    seconds = place_of(row, 3 if RULE == 2 else 0, start, FAST, EXP_AVG_SQ)
+    references = place_of(row, FIELDS - 1, start, FAST, REFERENCE)
+    exponents1 = exponents_at(row, EXP_AVG_AT, first_block)
+    exponents2 = exponents_at(row, EXP_AVG_SQ_AT, first_block)
+    exponents3 = exponents_at(row, REFERENCE_AT, first_block)
+    end = tl.minimum(length - start, TILES * BLOCK).to(tl.int32)
+    for offset in range(0, end, BLOCK):
+        here = start + offset
+        inside, blocks, block = here + lanes < length, blocks_inside(here, length, BLOCK), offset // _SHARED
+        # Everything is read before anything is written: no load waits behind a store.
+        value = read(moved(grads, offset, FAST), lanes, inside, FAST).to(tl.float32)
+        if CORRECT:
+            grad = value
+            reference = opened(moved(references, offset, FAST), exponents3 + block, blocks, lanes, inside, BLOCK, FAST,
+                               REFERENCE, REFERENCE_AT)
+            value += k * (value - reference)
+        if RULE != 3:
+            momentum = opened(moved(momenta, offset, FAST), exponents1 + block, blocks, lanes, inside, BLOCK, FAST,
+                              EXP_AVG, EXP_AVG_AT)
+        if RULE == 1 or RULE == 2 or RULE == 3:
+            weight = read(moved(weights, offset, FAST), lanes, inside, FAST)
         if RULE == 2:
-            second = opened(row, 3, start, at, blocks, inside, BLOCK, FAST, EXP_AVG_SQ, EXP_AVG_SQ_AT)
-            second = beta2 * second + share2 * value * value
-            store(row, 3, start, at, blocks, second, inside, count, row, BLOCK, FAST,
-                 EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
-            # Rounded correctly: the fast root flushes denormal second moments to zero.
-            direction = tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
-            weight = read(row, 2, start, inside, BLOCK, FAST)
-            write(row, 2, start, _kept(weight, momentum, keep, CAUTIOUS) - rate * direction, inside, BLOCK, FAST)
+            second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, BLOCK, FAST,
+                            EXP_AVG_SQ, EXP_AVG_SQ_AT)
+        if CORRECT and ADVANCE:
+            noise = noise_of(row, REFERENCE_AT, count, here, lanes, REFERENCE_RANDOM)
+            store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, BLOCK, FAST,
+                  REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
+        if RULE == 3:
+            direction = value
+            if SCALED:
+                direction = value * factor
+            value = value * (rate * factor)
+        else:
+            if SCALED:
+                value = value * factor
+            momentum = beta1 * momentum + share1 * value
+            noise = noise_of(row, EXP_AVG_AT, count, here, lanes, EXP_AVG_RANDOM)
+            store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, BLOCK, FAST,
+                  EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
+            if RULE == 1 or RULE == 4:
+                # Of a share of 0 the momentum itself, infinite or not.
+                momentum = tl.where(share == 0.0, momentum, momentum + share * (value - momentum))
+            direction = momentum
+            if RULE == 1:
+                value = rate * ((momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32))
+            if RULE == 2:
+                second = beta2 * second + share2 * value * value
+                noise = noise_of(row, EXP_AVG_SQ_AT, count, here, lanes, EXP_AVG_SQ_RANDOM)
+                store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, BLOCK,
+                      FAST, EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
+                # Rounded correctly: the fast root flushes denormal second moments to zero.
+                value = rate * tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
+        if RULE == 4:
+            write(moved(weights, offset, FAST), direction, lanes, inside, FAST)
+        if RULE == 1 or RULE == 2 or RULE == 3:
+            weight = _kept(weight, direction, keep, CAUTIOUS) - value
+            write(moved(weights, offset, FAST), weight, lanes, inside, FAST)
     # fmt: on

@@ -252,5 +252,4 @@ def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, pr
         right=jobs[0].right,
         lr=group["lr"],
         weight_decay=0.0,  # applied before
-        precision=precision,
     )

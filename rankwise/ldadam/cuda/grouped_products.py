@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels import graphs
-from rankwise.kernels.triton.language import ceil_div, has_wide_products, jit, launch
+from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Table, table_here
 
 __all__ = ["Operand", "grouped_product_", "keep_", "places_of", "table_of_pairs"]
 
-_TILE, _DEPTH = 128, 32
+_ROWS, _COLUMNS, _DEPTH = 128, 64, 32
 _LEAST = 16
+_ENOUGH = 256  # Programs: with fewer, smaller tiles occupy more of the device.
 _BLOCK = 1024
 
 
@@ -95,7 +96,8 @@ def grouped_product_(
     pairs, rows, columns = out.shape
     targets = places_of(out)
     table, aligned = _table((left.places, right.places, targets if added is None else added, targets), out.device)
-    largest = _TILE, _TILE if has_wide_products(out.device) else _TILE // 2
+    enough = pairs * ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS) >= _ENOUGH
+    largest = _ROWS if enough else _ROWS // 2, _COLUMNS
     tile = [
         min(most, max(_LEAST, 1 << (size - 1).bit_length()))
         for most, size in zip(largest, (rows, columns), strict=True)
@@ -120,7 +122,7 @@ def grouped_product_(
         ROWS=tile[0],
         COLUMNS=tile[1],
         DEPTH=_DEPTH,
-        num_warps=8 if tile[0] * tile[1] > 64 * 64 else 4,
+        num_warps=4,
     )
 
 

@@ -3,14 +3,16 @@ r"""LDAdam's step on fragments: ``W -= lr U D`` and ``F = C - U Z``.
 Bytes (fp32) per element of a fragment: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
 buffer: 2) written; neither product of factors ever lies in memory.
 
-Products are in full fp32: the error buffer is a difference of them. ``precision="tf32x3"`` runs them on tensor cores
-in three parts, with nearly the same accuracy.
+Products are in full fp32: the error buffer is a difference of them. On an H200 tensor cores, which take them apart, are
+slower in tiles that leave room for everything that is read and written beside the products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -26,8 +28,8 @@ from rankwise.updates.adamw import Scalar
 __all__ = ["Factors", "low_rank_step_"]
 
 # Rows, columns and summed-over entries of a tile.
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 32, 64, 32
-WARPS = 8
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 64, 16
+_STAGES = 2
 _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -57,7 +59,6 @@ def low_rank_step_(
     right: bool,
     lr: Scalar,
     weight_decay: float,
-    precision: str = "ieee",
 ) -> None:
     r"""``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on fragments of matrices of one shape.
 
@@ -70,7 +71,6 @@ def low_rank_step_(
         right: Whether the parameters are projected from the right, that is tall: the products enter transposed.
         lr: Learning rate, a float or a 0-d tensor.
         weight_decay: Decoupled decay rate; 0 where it was applied before.
-        precision: Of the products: "ieee" or "tf32x3".
 
     Raises:
         ValueError: If a tensor is of another kind, or the lists do not fit together.
@@ -85,6 +85,7 @@ def low_rank_step_(
     error_dtype = errors[0].dtype if errors else torch.float32
     rows = _fragment_rows(params, factors, sources, errors, error_dtype)
     table = table_here(tuple(chain.from_iterable(rows)), device)
+    aligned = reduce(or_, chain.from_iterable(rows), cols) % 16 == 0
     ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
     touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
     tiles = tiles_of(touched, BLOCK_ROWS, device)
@@ -104,11 +105,13 @@ def low_rank_step_(
         FEEDBACK=feedback,
         LR_ON_DEVICE=isinstance(lr, Tensor),
         ERROR=_ERROR_TYPES[error_dtype],
-        PRECISION=precision,
+        ALIGNED=aligned,
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
         DEPTH=BLOCK_DEPTH,
-        num_warps=WARPS,
+        # Addresses of single elements take registers.
+        num_warps=4 if aligned else 8,
+        num_stages=_STAGES,
     )
 
 
@@ -160,7 +163,7 @@ def _step_kernel(
     FEEDBACK: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     ERROR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -169,15 +172,22 @@ def _step_kernel(
     row = table + tl.load(tiles + 2 * tile) * 8
     length = tl.load(row + 6)
     start = tl.load(row + 7)
+    weights = tl.load(row).to(tl.pointer_type(tl.float32))
+    sources = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    errors = tl.load(row + 2).to(tl.pointer_type(ERROR))
+    basis = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    ahead = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+    kept = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        length, start = tl.multiple_of(length, 16), tl.multiple_of(start, 16)
+        weights, sources, errors = tl.multiple_of(weights, 16), tl.multiple_of(sources, 16), tl.multiple_of(errors, 16)
+        basis, ahead, kept = tl.multiple_of(basis, 16), tl.multiple_of(ahead, 16), tl.multiple_of(kept, 16)
     rows = start // cols + tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows[:, None] * cols + columns[None, :] - start
     inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
     # Rows before the fragment's first and after its last are read, too: only those of the matrix exist.
     some = (rows * cols + cols > start) & (rows * cols < start + length)
-    basis = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-    ahead = tl.load(row + 4).to(tl.pointer_type(tl.float32))
-    kept = tl.load(row + 5).to(tl.pointer_type(tl.float32))
     moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for first in range(0, rank, DEPTH):
@@ -188,19 +198,17 @@ def _step_kernel(
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
         if RIGHT:
             shared = tl.load(basis + rights, mask=in_right, other=0.0)
-            moved = tl.dot(tl.load(ahead + lefts, mask=in_left, other=0.0), shared, moved, input_precision=PRECISION)
+            moved = tl.dot(tl.load(ahead + lefts, mask=in_left, other=0.0), shared, moved, input_precision="ieee")
             if FEEDBACK:
-                lost = tl.dot(tl.load(kept + lefts, mask=in_left, other=0.0), shared, lost, input_precision=PRECISION)
+                lost = tl.dot(tl.load(kept + lefts, mask=in_left, other=0.0), shared, lost, input_precision="ieee")
         else:
             shared = tl.load(basis + lefts, mask=in_left, other=0.0)
-            moved = tl.dot(shared, tl.load(ahead + rights, mask=in_right, other=0.0), moved, input_precision=PRECISION)
+            moved = tl.dot(shared, tl.load(ahead + rights, mask=in_right, other=0.0), moved, input_precision="ieee")
             if FEEDBACK:
-                lost = tl.dot(shared, tl.load(kept + rights, mask=in_right, other=0.0), lost, input_precision=PRECISION)
+                lost = tl.dot(shared, tl.load(kept + rights, mask=in_right, other=0.0), lost, input_precision="ieee")
     rate = number(lr, LR_ON_DEVICE)
-    weights = tl.load(row).to(tl.pointer_type(tl.float32)) + at
-    weight = tl.load(weights, mask=inside, other=0.0)
-    tl.store(weights, weight * (1.0 - rate * weight_decay) - rate * moved, mask=inside)
+    weight = tl.load(weights + at, mask=inside, other=0.0)
     if FEEDBACK:
-        source = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.float32)) + at, mask=inside, other=0.0)
-        errors = tl.load(row + 2).to(tl.pointer_type(ERROR)) + at
-        tl.store(errors, (source - lost).to(ERROR), mask=inside)
+        source = tl.load(sources + at, mask=inside, other=0.0)
+        tl.store(errors + at, (source - lost).to(ERROR), mask=inside)
+    tl.store(weights + at, weight * (1.0 - rate * weight_decay) - rate * moved, mask=inside)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
-from rankwise.kernels.triton.segments import Extras, Runs, read, wide, write
+from rankwise.kernels.triton.segments import Extras, Runs, lanes_of, place_of, read, wide, write
 from rankwise.kernels.triton.tables import table_here
 from rankwise.mkor.arrangement import Arrangement
 
@@ -132,12 +132,13 @@ def _gather_tile(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    at = start + tl.arange(0, BLOCK)
+    lanes = lanes_of(BLOCK)
+    at = start + lanes
     inside = at < length
-    value = read(row, 0, start, inside, BLOCK, FAST)
+    value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     if MEASURED:
         digits = value.to(tl.float64)
-        tl.store(partial, tl.sum(digits * digits, axis=0))
+        tl.store(partial, tl.sum(tl.sum(digits * digits, axis=1), axis=0))
     if GAPS:
         operand = tl.load(row + FIELDS + 1).to(tl.pointer_type(ELEMENT))
         columns = tl.load(row + FIELDS + 3)
@@ -145,7 +146,7 @@ def _gather_tile(
         place = place // columns * tl.load(row + FIELDS + 4) + place % columns
         tl.store(operand + place, value.to(ELEMENT), mask=inside)
     else:
-        write(row, FIELDS + 1, start, value, inside, BLOCK, FAST, ELEMENT)
+        write(place_of(row, FIELDS + 1, start, FAST, ELEMENT), value, lanes, inside, FAST)
 
 
 @jit
@@ -179,9 +180,9 @@ def _squares_tile(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    inside = start + tl.arange(0, BLOCK) < length
-    value = read(row, 1, start, inside, BLOCK, FAST, ELEMENT).to(tl.float64)
-    tl.store(partial, tl.sum(value * value, axis=0))
+    lanes = lanes_of(BLOCK)
+    value = read(place_of(row, 1, start, FAST, ELEMENT), lanes, start + lanes < length, FAST).to(tl.float64)
+    tl.store(partial, tl.sum(tl.sum(value * value, axis=1), axis=0))
 
 
 @jit
@@ -259,12 +260,13 @@ def _finish_tile(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    inside = start + tl.arange(0, BLOCK) < length
+    lanes = lanes_of(BLOCK)
+    inside = start + lanes < length
     if usable == 0.0:
-        value = read(row, 0, start, inside, BLOCK, FAST)
+        value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     else:
-        value = read(row, 1, start, inside, BLOCK, FAST, ELEMENT).to(tl.float32) * ratio
+        value = read(place_of(row, 1, start, FAST, ELEMENT), lanes, inside, FAST).to(tl.float32) * ratio
     if OUT:
-        write(row, 2, start, value, inside, BLOCK, FAST)
+        write(place_of(row, 2, start, FAST), value, lanes, inside, FAST)
     else:
-        write(row, 1, start, value, inside, BLOCK, FAST, ELEMENT)
+        write(place_of(row, 1, start, FAST, ELEMENT), value, lanes, inside, FAST)
