@@ -20,8 +20,8 @@ python -m benchmarks gpu-page docs/data/gpu.json
 
 One rank: nothing is sent. Optimizers step in turns in one process, each on a model of its own; a ratio is the median
 over pairs of neighbouring steps. *Floor* is the memory traffic of the rule with every state in fp32 and the clip or
-graft norm in a pass of its own, over AdamW's 28 bytes per parameter. The compiled kernels' results are held to those
-of the plain functions by `tests/kernels/test_triton_device.py` and `tests/kernels/test_narrow_device.py`, steps captured
+graft norm in a pass of its own, over AdamW's 28 bytes per parameter. Compiled kernels' results are held to those of
+the plain functions by `tests/kernels/test_triton_device.py` and `tests/kernels/test_narrow_device.py`, steps captured
 in graphs too.
 """
 
@@ -33,8 +33,8 @@ _NOTES = """
   theirs in passes of their own: longer steps, and SONew's waits for the host.
 - MARS-M's and MARS-Shampoo's steps are nine tenths products, most of them symmetric: those are done by half, 1.2 to 1.4
   times as fast as the library from 4096 rows on. torch's Muon takes 1.28 times as long.
-- LDAdam's products are in float32, and its step at a rank of a quarter of the width and less is bound by them; band 4 of
-  SONew by instructions, not by memory.
+- LDAdam's products are in float32, and its steps at rank 256 are bound by them; those of band 4 of SONew by instructions,
+  not by memory.
 - Graphs are tested there ([support](support.md)), but have not been timed; neither have messages between GPUs.
 """
 
