@@ -33,8 +33,8 @@ _NOTES = """
   theirs in passes of their own: longer steps, and SONew's waits for the host.
 - MARS-M's and MARS-Shampoo's steps are nine tenths products, most of them symmetric: those are done by half, 1.2 to 1.4
   times as fast as the library from 4096 rows on. torch's Muon takes 1.28 times as long.
-- LDAdam's products are in float32, and its steps at rank 256 are bound by them; those of band 4 of SONew by instructions,
-  not by memory.
+- LDAdam's products are in float32, and its steps at rank 256 are bound by them; those of SONew's band 4 by
+  instructions, not by memory.
 - Graphs are tested there ([support](support.md)), but have not been timed; neither have messages between GPUs.
 """
 
