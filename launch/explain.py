@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -13,13 +14,31 @@ from rankwise.launch.planning.megatron import stage_model, stage_parts
 from rankwise.launch.planning.optimizers import built
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["explain_table"]
+__all__ = ["ExplainedParameter", "explain_table", "explained"]
 
 _MEBIBYTE = 1 << 20
 
 
-def explain_table(asked: Asked) -> Table:
-    """One row per parameter: shape, rule, why and state, as one rank would hold it; no weight is made.
+class ExplainedParameter(NamedTuple):
+    """What becomes of a parameter of a model.
+
+    Attributes:
+        parameter: Its name.
+        shape: As in the model.
+        rule: That steps it.
+        why: What decided so.
+        state_bytes: Of all its states on one rank.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    rule: str
+    why: str
+    state_bytes: int
+
+
+def explained(asked: Asked) -> list[ExplainedParameter]:
+    """A row per parameter, as one rank would hold it; no weight is made.
 
     Args:
         asked: Optimizer and model; under Megatron all stages are shown, whole.
@@ -35,16 +54,23 @@ def explain_table(asked: Asked) -> Table:
         optimizer = built(asked.picked, asked.model)
     # One for each parameter, whether its rule takes it as one matrix or as several.
     rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
-    states = _state_bytes(optimizer)
-    table = Table(title=f"{asked.picked.name}, one rank")
+    states, shapes = _state_bytes(optimizer), optimizer.parameters_by_name
+    return [
+        ExplainedParameter(name, tuple(shapes[name].shape), row.rule, row.reason, states[name])
+        for name, row in rows.items()
+    ]
+
+
+def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
+    """The rows of an optimizer for the terminal."""
+    table = Table(title=f"{optimizer}, one rank")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
         table.add_column(heading)
     table.add_column("state, bytes", justify="right")
-    for name, row in rows.items():
-        shape = " x ".join(map(str, optimizer.parameters_by_name[name].shape))
-        table.add_row(name, shape, row.rule, row.reason, f"{states[name]:,}")
-    total, adamw = sum(states.values()), 8 * sum(optimizer.parameters_by_name[name].numel() for name in rows)
+    for row in rows:
+        table.add_row(row.parameter, " x ".join(map(str, row.shape)), row.rule, row.why, f"{row.state_bytes:,}")
+    total, adamw = sum(row.state_bytes for row in rows), 8 * sum(prod(row.shape) for row in rows)
     table.add_section()
     table.add_row("all", "", "", "", f"{total:,}")
     table.caption = f"{total / _MEBIBYTE:,.1f} MiB; AdamW's would be {adamw / _MEBIBYTE:,.1f} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -242,8 +243,6 @@ def compare(
     Logs: of rankwise train, TensorBoard's event files, DeepSpeed's csv_monitor, the Trainer's trainer_state.json, and
     what Megatron printed. The first run is what the others are measured by.
     """
-    import json
-
     from rankwise.launch.comparing.logs import read_runs
     from rankwise.launch.comparing.side_by_side import as_rows, compared, draw
     from rankwise.launch.drawing import HOW_TO_DRAW, pyplot_if_installed
@@ -265,6 +264,7 @@ def compare(
 
 def list_types(
     markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/choose.md.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Every optimizer type: what for and when not, learning rate over AdamW's, memory, traffic, maturity.
 
@@ -274,6 +274,9 @@ def list_types(
 
     if markdown:
         typer.echo(choices.as_markdown(), nl=False)
+        return
+    if as_json:
+        typer.echo(json.dumps([row._asdict() for row in choices.rows()], indent=2))
         return
     console.print(choices.shown(console.width))
     console.print(f"Maturity of all: {choices.MATURITY}. docs/choose.md has recipes, docs/evidence.md what was tried.")
@@ -288,12 +291,13 @@ def explain(
     heads: _Heads = None,
     seq_len: Annotated[int, typer.Option(min=1, metavar="N", help="Longest sequence.", rich_help_panel=_MODEL)] = 128,
     vocab_size: _VocabSize = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show which rule every parameter of a model takes and what its state costs; no weights are made.
 
     What is not said of gpt2 and llama is 4 layers, 192 wide, 6 heads and 257 token ids.
     """
-    from rankwise.launch.explain import explain_table
+    from rankwise.launch.explain import explain_table, explained
     from rankwise.launch.planning.asked import Question, answered
 
     try:
@@ -304,6 +308,11 @@ def explain(
             layers, hidden, heads, vocab_size = layers or 4, hidden or 192, heads or 6, vocab_size or 257
         sizes = (layers, hidden, heads, vocab_size) if sized else (None, None, None, None)
         asked = answered(Question(config, optimizer, model, *sizes, ranks=1, seq_len=seq_len))
-        console.print(explain_table(asked))
+        rows = explained(asked)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if as_json:
+        found = {"optimizer": asked.picked.name, "parameters": [row._asdict() for row in rows]}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        console.print(explain_table(rows, asked.picked.name))

@@ -264,6 +264,31 @@ def test_explain_lists_every_parameter_and_adds_up_its_state() -> None:
     assert status == 2 and "the optimizer is 'adamw': it must be one of ours" in output
 
 
+def test_explain_and_list_tell_programs_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = "--optimizer sonew --layers 1 --hidden 32 --heads 2 --seq-len 4".split()
+    (status, text), (_, output) = run("explain", *small), run("explain", *small, "--json")
+    told = json.loads(output)
+    assert status == 0 and told["optimizer"] == "sonew" and len(told["parameters"]) == 16
+    known = {row["parameter"]: row for row in told["parameters"]}
+    assert known["transformer.h.0.attn.c_attn.weight"]["shape"] == [32, 96]
+    assert f"{sum(row['state_bytes'] for row in known.values()):,}" in text
+    status, output = run("list", "--json")
+    assert status == 0 and [row["name"] for row in json.loads(output)] == list(CHOICES)
+
+
+@pytest.mark.parametrize("asked", [["list", "--markdown"], ["explain", "--optimizer", "mkor"], ["explain", "--json"]])
+def test_whoever_reads_may_stop(asked: list[str]) -> None:
+    """As in ``rankwise list | head -1``: no traceback."""
+    pytest.importorskip("transformers")
+    words = [sys.executable, "-m", "rankwise.launch.cli", *asked]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert "Traceback" not in said and process.returncode in (1, 141), said
+
+
 def test_explain_makes_no_weights_and_reads_megatrons_files(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     status, output = run("explain", "--optimizer", "ldadam", "--model", "llama-405b")
