@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -29,6 +30,8 @@ from benchmarks.compiled_kernels import (  # noqa: E402
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
     pytest.skip("another compiler interface before Triton 3.3", allow_module_level=True)
 from triton.backends import backends  # noqa: E402
+
+import rankwise  # noqa: E402
 
 if "nvidia" not in backends:
     pytest.skip("Triton without its CUDA back end", allow_module_level=True)
@@ -77,6 +80,20 @@ def test_full_tiles_move_16_bytes_at_a_time(
     code = compiled(launches_of(call, arguments)[-1]).asm["ptx"]
     found = [len(set(re.findall(rf"{kind}\.global\S*\.v4\.b32[^;]*\[ *%rd(\d+)", code))) for kind in ("ld", "st")]
     assert found[0] >= reads and found[1] >= writes
+
+
+def test_older_compilers_read_the_kernels() -> None:
+    """Triton 3.2, the oldest that is supported, knows no chain of more than two conditions."""
+    kernels = 0
+    for file in Path(rankwise.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and any(
+                ast.unparse(mark) == "jit" for mark in function.decorator_list
+            ):
+                kernels += 1
+                chains = [node for node in ast.walk(function) if isinstance(node, ast.BoolOp) and len(node.values) > 2]
+                assert not chains, f"{file.name}:{chains[0].lineno}"
+    assert kernels > 40
 
 
 def test_the_package_needs_no_triton_to_be_imported() -> None:

@@ -351,7 +351,7 @@ def _update_tiles(
         if RULE != 3:
             momentum = opened(moved(momenta, offset, FAST), exponents1 + block, blocks, lanes, inside, BLOCK, FAST,
                               EXP_AVG, EXP_AVG_AT)
-        if RULE == 1 or RULE == 2 or RULE == 3:
+        if RULE >= 1 and RULE <= 3:
             weight = read(moved(weights, offset, FAST), lanes, inside, FAST)
         if RULE == 2:
             second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, BLOCK, FAST,
@@ -387,7 +387,7 @@ def _update_tiles(
                 value = rate * tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
         if RULE == 4:
             write(moved(weights, offset, FAST), direction, lanes, inside, FAST)
-        if RULE == 1 or RULE == 2 or RULE == 3:
+        if RULE >= 1 and RULE <= 3:
             weight = _kept(weight, direction, keep, CAUTIOUS) - value
             write(moved(weights, offset, FAST), weight, lanes, inside, FAST)
     # fmt: on
