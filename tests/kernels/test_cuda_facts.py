@@ -55,9 +55,8 @@ def test_where_triton_runs_and_how_it_multiplies(
     assert not triton.is_available(device, torch.float64)
     form = forms.steps_in_place_for(device, torch.float32)
     assert (form is not None) is runs
-    chosen = [forms.moments_for(device, torch.float32), forms.fragments_step_for(device, torch.float32)]
-    for each in [*chosen, form.step] if form is not None else []:
-        assert each.keywords["precision"] == precision  # type: ignore[union-attr]
+    for each in [forms.moments_for(device, torch.float32), form.step] if form is not None else []:
+        assert each.keywords["precision"] == precision  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
