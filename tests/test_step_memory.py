@@ -55,11 +55,11 @@ def test_it_is_predicted_of_larger_models(name: str, place: Place) -> None:
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("MARS-AdamW", 10),
+        ("MARS-AdamW", 11),
         ("MARS-M", 640),
         ("SONew, tridiagonal", 512),
         ("SONew, tridiagonal, gradients kept", 512),
-        ("SONew, band 4", 512),
+        ("SONew, band 4", 832),
         ("LDAdam, rank 256", 512),
         ("MKOR", 512),
         ("MKOR, factor step", 512),

@@ -34,12 +34,14 @@ def nothing(tasks: Sequence[MatrixTask]) -> int:
 
 
 TABLE_BYTES = 16 / 2048
-"""Of an element: where the tiles of passes lie."""
+"""Of an element: where the tiles of norms and of codes lie."""
+
+_PASS_TABLE_BYTES = 16 / 8192
 
 
 def tables(elements: int, largest: int) -> float:
     """Of element-wise passes: where their tiles lie, and a sum for each."""
-    return elements * (TABLE_BYTES + 8 / 2048)
+    return elements * (TABLE_BYTES + _PASS_TABLE_BYTES + 8 / 2048)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ STEPS = 6  # two of which move MKOR's factors
 # where copies and pieces of shards come in, the rest at up to three.
 CUT = tuple(layout for layout in LAYOUTS if not layout.startswith("tensor"))
 CELLS: dict[tuple[int, torch.dtype], tuple[str, ...]] = {
-    (1, F64): LAYOUTS,
     (2, F64): LAYOUTS,
     (3, F64): CUT,
     (4, F64): ("cut", "tensor", "tensor_copies"),
-    (2, F32): LAYOUTS,
+    (2, F32): ("cut",),
 }
-WHOLE = dict.fromkeys([(3, F64), (4, F64), (3, F32)], LAYOUTS)
+WHOLE = dict.fromkeys([(1, F64), (3, F64), (4, F64), (2, F32), (3, F32)], LAYOUTS)
 
 
 class Outcome(NamedTuple):

@@ -117,7 +117,10 @@ MOVES = [
     ("ddp", "rows-2", MATRICES, False),
     ("ddp", None, MATRICES, False),
 ]
-BY_HAND = (("rows-3", "rows-3", True), ("hybrid-4", "hybrid-4", False), ("rows-2", "rows-4", True))
+BY_HAND = (
+    *(("rows-3", "rows-3", True), ("hybrid-4", "hybrid-4", False), ("rows-2", "rows-4", True)),
+    *(("tensor-4", "tensor-4", False), ("hybrid-4", "rows-3", False)),
+)
 """Moves of which others show as much, for CI."""
 
 
@@ -140,7 +143,7 @@ def test_goes_on_elsewhere(before: str | None, after: str | None, cases: list[st
             assert _difference(resumed[case], saved[case]) <= (0.0 if before == after else 1e-6), case
 
 
-@pytest.mark.parametrize("setting", [None, "rows-3", "tensor-4"])
+@pytest.mark.parametrize("setting", [None, "rows-3", pytest.param("tensor-4", marks=pytest.mark.exhaustive)])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_narrow_states_go_on_bitwise(setting: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(declared, "FEWEST_CODED", 1)

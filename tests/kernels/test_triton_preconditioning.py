@@ -264,7 +264,11 @@ def test_the_weights_are_the_same(options: dict[str, Any], launches: list[str]) 
 
 
 @pytest.mark.parametrize("at_once", [300, *(pytest.param(few, marks=pytest.mark.exhaustive) for few in (1, 10**6))])
-@pytest.mark.parametrize("options", [{}, {"rescale": None}, {"max_factor_dim": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_factor_dim": 8}, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in ({}, {"rescale": None}))],
+    ids=str,
+)
 def test_planned_or_not_the_bits_are_the_same(
     options: dict[str, Any], at_once: int, monkeypatch: pytest.MonkeyPatch, launches: list[str]
 ) -> None:

@@ -89,6 +89,7 @@ def check(cell: Cell, sgd: bool, tolerance: float) -> None:
     assert result.norms == pytest.approx(reference.norms, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cell", WITHOUT_DISTRIBUTED, ids=str)
 def test_sgd_follows_one_process(cell: Cell) -> None:
     check(cell, sgd=True, tolerance=3e-5)
