@@ -43,6 +43,23 @@ class Training:
         self.prepare(index)
         self.optimizer.step()
 
+    def captured(self, steps: int) -> torch.cuda.CUDAGraph:
+        """A graph of the step after as many ordinary ones, whose gradients are prepared.
+
+        As PyTorch asks: what runs before a capture runs on another stream than the default one.
+        """
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for index in range(steps):
+                self.step(index)
+        torch.cuda.current_stream().wait_stream(side)
+        self.prepare(steps)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.optimizer.step()
+        return graph
+
     def values(self) -> list[Tensor]:
         """Weights and states, flattened."""
         states = [*self.optimizer.state.values(), *self.optimizer.matrix_states.values()]

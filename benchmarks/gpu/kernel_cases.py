@@ -124,26 +124,24 @@ def _norms(maker: _Maker, offset: int, corrected: bool) -> Call:
 
 
 def _update(maker: _Maker, rule: Rule, offset: int, reference: torch.dtype) -> Call:
-    from rankwise.kernels import triton
-
-    fields = {name: maker.runs(offset) for name in FIELDS[rule]}
-    compared = rule != "step"
-    if compared:
+    fields: dict[str, Any] = {name: maker.runs(offset) for name in FIELDS[rule]}
+    if rule != "step":
         fields["reference"] = maker.runs(offset, dtype=reference)
-    scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=5, k=0.5, advance=compared)
-    factors = maker.ones() if compared else None
-    return lambda: triton.run(Pass(rule, fields, scalars, factors))
+    return _pass(maker, rule, fields)
 
 
 def _narrow_update(maker: _Maker, rule: Rule) -> Call:
+    kinds = {"exp_avg": SIGNED, "exp_avg_sq": ROOT, "reference": SIGNED}
+    names = (*FIELDS[rule], "reference")
+    return _pass(maker, rule, {name: maker.codes(kinds[name]) if name in kinds else maker.runs(0) for name in names})
+
+
+def _pass(maker: _Maker, rule: Rule, fields: dict[str, Any]) -> Call:
     from rankwise.kernels import triton
 
-    kinds = {"exp_avg": SIGNED, "exp_avg_sq": ROOT, "reference": SIGNED}
-    fields: dict[str, Any] = {
-        name: maker.codes(kinds[name]) if name in kinds else maker.runs(0) for name in (*FIELDS[rule], "reference")
-    }
-    scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=5, k=0.5, advance=True)
-    factors = maker.ones()
+    compared = "reference" in fields
+    scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=5, k=0.5, advance=compared)
+    factors = maker.ones() if compared else None
     return lambda: triton.run(Pass(rule, fields, scalars, factors))
 
 

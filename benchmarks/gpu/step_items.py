@@ -89,8 +89,7 @@ def _waits(place: Place, contender: Contender, model: str) -> Found:
             if place.on_cuda:
                 torch.cuda.set_sync_debug_mode("default")
     # Of the debug mode itself torch warns, too.
-    said = (str(warning.message) for warning in found)
-    waits = [warning for warning, text in zip(found, said, strict=True) if "called a synchron" in text]
+    waits = [warning for warning in found if "called a synchron" in str(warning.message)]
     for where in sorted({f"{warning.filename}:{warning.lineno}" for warning in waits}):
         print(f"    the host waits at {where}")
     counts = counted_step(contender.name, model)

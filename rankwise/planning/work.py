@@ -37,6 +37,7 @@ TABLE_BYTES = 16 / 2048
 """Of an element: where the tiles of norms and of codes lie."""
 
 _PASS_TABLE_BYTES = 16 / 8192
+"""The same of passes, whose programs take several tiles each."""
 
 
 def tables(elements: int, largest: int) -> float:

@@ -107,18 +107,9 @@ def test_replays_are_steps(kind: Any, options: dict[str, Any]) -> None:
     options = {**options, "state_dtype": "int8"}
     run, twin = (Training(kind, {**options, **more}, WIDTHS, DEVICE) for more in ({"capturable": True}, {}))
     with using(triton):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for index in range(3):
-                run.step(index)
-        torch.cuda.current_stream().wait_stream(side)
+        graph = run.captured(3)
         for index in range(3):
             twin.step(index)
-        run.prepare(3)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run.optimizer.step()
         for index in range(3, 7):
             run.prepare(index)
             graph.replay()

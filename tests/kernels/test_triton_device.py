@@ -281,19 +281,9 @@ def training(kind: Any, options: dict[str, Any]) -> Training:
 def test_replays_of_a_captured_step_are_steps(kind: Any, options: dict[str, Any], module: ModuleType) -> None:
     run, twin = training(kind, {**options, "capturable": True}), training(kind, options)
     with using(module):
-        # As PyTorch asks: what runs before a capture runs on another stream than the default one.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for index in range(3):
-                run.step(index)
-        torch.cuda.current_stream().wait_stream(side)
+        graph = run.captured(3)
         for index in range(3):
             twin.step(index)
-        run.prepare(3)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run.optimizer.step()
         for index in range(3, 8):
             run.prepare(index)
             with no_waiting():

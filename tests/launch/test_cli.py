@@ -264,7 +264,7 @@ def test_explain_lists_every_parameter_and_adds_up_its_state() -> None:
     assert status == 2 and "the optimizer is 'adamw': it must be one of ours" in output
 
 
-def test_explain_and_list_tell_programs_the_same(tmp_path: Path) -> None:
+def test_explain_and_list_tell_programs_the_same() -> None:
     pytest.importorskip("transformers")
     small = "--optimizer sonew --layers 1 --hidden 32 --heads 2 --seq-len 4".split()
     (status, text), (_, output) = run("explain", *small), run("explain", *small, "--json")

@@ -79,7 +79,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
         BLOCK=PASS_TILE,
         TILES=TILES,
         num_warps=_WARPS,
-        # Fused otherwise where states are narrow, sums of products would be rounded otherwise.
+        # Or a pass over codes would not round as one over what they stand for.
         enable_fp_fusion=False,
     )
 
