@@ -256,7 +256,7 @@ def kernels(
 
 @app.command()
 def host(
-    tensors: Annotated[int, typer.Option(min=10, help="Matrices, or fragments of one tensor.")] = 300,
+    tensors: Annotated[int, typer.Option(min=10, help="Matrices, or shards of one tensor.")] = 300,
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each that are timed.")] = 40,
     output: Annotated[
         Path | None, typer.Option(help="JSON file of the figures; replaces rows of the same types.")
@@ -267,10 +267,8 @@ def host(
     from benchmarks.step import merged
 
     for row in host_times(tensors, rounds):
-        times = (f"{row[key] * 1e3:.1f}" for key in ("tensors_seconds", "fragments_seconds", "few_seconds"))
-        console.print(
-            "{}: {} ms, fragments {}, a tenth {}; {:.2f} of AdamW's".format(row["name"], *times, row["ratio"])
-        )
+        times = (f"{row[key] * 1e3:.1f}" for key in ("tensors_seconds", "shards_seconds", "few_seconds"))
+        console.print("{}: {} ms, shards {}, a tenth {}; {:.2f} of AdamW's".format(row["name"], *times, row["ratio"]))
         if output is not None:
             output.write_text(json.dumps(merged(output, row), indent=1) + "\n")
 

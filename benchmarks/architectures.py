@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks import foreign_attention as foreign
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 
 __all__ = ["ARCHITECTURES", "Architecture"]
 
@@ -30,7 +30,7 @@ class Architecture:
     """
 
     build: Callable[[], nn.Module]
-    blocks: Mapping[str, Fused]
+    blocks: Mapping[str, FusedShape]
     whole: tuple[str, ...] = ()
     fallback: tuple[str, ...] = field(default=("*embed*", "*lm_head.*"))
 
@@ -65,16 +65,16 @@ _DELTA = {
     **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
 }
 
-EQUAL = Fused((("q", 32), ("k", 32), ("v", 32)), heads=(4, 4, 4))
-FEWER = Fused((("q", 32), ("k", 16), ("v", 16)), heads=(4, 2, 2))
-SINGLE = Fused((("q", 32), ("k", 8), ("v", 8)), heads=(4, 1, 1))
-PER_HEAD = Fused((("q", 8), ("k", 8), ("v", 8)), groups=4, heads=(1, 1, 1))
-GROUPED = Fused((("q", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 1, 1))
+EQUAL = FusedShape((("q", 32), ("k", 32), ("v", 32)), heads=(4, 4, 4))
+FEWER = FusedShape((("q", 32), ("k", 16), ("v", 16)), heads=(4, 2, 2))
+SINGLE = FusedShape((("q", 32), ("k", 8), ("v", 8)), heads=(4, 1, 1))
+PER_HEAD = FusedShape((("q", 8), ("k", 8), ("v", 8)), groups=4, heads=(1, 1, 1))
+GROUPED = FusedShape((("q", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 1, 1))
 
 
-def gated(size: int, **how: Any) -> Fused:
+def gated(size: int, **how: Any) -> FusedShape:
     """Gate and up projections."""
-    return Fused((("gate", size), ("up", size)), **how)
+    return FusedShape((("gate", size), ("up", size)), **how)
 
 
 _QKV_APART = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", "*.o_proj.weight")
@@ -85,8 +85,8 @@ _HEADS = ("*embed*", "*lm_head.*")
 _TABLES = ("*wte.weight", "*wpe.weight")
 _ROUTED = (*_HEADS, "*.gate.weight")
 _MLA = {
-    "*.kv_a_proj_with_mqa.weight": Fused((("kv", 8), ("k_rope", 4))),
-    "*.kv_b_proj.weight": Fused((("k", 6), ("v", 8)), groups=4, heads=(1, 1)),
+    "*.kv_a_proj_with_mqa.weight": FusedShape((("kv", 8), ("k_rope", 4))),
+    "*.kv_b_proj.weight": FusedShape((("k", 6), ("v", 8)), groups=4, heads=(1, 1)),
     "*.experts.gate_up_proj": gated(16),
 }
 _MLA_WHOLE = ("*.q_a_proj.weight", "*.q_b_proj.weight", "*.o_proj.weight", *_MLP_APART, "*.experts.down_proj")
@@ -96,8 +96,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT-2": Architecture(
         hf("GPT2LMHeadModel", **_OLD, add_cross_attention=True),
         {
-            "*.attn.c_attn.weight": Fused(EQUAL.parts, dim=-1, heads=EQUAL.heads),
-            "*.crossattention.c_attn.weight": Fused((("k", 32), ("v", 32)), dim=-1, heads=(4, 4)),
+            "*.attn.c_attn.weight": FusedShape(EQUAL.parts, dim=-1, heads=EQUAL.heads),
+            "*.crossattention.c_attn.weight": FusedShape((("k", 32), ("v", 32)), dim=-1, heads=(4, 4)),
         },
         (*_GPT2, "*.q_attn.weight"),
         _TABLES,
@@ -114,7 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "CodeGen": Architecture(
         hf("CodeGenForCausalLM", **{**_OLD, "n_head": 8}, rotary_dim=2),
-        {"*.qkv_proj.weight": Fused((("q", 8), ("v", 8), ("k", 8)), groups=4, heads=(2, 2, 2))},
+        {"*.qkv_proj.weight": FusedShape((("q", 8), ("v", 8), ("k", 8)), groups=4, heads=(2, 2, 2))},
         ("*.out_proj.weight", "*.fc_in.weight", "*.fc_out.weight"),
         ("*wte.weight", "*lm_head.*"),
     ),
@@ -186,7 +186,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             "*.Wqkv.weight": FEWER,
             **{
-                f"*.mlp.{name}": Fused(tuple((f"expert{index}", 16) for index in range(4)))
+                f"*.mlp.{name}": FusedShape(tuple((f"expert{index}", 16) for index in range(4)))
                 for name in ("w1", "v1", "w2")
             },
         },
@@ -214,9 +214,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen 3 Next": Architecture(
         hf("Qwen3NextForCausalLM", **{**_MOE, **_DELTA}, num_experts=4, shared_expert_intermediate_size=16),
         {
-            "*.in_proj_qkvz.weight": Fused((("q", 8), ("k", 8), ("v", 16), ("z", 16)), groups=2, heads=(1, 1, 2, 2)),
-            "*.in_proj_ba.weight": Fused((("b", 2), ("a", 2)), groups=2),
-            "*.q_proj.weight": Fused((("q", 8), ("gate", 8)), groups=4, heads=(1, 1)),
+            "*.in_proj_qkvz.weight": FusedShape(
+                (("q", 8), ("k", 8), ("v", 16), ("z", 16)), groups=2, heads=(1, 1, 2, 2)
+            ),
+            "*.in_proj_ba.weight": FusedShape((("b", 2), ("a", 2)), groups=2),
+            "*.q_proj.weight": FusedShape((("q", 8), ("gate", 8)), groups=4, heads=(1, 1)),
             "*.experts.gate_up_proj": gated(16),
         },
         (*_QKV_APART[1:], "*.out_proj.weight", *_MLP_APART, "*.experts.down_proj"),
@@ -225,8 +227,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen 3.5": Architecture(
         hf("Qwen3_5ForCausalLM", **{**_SHARED, **_DELTA}),
         {
-            "*.in_proj_qkv.weight": Fused((("q", 16), ("k", 16), ("v", 32)), heads=(2, 2, 4)),
-            "*.q_proj.weight": Fused((("q", 8), ("gate", 8)), groups=4, heads=(1, 1)),
+            "*.in_proj_qkv.weight": FusedShape((("q", 16), ("k", 16), ("v", 32)), heads=(2, 2, 4)),
+            "*.q_proj.weight": FusedShape((("q", 8), ("gate", 8)), groups=4, heads=(1, 1)),
         },
         (*_QKV_APART[1:], "*.in_proj_[zab].weight", "*.out_proj.weight", *_MLP_APART),
         (*_HEADS, "*.conv1d.weight"),
@@ -251,7 +253,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepSeek-V3, Kimi K2": Architecture(hf("DeepseekV3ForCausalLM", **_LATENT), _MLA, _MLA_WHOLE, _ROUTED),
     "Mamba": Architecture(
         hf("MambaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
-        {"*.in_proj.weight": Fused((("x", 64), ("z", 64)))},
+        {"*.in_proj.weight": FusedShape((("x", 64), ("z", 64)))},
         ("*.x_proj.weight", "*.dt_proj.weight", "*.out_proj.weight"),
         (*_HEADS, "*.A_log", "*.conv1d.weight"),
     ),
@@ -261,13 +263,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
             **{"num_heads": 8, "head_dim": 8, "n_groups": 2, "expand": 2},
         ),
-        {"*.in_proj.weight": Fused((("z", 64), ("x", 64), ("B", 8), ("C", 8), ("dt", 8)), heads=(8, 8, 2, 2, 0))},
+        {"*.in_proj.weight": FusedShape((("z", 64), ("x", 64), ("B", 8), ("C", 8), ("dt", 8)), heads=(8, 8, 2, 2, 0))},
         ("*.out_proj.weight",),
         (*_HEADS, "*.conv1d.weight"),
     ),
     "LFM 2": Architecture(
         hf("Lfm2ForCausalLM", **{**_SHARED, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]),
-        {"*.conv.in_proj.weight": Fused((("B", 32), ("C", 32), ("x", 32)))},
+        {"*.conv.in_proj.weight": FusedShape((("B", 32), ("C", 32), ("x", 32)))},
         (*_QKV_APART[:3], "*.out_proj.weight", "*.w[123].weight"),
         (*_HEADS, "*.conv.conv.weight"),
     ),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.contenders import OURS, Contender, selected
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import environment, timed
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 __all__ = ["FlatPiece", "Waits", "measure_communication"]
 
@@ -38,7 +38,7 @@ class Waits:
         device: Where the messages are.
 
     Attributes:
-        count: Of the calls.
+        count: Count of the calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class FlatPiece(LayoutSource):
 
     Args:
         model: Its parameters are cut into equal runs of elements, wherever a parameter ends.
-        rank: Of this process.
+        rank: Rank of this process.
         world: How many there are.
 
     Attributes:
@@ -125,7 +125,7 @@ class FlatPiece(LayoutSource):
         self._contents = TensorContents(0, tuple(slices))
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.sharding.sources.LayoutSource`."""
+        """See :class:`rankwise.sharding.layout_source.LayoutSource`."""
         return self._contents
 
 
@@ -140,7 +140,7 @@ def measure_communication(
         ranks: How many.
         steps: Timed steps of each type; means are taken, so that MKOR's factor steps, one of ten, count.
         names: Which types; empty for all.
-        threads: Of a process.
+        threads: Threads of a process.
 
     Returns:
         A row per type. ``seconds`` until the step is done, of the slowest rank. ``waited_seconds``, of the rank that

@@ -79,7 +79,7 @@ def compiled(launch: Launch, target: str = "sm_90") -> Any:
 
     Args:
         launch: The kernel and its arguments.
-        target: Of :data:`TARGETS`.
+        target: Target of :data:`TARGETS`.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -110,10 +110,10 @@ class Resources(NamedTuple):
     """Of one compiled kernel.
 
     Attributes:
-        registers: Of a thread; of AMD's the vector registers.
+        registers: Registers of a thread; of AMD's the vector registers.
         spills: Bytes of a thread that do not fit into them; of AMD's the vector registers that do not.
         shared: Bytes of shared memory of a block.
-        threads: Of a block.
+        threads: Threads of a block.
         widest: Bytes of the widest access to memory by one thread.
     """
 
@@ -335,11 +335,11 @@ def low_rank_step(right: bool, side: int = 8) -> None:
 
 
 def narrow(dtype: torch.dtype, length: int = 4096) -> Any:
-    from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
+    from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, blocks_of, is_coded
 
     lengths = (BLOCK, length)
     exponents = [torch.zeros(blocks_of(0, each), dtype=torch.int8) for each in lengths] if is_coded(dtype) else []
-    return NarrowRuns([torch.zeros(each, dtype=dtype) for each in lengths], exponents, [0, 0], [1, 2], 3)
+    return LowPrecisionRuns([torch.zeros(each, dtype=dtype) for each in lengths], exponents, [0, 0], [1, 2], 3)
 
 
 def narrow_update(first: torch.dtype, second: torch.dtype) -> None:

@@ -24,7 +24,7 @@ import rankwise
 from benchmarks.launches import Counts, bytes_of, multiplier, recorded_launches
 from benchmarks.models import layer_set
 from rankwise.kernels import triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 
 __all__ = ["GOALS", "META", "TYPES", "VIEWS", "Goal", "Values", "count", "counted"]
 
@@ -50,7 +50,7 @@ class Goal:
     Attributes:
         bytes: For each parameter.
         launches: Kernels and operations.
-        waits: Of the host.
+        waits: Waits of the host.
         outside_products: Whether ``bytes`` are those outside matrix products.
     """
 

@@ -1,4 +1,4 @@
-"""What a step costs the host: of many small tensors beside torch's AdamW, and of many fragments of one flat tensor.
+"""What a step costs the host: of many small tensors beside torch's AdamW, and of many shards of one flat tensor.
 
 The step runs as on a CUDA device with Triton, but that its tensors are small ones on the CPU, so that hardly anything
 is computed, and that kernels are left out in place of being launched: what Triton itself takes to launch, some dozens
@@ -23,10 +23,10 @@ import rankwise
 from benchmarks.launches import Records, recorded_launches
 from benchmarks.step import environment
 from rankwise.kernels import triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.mkor import factor_steps
 from rankwise.sharding import MatrixExchange
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 __all__ = ["CONTENDERS", "as_on_a_device", "calls_of", "host_times"]
 
@@ -50,11 +50,11 @@ class _Steps:
 
     Args:
         build: Makes the optimizer.
-        count: Of the layers.
-        fragments: Whether the weights lie in one flat tensor, as a framework's partition has them.
+        count: Count of the layers.
+        shards: Whether the weights lie in one flat tensor, as a framework's partition has them.
     """
 
-    def __init__(self, build: Callable[[Any], Any], count: int, fragments: bool) -> None:
+    def __init__(self, build: Callable[[Any], Any], count: int, shards: bool) -> None:
         self._layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(count))
         named = list(self._layers.named_parameters())
         for _, parameter in named:
@@ -64,7 +64,7 @@ class _Steps:
         self._captures = isinstance(self._optimizer, rankwise.MKOR)
         if self._captures:
             self._optimizer.capture(self._layers)
-        if fragments:
+        if shards:
             flat = nn.Parameter(_filled(count * SIDE * SIDE))
             flat.grad = _filled(count * SIDE * SIDE)
             self._optimizer.param_groups[0]["params"] = [flat]
@@ -93,13 +93,13 @@ def as_on_a_device() -> Iterator[Records]:
         yield records
 
 
-def calls_of(name: str, count: int, fragments: bool) -> int:
+def calls_of(name: str, count: int, shards: bool) -> int:
     """Calls of functions, Python's and others, in a steady step: the same on every machine.
 
     Args:
         name: Key of :data:`CONTENDERS`.
-        count: Of the tensors.
-        fragments: Whether they are fragments of one instead.
+        count: Count of the tensors.
+        shards: Whether they are shards of one instead.
     """
     found = 0
 
@@ -108,7 +108,7 @@ def calls_of(name: str, count: int, fragments: bool) -> int:
         found += event in ("call", "c_call")
 
     with as_on_a_device():
-        steps = _Steps(CONTENDERS[name], count, fragments)
+        steps = _Steps(CONTENDERS[name], count, shards)
         for _ in range(3):
             steps.prepare()
             steps.step()
@@ -125,12 +125,12 @@ def host_times(tensors: int = 300, rounds: int = 40, only: set[str] | None = Non
     """Processor time of steady steps, all in turns in one process, one thread.
 
     Args:
-        tensors: Matrices, or fragments of the flat tensor.
+        tensors: Matrices, or shards of the flat tensor.
         rounds: Steps of each that are timed.
         only: Names of :data:`CONTENDERS` beside AdamW.
 
     Returns:
-        A row for each of ours: medians in seconds of a step of as many tensors, of as many fragments, and of a tenth of
+        A row for each of ours: medians in seconds of a step of as many tensors, of as many shards, and of a tenth of
         these; and the median ratio of the first to AdamW's step of the same round.
     """
     torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def host_times(tensors: int = 300, rounds: int = 40, only: set[str] | None = Non
             steps[name, "tensors"] = _Steps(CONTENDERS[name], tensors, False)
             if name == _BASE:
                 continue
-            for form, count in (("fragments", tensors), ("few", tensors // 10)):
+            for form, count in (("shards", tensors), ("few", tensors // 10)):
                 steps[name, form] = _Steps(CONTENDERS[name], count, True)
         times = _timed(steps, rounds)
     about = {"model": f"{tensors} matrices of {SIDE} x {SIDE}", **environment(torch.device("cpu"))}

@@ -32,7 +32,7 @@ class Counts:
         waits: Places where the host waits for the device, by what they are.
         bytes: Read and written.
         product_bytes: Those of matrix products among them.
-        flops: Of products, by what multiplies: "bfloat16", "float32", or "tf32x3", tensor cores in three parts.
+        flops: Flops of products, by what multiplies: "bfloat16", "float32", or "tf32x3", tensor cores in three parts.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)

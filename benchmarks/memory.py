@@ -23,9 +23,9 @@ from benchmarks.launches import recorded_launches
 from benchmarks.models import layer_set
 from rankwise.estimate import estimate, imagined_contents
 from rankwise.kernels import triton
-from rankwise.kernels.forms import using
-from rankwise.sharding import EvenCuts, Fragment
-from rankwise.sharding.sources import LayoutSource, TensorContents
+from rankwise.kernels.dispatch import using
+from rankwise.sharding import EvenCuts, Shard
+from rankwise.sharding.layout_source import LayoutSource, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["StepMemory", "counted_memory", "memory_page"]
@@ -106,12 +106,12 @@ class _Sent:
 
 
 @contextmanager
-def _company(ranks: Sequence[Sequence[Fragment]], rank: int) -> Iterator[Any]:
+def _company(ranks: Sequence[Sequence[Shard]], rank: int) -> Iterator[Any]:
     """A group of ranks that say what this one says, but for what they hold."""
 
     def tell(found: list[Any], own: Any, group: Any = None) -> None:
-        fragments = isinstance(own[0], tuple) and len(own[0]) > 0 and isinstance(own[0][0], Fragment)
-        found[:] = [(tuple(theirs), None) if fragments else own for theirs in ranks]
+        shards = isinstance(own[0], tuple) and len(own[0]) > 0 and isinstance(own[0][0], Shard)
+        found[:] = [(tuple(theirs), None) if shards else own for theirs in ranks]
 
     replaced: dict[str, Any] = {
         "get_world_size": lambda group=None: len(ranks),

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankwise.configs import MODELS, OPTIMIZERS, deepspeed_config, model_config_path
-from rankwise.launch.planning.asked import Asked, Question, answered
 from rankwise.launch.planning.costs import Cost, cost
-from rankwise.launch.planning.described import KNOWN
 from rankwise.launch.planning.devices import Links, device_of
-from rankwise.launch.planning.figures import Figures
+from rankwise.launch.planning.model_shapes import KNOWN
+from rankwise.launch.planning.plan_request import Asked, Question, answered
+from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["COMM_DTYPES", "messages_of", "messages_section", "plans_page", "section_of"]
 
@@ -46,7 +46,7 @@ def plans_page(commit: str) -> str:
     """The whole page.
 
     Args:
-        commit: Of the code that plans.
+        commit: Commit of the code that plans.
     """
     with tempfile.TemporaryDirectory() as folder:
         sections = [section_of(model, Path(folder)) for model in MODELS]
@@ -74,7 +74,7 @@ def messages_of(name: str, dtype: str | None, mesh: str | None, folder: Path) ->
     """Of a type on 64 H100s, the bytes that the rank with most sends in a step, and what that costs.
 
     Args:
-        name: Of the type.
+        name: Name of the type.
         dtype: In which its matrices travel.
         mesh: FSDP2's; None: ZeRO-3.
         folder: For what is given to the plan.

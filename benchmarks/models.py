@@ -84,7 +84,7 @@ def layer_set(name: str, device: str | torch.device = "cpu", seed: int = 0) -> _
     Args:
         name: Key of :data:`MODELS`.
         device: Where to put it.
-        seed: Of the initial weights.
+        seed: Seed of the initial weights.
     """
     torch.manual_seed(seed)
     with torch.device(device):

@@ -59,7 +59,7 @@ def loss_with(name: str, dtype: str, seed: int, steps: int | None = None) -> dic
     Args:
         name: One of :data:`TYPES`.
         dtype: One of :data:`DTYPES`.
-        seed: Of weights and order.
+        seed: Seed of weights and order.
         steps: None: as many as in the experiment.
 
     Returns:

@@ -95,7 +95,7 @@ def measure_times(rounds: int, shapes: Sequence[tuple[int, int]] = _SHAPES) -> l
 
     Args:
         rounds: Timed pairs.
-        shapes: Of the matrices, the short side first.
+        shapes: Shapes of the matrices, the short side first.
     """
     rows = []
     for short, long in shapes:
@@ -126,8 +126,8 @@ def newton_schulz_page(errors: Sequence[Row], times: Sequence[Row]) -> str:
     """The page of the documentation.
 
     Args:
-        errors: Of :func:`measure_errors`.
-        times: Of :func:`measure_times`.
+        errors: Errors of :func:`measure_errors`.
+        times: Times of :func:`measure_times`.
     """
     known = environment(torch.device("cpu"))
     where = f"{known['device']}, one thread, torch {known['torch']}, {known['date']}"

@@ -71,7 +71,7 @@ until the host is free again.
 _HOST = """
 Processor time of a step as on a CUDA device with Triton, but of small tensors on the CPU and with the launches of
 kernels left out: what the host does between them. *Over AdamW* is the ratio to `torch.optim.AdamW(foreach=True)` on
-the same tensors, which goes through them one by one there, in turns in one process. *Fragments* are as many parameters
+the same tensors, which goes through them one by one there, in turns in one process. *Shards* are as many parameters
 in one flat tensor, as ZeRO hands them over, and a tenth of as many. The passes that gather MKOR's statistics are not
 part of it.
 """
@@ -180,9 +180,9 @@ def _communication_section(rows: Sequence[Row]) -> str:
 def _host_section(rows: Sequence[Row]) -> str:
     adamw = f"AdamW {_milliseconds(rows[-1]['adamw_seconds'])} ms"
     title = f"\n## The host's share, {rows[-1]['model']}\n\n{_where(rows)}; {adamw}\n"
-    times = ("tensors_seconds", "fragments_seconds", "few_seconds")
+    times = ("tensors_seconds", "shards_seconds", "few_seconds")
     lines = [(row["name"], f"{row['ratio']:.2f}", *(_milliseconds(row[key]) for key in times)) for row in rows]
-    headings = ("type", "over AdamW", "ms", "fragments, ms", "a tenth of them, ms")
+    headings = ("type", "over AdamW", "ms", "shards, ms", "a tenth of them, ms")
     return title + _HOST + "\n" + markdown(headings, lines)
 
 
@@ -190,7 +190,7 @@ def performance_page(rows: Sequence[Row]) -> str:
     """The page.
 
     Args:
-        rows: Of the commands ``step``, ``training``, ``communication`` and ``host``.
+        rows: Rows of the commands ``step``, ``training``, ``communication`` and ``host``.
     """
     return _INTRODUCTION + sections_of(rows, f"\n![Step times over fused AdamW](images/performance.png)\n{_NOTES}")
 

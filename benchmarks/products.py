@@ -96,7 +96,7 @@ def measure_products(
         pairs = list(zip(own, bare, strict=True))[_WARMUP:]
         yield {
             "name": contender.name,
-            "products": str(optimizer.declared.product_type(device, torch.float32)).removeprefix("torch."),
+            "products": str(optimizer.spec.product_type(device, torch.float32)).removeprefix("torch."),
             "seconds": statistics.median(pair[0] for pair in pairs),
             "product_seconds": statistics.median(pair[1] for pair in pairs),
             "product_ratio": statistics.median(step / product for step, product in pairs),

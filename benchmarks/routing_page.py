@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.architectures import ARCHITECTURES, Architecture
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 
 __all__ = ["routing_page", "words"]
 
@@ -30,8 +30,8 @@ or whose size is not the sum of its parts, stays one matrix. In plain PyTorch, `
 optimizer is built shows it the modules; under DeepSpeed and Megatron that happens by itself. Fused weights
 [end where separate ones do](blocks.md).
 
-Another model is a row of the table in [recognised.py](../rankwise/routing/recognised.py): the name of the layer, the
-class of the module that uses it, and how its parts lie.
+Another model is a row of the table in [fused_layers.py](../rankwise/routing/fused_layers.py): the name of the layer,
+the class of the module that uses it, and how its parts lie.
 
 - *per head*: the rows of one head together, then those of the next;
 - *per key head*: the same, with all the queries that share a head of keys;
@@ -82,7 +82,7 @@ saves nothing, so its weights keep their blocks.
 """
 
 
-def words(fused: Fused) -> str:
+def words(fused: FusedShape) -> str:
     """The blocks of a weight, in words."""
     names = [name for name, _ in fused.parts]
     if all(name.startswith("expert") for name in names):

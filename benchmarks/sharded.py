@@ -37,9 +37,9 @@ from benchmarks.launches import Counts, Records
 from benchmarks.performance import markdown
 from benchmarks.step import environment
 from rankwise.kernels import lists
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.sharding import EvenCuts
-from rankwise.sharding.sources import LayoutSource, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, TensorContents
 
 __all__ = ["CONTENDERS", "OURS", "StepCosts", "costs_of", "measure_sharded", "sharded_page"]
 
@@ -54,9 +54,9 @@ class StepCosts:
     """Of one step.
 
     Attributes:
-        calls: Of functions, Python's and built in.
-        launches: Of Triton's kernels, and operations of torch on plain tensors but views and what has no elements.
-        dtensor_operations: Of torch on ``DTensor``: each plans, checks and unwraps before it starts anything.
+        calls: Calls of functions, Python's and built in.
+        launches: Triton's kernels, and operations of torch on plain tensors but views and what has no elements.
+        dtensor_operations: Torch's operations on ``DTensor``: each plans, checks and unwraps before it starts anything.
         messages: Collectives.
         bytes_sent: That leave the rank.
         waits: Calls that end when a message is there.
@@ -113,7 +113,7 @@ class Run(NamedTuple):
 
     Attributes:
         prepare: Gives the parameters gradients.
-        step: Of the optimizer.
+        step: Step of the optimizer.
     """
 
     prepare: Callable[[], Any]
@@ -388,7 +388,7 @@ def measure_sharded(ranks: int = 4, names: Sequence[str] = tuple(CONTENDERS)) ->
 
     Args:
         ranks: Processes.
-        names: Of :data:`CONTENDERS`; those of packages that are not installed are left out.
+        names: Names of :data:`CONTENDERS`; those of packages that are not installed are left out.
 
     Returns:
         A row for each: the fields of :class:`StepCosts`, of the rank with most, and parameters of the model.

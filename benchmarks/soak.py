@@ -56,9 +56,9 @@ def planned(run: str, steps: int, restarts: int, seed: int, save_every: int = 50
 
     Args:
         run: One of :data:`RUNS`.
-        steps: Of the whole run.
+        steps: Steps of the whole run.
         restarts: Faults of a disturbed run.
-        seed: Of the draw.
+        seed: Seed of the draw.
         save_every: Steps between checkpoints; a third of the faults come while one is being written.
     """
     if run != "disturbed":
@@ -88,13 +88,13 @@ def soak(
 
     Args:
         types: JSON types.
-        runs: Of :data:`RUNS`.
-        steps: Of every run.
-        restarts: Of the disturbed ones.
+        runs: Runs of :data:`RUNS`.
+        steps: Steps of every run.
+        restarts: Restarts of the disturbed ones.
         rows: File of JSON lines to which every row is added as it comes.
         folder: For the checkpoints.
         every: Steps between reports of the loss, and between checkpoints.
-        seed: Of the faults.
+        seed: Seed of the faults.
 
     Yields:
         The new rows.
@@ -123,7 +123,7 @@ def final_weights(rows: Sequence[Row], folder: Path) -> Iterator[Row]:
     """How far the weights of finished runs lie from those of the undisturbed run of their type.
 
     Args:
-        rows: Of the runs.
+        rows: Rows of the runs.
         folder: With their checkpoints.
 
     Yields:

@@ -52,7 +52,7 @@ class Segment:
         total: Steps of the whole run, for the schedule of the learning rate.
         save_every: Steps between checkpoints.
         report_every: Steps between reports of the loss.
-        folder: Of the run's checkpoints; continued from, if there are any.
+        folder: Folder of the run's checkpoints; continued from, if there are any.
     """
 
     type: str

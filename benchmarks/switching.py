@@ -95,7 +95,7 @@ def measure_switches(done: Iterable[tuple[str, str]], types: Sequence[str] = TYP
 
     Args:
         done: Ways and types that are there already.
-        types: Of ours.
+        types: Types of ours.
     """
     done = set(done)
     adamw = _Run("adamw").until(SWITCH)

@@ -194,7 +194,7 @@ def traffic_page(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     """The figures as a page of the documentation.
 
     Args:
-        rows: Of `measure`, of any number of stages.
+        rows: Rows of `measure`, of any number of stages.
         ranks: How many processes there were.
     """
     import deepspeed

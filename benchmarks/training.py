@@ -23,7 +23,7 @@ class _Work(NamedTuple):
 
     Attributes:
         context: Tokens of a sample.
-        samples: Of one forward pass: what lies in memory does not depend on the tokens of a step.
+        samples: Samples of one forward pass: what lies in memory does not depend on the tokens of a step.
         autocast: Type of its products; None: that of the weights.
     """
 
@@ -72,8 +72,8 @@ def measure_training(
 
     Args:
         device: Where to run.
-        tokens: Of one training step, in samples of 256; on a CUDA device in 16 of 1024 at a time, with products in
-            bfloat16.
+        tokens: Tokens of one training step, in samples of 256; on a CUDA device in 16 of 1024 at a time, with products
+            in             bfloat16.
         steps: Timed steps.
         names: Which types; empty for all.
         tiny: Whether a toy takes the place of GPT-2 small.

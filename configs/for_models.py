@@ -18,13 +18,13 @@ class Model(NamedTuple):
     """A model, the run that its files describe, and AdamW's hyperparameters for it.
 
     Attributes:
-        gpus: Of the whole run.
+        gpus: Gpus of the whole run.
         stage: ZeRO's.
         shape: Megatron's flags of the model; heads of keys and values are left out where all heads have their own.
         seq_len: Tokens of a sample.
         micro_batch: Samples of a GPU's pass.
         batch: Samples of a step.
-        steps: Of the whole schedule.
+        steps: Steps of the whole schedule.
         warmup: Steps of it in which the rate rises.
         lr: AdamW's.
         source: Where AdamW's hyperparameters are from.
@@ -114,8 +114,8 @@ class Recipe(NamedTuple):
     Attributes:
         params: The JSON's.
         batch: Samples of a step.
-        steps: Of the schedule.
-        warmup: Of it.
+        steps: Steps of the schedule.
+        warmup: Warmup of it.
         source: Where they are from.
     """
 
@@ -149,7 +149,7 @@ def recipe(model: str, name: str) -> Recipe:
 
     Args:
         model: One of :data:`MODELS`.
-        name: Of the optimizer.
+        name: Name of the optimizer.
     """
     known = MODELS[model]
     batch, steps, warmup = known.batch, known.steps, known.warmup

@@ -2,7 +2,8 @@
 
 DeepSpeed cuts the model while an engine is built, and tells modules of their share of heads: names, roles, shapes and
 the matrices of fused weights are read before. How it has cut each weight is what it writes down for its universal
-checkpoints (:mod:`deepspeed_plugin.cut_weights`); some elements of every weight are compared with what they were.
+checkpoints (:mod:`deepspeed_plugin.tensor_parallel_shards`); some elements of every weight are compared
+with what they were.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from deepspeed_plugin.cut_weights import Shard, shard_of
+from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard, tensor_parallel_shard
 from rankwise.routing.roles import ParameterInfo, Role, attach_info, describe, info_of
 from rankwise.sharding import LayoutError, together
-from rankwise.sharding.sources import TensorParallel
-from rankwise.statistics.views import LinearShape, LinearView, SummedPart, views_of
+from rankwise.sharding.layout_source import TensorParallel
+from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, views_of
 
 __all__ = ["Uncut", "is_cut", "linear_views", "recall", "shards", "tensor_parallel", "tensor_ranks", "uncut"]
 
@@ -38,7 +39,7 @@ class Uncut(NamedTuple):
     Attributes:
         info: What is known of it.
         positions: Some elements of it, flattened; None where it had no values.
-        values: Of these.
+        values: Values of these.
     """
 
     info: ParameterInfo
@@ -100,7 +101,7 @@ def recall(model: nn.Module) -> None:
         attach_info(parameter, known[name].info)
 
 
-def shards(model: nn.Module) -> dict[int, Shard]:
+def shards(model: nn.Module) -> dict[int, TensorParallelShard]:
     """Collective of the tensor-parallel ranks: what this rank holds of every parameter, by identity.
 
     Raises:
@@ -111,10 +112,12 @@ def shards(model: nn.Module) -> dict[int, Shard]:
     group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
     rank, ways = dist.get_rank(group), dist.get_world_size(group)
 
-    def look() -> dict[int, Shard]:
+    def look() -> dict[int, TensorParallelShard]:
         found = {}
         for name, parameter in model.named_parameters():
-            found[id(parameter)] = shard = shard_of(name, parameter, info_of(parameter, name, "").shape, rank, ways)
+            found[id(parameter)] = shard = tensor_parallel_shard(
+                name, parameter, info_of(parameter, name, "").shape, rank, ways
+            )
             _compare(known[name], parameter, shard)
         return found
 
@@ -126,7 +129,7 @@ def shards(model: nn.Module) -> dict[int, Shard]:
 
 
 @torch.no_grad()
-def _compare(before: Uncut, parameter: Parameter, shard: Shard) -> None:
+def _compare(before: Uncut, parameter: Parameter, shard: TensorParallelShard) -> None:
     """Refuse a map that does not lead to what the weight was."""
     if before.positions is None or before.values is None or hasattr(parameter, "ds_id"):
         return
@@ -147,7 +150,7 @@ def _compare(before: Uncut, parameter: Parameter, shard: Shard) -> None:
         )
 
 
-def _refuse_differing(model: nn.Module, found: Mapping[int, Shard], group: dist.ProcessGroup) -> None:
+def _refuse_differing(model: nn.Module, found: Mapping[int, TensorParallelShard], group: dist.ProcessGroup) -> None:
     """Refuse weights that tensor-parallel ranks ought to hold alike: DeepSpeed hands them to no other rank of these."""
     sums = {
         name: float(parameter.detach().double().sum())
@@ -177,7 +180,7 @@ def tensor_parallel(everyone: dist.ProcessGroup) -> TensorParallel:
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-def linear_views(found: Mapping[int, Shard]) -> Callable[[nn.Module], list[LinearView]]:
+def linear_views(found: Mapping[int, TensorParallelShard]) -> Callable[[nn.Module], list[LinearView]]:
     """What :class:`rankwise.statistics.hooks.Capture` asks of every module.
 
     A rank sums up the features it holds, over all tokens; of what tensor-parallel ranks see alike, its share of the
@@ -203,7 +206,7 @@ def linear_views(found: Mapping[int, Shard]) -> Callable[[nn.Module], list[Linea
     return views
 
 
-def _sides(weight: Parameter, info: ParameterInfo, shard: Shard) -> tuple[SummedPart, SummedPart]:
+def _sides(weight: Parameter, info: ParameterInfo, shard: TensorParallelShard) -> tuple[SummedPart, SummedPart]:
     """What this rank sums up of a layer's input and of its output's gradient."""
     if getattr(weight, "_ds_grad_allreduce_registered", False):
         # Whole, but applied to this rank's heads: its tokens are its own.

@@ -20,11 +20,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
-from deepspeed_plugin.cut_weights import Shard
+from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard
 from rankwise.sharding import LayoutError, host_group
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.statistics.hooks import Describe
-from rankwise.statistics.views import describe_linear
+from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
@@ -71,7 +71,7 @@ class DeepSpeedLayout(LayoutSource):
         self._engine = engine
         self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, TensorParallelShard] = {}
         holders = self._data
         if auto_tp.is_cut(engine):
             assert dist.group.WORLD is not None
@@ -85,7 +85,7 @@ class DeepSpeedLayout(LayoutSource):
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.sharding.sources.LayoutSource`."""
+        """See :class:`rankwise.sharding.layout_source.LayoutSource`."""
 
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:
@@ -110,7 +110,7 @@ class DeepSpeedLayout(LayoutSource):
         """A run of what this rank's data-parallel ranks hold of a parameter, flattened.
 
         Args:
-            parameter: Of the model.
+            parameter: Parameter of the model.
             start: First element.
             end: One past the last.
             offset: Where the first one is stored.

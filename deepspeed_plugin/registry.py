@@ -16,7 +16,11 @@ from deepspeed.runtime.zero import utils as zero_utils
 from torch import nn
 
 from deepspeed_plugin.auto_tp import uncut
-from deepspeed_plugin.blocks import (
+from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
+from deepspeed_plugin.collectives import guard_build, unguard_build
+from deepspeed_plugin.engine import attach, backward, detach, prepare
+from deepspeed_plugin.layouts import logical_shape
+from deepspeed_plugin.optimizer_block import (
     JSON_TYPES,
     check_block,
     resolve,
@@ -24,19 +28,15 @@ from deepspeed_plugin.blocks import (
     unknown_type,
     validate_config,
 )
-from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
-from deepspeed_plugin.collectives import guard_build, unguard_build
-from deepspeed_plugin.engine import attach, backward, detach, prepare
-from deepspeed_plugin.layouts import logical_shape
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise.names import CLASSES
 from rankwise.options.validation import OptionError
-from rankwise.planning.table import idle_allowed
+from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
-from rankwise.step.opening import deferred_steps
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.working_tensors import deferred_steps
 
 __all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
 

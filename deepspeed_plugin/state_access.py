@@ -19,7 +19,7 @@ from deepspeed.utils import get_full_hp_param, set_full_hp_param
 from torch import Tensor
 
 from deepspeed_plugin.layouts import DeepSpeedLayout, logical_shape
-from rankwise.planning.narrow_weights import NARROW, REMAINDER
+from rankwise.planning.param_remainders import NARROW, REMAINDER
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
 
@@ -34,7 +34,7 @@ class StateAccess:
     Args:
         engine: The engine, its wrapper built.
         optimizer: Its basic optimizer, attached to ``layout``.
-        layout: Of that wrapper.
+        layout: Layout of that wrapper.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer, layout: DeepSpeedLayout) -> None:
@@ -167,7 +167,7 @@ class StateAccess:
         """A weight with the bits that its master in bf16 lacks.
 
         Args:
-            parameter: Of the model.
+            parameter: Parameter of the model.
             weight: As DeepSpeed returns it.
             rest_of: Returns as much of a state.
         """
@@ -181,7 +181,7 @@ class StateAccess:
         """What DeepSpeed is to set of a weight, whose further bits are set.
 
         Args:
-            parameter: Of the model.
+            parameter: Parameter of the model.
             value: To be set.
             set_rest: Sets as much of a state.
         """

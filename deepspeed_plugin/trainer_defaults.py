@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from deepspeed_plugin.blocks import types_by_spelling
+from deepspeed_plugin.optimizer_block import types_by_spelling
 
 __all__ = ["stop_watching", "watch"]
 

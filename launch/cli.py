@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rankwise.launch import looking
+from rankwise.launch import inspection_commands as looking
 from rankwise.launch.models import ModelFamily
 from rankwise.launch.settings import Form, Framework
 from rankwise.names import CLASSES
@@ -132,8 +132,8 @@ def train(
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
     from rankwise.launch.drawing import HOW_TO_DRAW
-    from rankwise.launch.plan import Overrides, check_framework, planned_configs, read_config, split_names
     from rankwise.launch.report import plot_curves, read_summary, results_table
+    from rankwise.launch.run_configs import Overrides, check_framework, planned_configs, read_config, split_names
     from rankwise.launch.sampler import WindowSampler
     from rankwise.launch.settings import Settings
     from rankwise.launch.spawn import choose_device, print_ranks, run_ranks

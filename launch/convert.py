@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, get_args
 
 from rankwise.launch.settings import Form
 from rankwise.names import CLASSES
-from rankwise.sharding.state import StorageError
-from rankwise.step.named import ConversionError, NamedCheckpoint, renaming
-from rankwise.step.renewing import with_replaced
+from rankwise.sharding.chunked_vectors import StorageError
+from rankwise.step.named_checkpoint import ConversionError, NamedCheckpoint, renaming
+from rankwise.step.old_checkpoints import with_replaced
 
 __all__ = ["CONVERSION_ERRORS", "convert_checkpoint", "how_to_load"]
 
@@ -177,7 +177,7 @@ def _beside(target: Path) -> Iterator[tuple[Path, Path]]:
 
 def _renew(named: NamedCheckpoint) -> None:
     """Put what is kept now in the place of states that earlier versions kept."""
-    kinds = [kind.declares for kind in CLASSES if kind.__name__ == named.identity.partition("-")[0]]
+    kinds = [kind.spec_class for kind in CLASSES if kind.__name__ == named.identity.partition("-")[0]]
     for group in named.groups if kinds else ():
         for name in group.members:
             own = named.parameters[name]

@@ -9,9 +9,9 @@ import torch
 from rich.table import Table
 
 from rankwise.estimate import imagined_units
-from rankwise.launch.planning.asked import Asked
 from rankwise.launch.planning.megatron import stage_model, stage_parts
 from rankwise.launch.planning.optimizers import built
+from rankwise.launch.planning.plan_request import Asked
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["ExplainedParameter", "explain_table", "explained"]
@@ -27,7 +27,7 @@ class ExplainedParameter(NamedTuple):
         shape: As in the model.
         rule: That steps it.
         why: What decided so.
-        state_bytes: Of all its states on one rank.
+        state_bytes: State bytes of all its states on one rank.
     """
 
     parameter: str

@@ -21,7 +21,7 @@ class Finding:
     Attributes:
         topic: What it belongs to: ``"packages"``, ``"machine"``, ``"kernels"``, ``"frameworks"``, ``"locks"``,
             ``"self-test"``.
-        name: Of the thing.
+        name: Name of the thing.
         value: What was found.
         status: ``"note"`` does not keep anything from working; ``"fail"`` does.
         advice: What to do; empty if nothing.

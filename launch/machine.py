@@ -78,7 +78,7 @@ def _compiler() -> str:
 
 def look_at_kernels() -> Iterator[Finding]:
     """Which form of the kernels runs on each device, and in which type products are; compiles what a step would."""
-    from rankwise.kernels.forms import kernels_for, product_dtype_for
+    from rankwise.kernels.dispatch import kernels_for, product_dtype_for
 
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     meaning = {

@@ -50,7 +50,7 @@ def require_training(script: Path) -> None:
     """Refuses to start a script that would not find ``megatron.training``.
 
     Args:
-        script: Of the user; Python looks in its folder first.
+        script: Script of the user; Python looks in its folder first.
 
     Raises:
         ValueError: It is neither there nor installed.
@@ -74,7 +74,7 @@ def wants_one_connection(arguments: list[str]) -> bool:
     Under FSDP it asserts another value or none; elsewhere it does not care, and some backends suffer.
 
     Args:
-        arguments: Of Megatron's script.
+        arguments: Arguments of Megatron's script.
     """
     words = [word for argument in arguments for word in argument.split("=", 1)]
     if any(word in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-custom-fsdp") for word in words):

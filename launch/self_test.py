@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.names import BY_NAME
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 __all__ = ["OPTIONS", "RECORDED", "TOLERANCE", "differences", "record", "trajectory"]
 
@@ -91,7 +91,7 @@ def trajectory(name: str, rank: int = 0, world: int = 1) -> list[float]:
     """The weights after the last step, of all ranks; a collective.
 
     Args:
-        name: Of the optimizer, a key of :data:`OPTIONS`.
+        name: Name of the optimizer, a key of :data:`OPTIONS`.
         rank: This process's.
         world: Number of ranks.
     """

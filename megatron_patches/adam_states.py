@@ -81,7 +81,7 @@ class AskedState(NamedTuple):
 
     Attributes:
         request: Megatron's sharded tensor, or what it makes several of.
-        run: Of it, flattened, the elements that this rank's optimizer holds.
+        run: Run of it, flattened, the elements that this rank's optimizer holds.
     """
 
     request: Any
@@ -152,7 +152,7 @@ class NamedPlaces:
         Args:
             parameter: The model's.
             state: :data:`WEIGHT` or a moment's name.
-            held: Of the parameter, flattened, what the optimizer holds.
+            held: Held of the parameter, flattened, what the optimizer holds.
         """
         entry = self._sharded.get(id(parameter))
         if entry is None:
@@ -195,7 +195,7 @@ class BucketPlaces:
     Args:
         wrapper: One of ours, distributed.
         stored: The checkpoint.
-        position: Of the wrapper among several; None if there is one.
+        position: Position of the wrapper among several; None if there is one.
     """
 
     parameters: tuple[Parameter, ...] = ()

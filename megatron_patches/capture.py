@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from megatron_patches.parameters import ModelParameter
 from rankwise.routing.roles import Role
-from rankwise.statistics.views import LinearShape, LinearView, SummedPart
+from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart
 
 __all__ = ["linear_views"]
 

@@ -31,18 +31,18 @@ from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate
 from megatron_patches.resuming import misfit, options_record, settle_options
 from megatron_patches.takeover import TAKEOVER, Place, Takeover, at_place, find_takeovers, taken_over
 from megatron_patches.whole_files import common_state, require_whole
-from rankwise.sharding import Fragment
-from rankwise.sharding.shards import is_sharded
-from rankwise.step.carrying import start_afresh, without_blocks
-from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.portable import (
+from rankwise.sharding import Shard
+from rankwise.sharding.dtensors import is_sharded
+from rankwise.step.changed_blocks import start_afresh, without_blocks
+from rankwise.step.named_vectors import (
     SlicePlace,
     common_step,
     owned_states,
     resume,
     slice_places,
-    stored_fragments,
+    stored_shards,
 )
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
 
@@ -297,11 +297,11 @@ def _recorded_groups(record: Mapping[str, Any]) -> list[Group]:
 def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
     """All element states of this rank, and the main weights where the model's own are rounded."""
     half = wrapper.config.bf16 or wrapper.config.fp16
-    for fragment, copy_here, weight, states in stored_fragments(wrapper.optimizer):
-        copy = _copy(wrapper.optimizer, fragment.key, copy_here)
+    for shard, copy_here, weight, states in stored_shards(wrapper.optimizer):
+        copy = _copy(wrapper.optimizer, shard.key, copy_here)
         named = {"weight": weight, **states} if half else states
         for name, values in named.items():
-            yield from _rectangles(fragment, copy, f"{_prefix(wrapper.optimizer)}.{name}.{fragment.key}", values)
+            yield from _rectangles(shard, copy, f"{_prefix(wrapper.optimizer)}.{name}.{shard.key}", values)
 
 
 def _copy(inner: ShardedOptimizer, name: str, copy: int) -> int | tuple[int, int]:
@@ -311,20 +311,20 @@ def _copy(inner: ShardedOptimizer, name: str, copy: int) -> int | tuple[int, int
     return (earlier, copy) if earlier else copy
 
 
-def _rectangles(fragment: Fragment, copy: int | tuple[int, int], name: str, values: Tensor) -> Iterator[_Piece]:
-    if len(fragment.shape) != 2:
-        yield _Piece(name, values, (prod(fragment.shape),), (fragment.start,), copy)
+def _rectangles(shard: Shard, copy: int | tuple[int, int], name: str, values: Tensor) -> Iterator[_Piece]:
+    if len(shard.shape) != 2:
+        yield _Piece(name, values, (prod(shard.shape),), (shard.start,), copy)
         return
-    width = fragment.row_length
-    left = 0 if fragment.columns is None else fragment.columns[0]
-    position = fragment.start
-    while position < fragment.end:
+    width = shard.row_length
+    left = 0 if shard.columns is None else shard.columns[0]
+    position = shard.start
+    while position < shard.end:
         row, column = divmod(position, width)
-        whole = (fragment.end - position) // width if column == 0 else 0
-        rows, part = (whole, width) if whole else (1, min(width - column, fragment.end - position))
-        first = position - fragment.start
+        whole = (shard.end - position) // width if column == 0 else 0
+        rows, part = (whole, width) if whole else (1, min(width - column, shard.end - position))
+        first = position - shard.start
         view = values[first : first + rows * part].view(rows, part)
-        yield _Piece(name, view, fragment.shape, (row, left + column), copy)
+        yield _Piece(name, view, shard.shape, (row, left + column), copy)
         position += rows * part
 
 

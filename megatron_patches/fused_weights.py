@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 
 __all__ = ["fused_parts"]
 
@@ -37,13 +37,13 @@ class _Weight:
         return getattr(self.owner, "config", None)
 
 
-def fused_parts(layer: str, owner: object, shape: tuple[int, ...], ways: int, strips: int) -> Fused | None:
+def fused_parts(layer: str, owner: object, shape: tuple[int, ...], ways: int, strips: int) -> FusedShape | None:
     """The logical matrices of a weight; None if it is one, or its sizes are not those of its config.
 
     Args:
         layer: Name of the layer in its module.
         owner: That module, or anything with the same config.
-        shape: Of the whole weight, or of a shard that is taken for a matrix of its own.
+        shape: Shape of the whole weight, or of a shard that is taken for a matrix of its own.
         ways: Shards the whole consists of, one below the other.
         strips: Sections of the whole that are each cut like that.
     """
@@ -54,7 +54,7 @@ def fused_parts(layer: str, owner: object, shape: tuple[int, ...], ways: int, st
     return found if found is not None and found.length == shape[0] else None
 
 
-def _attention(weight: _Weight) -> Fused | None:
+def _attention(weight: _Weight) -> FusedShape | None:
     """For each group the queries that share a key, their output gates if there are any, the key, its value."""
     heads, groups, size = (
         weight.number("num_attention_heads"),
@@ -70,34 +70,34 @@ def _attention(weight: _Weight) -> Fused | None:
     here, left = divmod(weight.rows, sum(rows for _, rows in parts))
     if left or groups % here:
         return None
-    return Fused(parts, groups=here, heads=(shared,) * (1 + len(gates)) + (1, 1))
+    return FusedShape(parts, groups=here, heads=(shared,) * (1 + len(gates)) + (1, 1))
 
 
-def _cross_attention(weight: _Weight) -> Fused | None:
+def _cross_attention(weight: _Weight) -> FusedShape | None:
     """For each head its key and value."""
     return _per_head(weight, ("k", weight.number("kv_channels")), ("v", weight.number("kv_channels")))
 
 
-def _latent_up(weight: _Weight) -> Fused | None:
+def _latent_up(weight: _Weight) -> FusedShape | None:
     """For each head its key, without the rotary part, and its value."""
     return _per_head(weight, ("k", weight.number("qk_head_dim")), ("v", weight.number("v_head_dim")))
 
 
-def _per_head(weight: _Weight, *parts: tuple[str, int]) -> Fused | None:
+def _per_head(weight: _Weight, *parts: tuple[str, int]) -> FusedShape | None:
     if not all(size for _, size in parts) or weight.rows % sum(size for _, size in parts):
         return None
     here = weight.rows // sum(size for _, size in parts)
     heads = weight.number("num_attention_heads")
-    return Fused(parts, groups=here, heads=(1,) * len(parts)) if heads and heads % here == 0 else None
+    return FusedShape(parts, groups=here, heads=(1,) * len(parts)) if heads and heads % here == 0 else None
 
 
-def _latent_down(weight: _Weight) -> Fused | None:
+def _latent_down(weight: _Weight) -> FusedShape | None:
     """What keys and values are made of, and the rotary part of the keys."""
     parts = ("kv", weight.number("kv_lora_rank")), ("k_rope", weight.number("qk_pos_emb_head_dim"))
-    return Fused(parts) if all(size for _, size in parts) else None
+    return FusedShape(parts) if all(size for _, size in parts) else None
 
 
-def _gated(weight: _Weight) -> Fused | None:
+def _gated(weight: _Weight) -> FusedShape | None:
     """Gate and up projections."""
     if not getattr(weight.config, "gated_linear_unit", False):
         return None
@@ -107,26 +107,26 @@ def _gated(weight: _Weight) -> Fused | None:
     # Fractions are shards that are taken for matrices of their own.
     if left or not half or half % weight.copies or not any(size % half == 0 for size in inner):
         return None
-    return Fused((("gate", half // weight.copies), ("up", half // weight.copies)), groups=weight.copies)
+    return FusedShape((("gate", half // weight.copies), ("up", half // weight.copies)), groups=weight.copies)
 
 
-def _projection(weight: _Weight) -> Fused | None:
+def _projection(weight: _Weight) -> FusedShape | None:
     """Of state-space layers and of gated delta nets, which call it alike."""
     if weight.strips != 1:
         return None
     return _state_space(weight) if weight.number("d_inner_local_tp") else _delta_net(weight)
 
 
-def _state_space(weight: _Weight) -> Fused | None:
+def _state_space(weight: _Weight) -> FusedShape | None:
     inner, groups = weight.number("d_inner_local_tp"), weight.number("ngroups_local_tp")
     heads, state = weight.number("nheads_local_tp"), weight.number("d_state")
     if not (inner and groups and heads and state):
         return None
     parts = (("z", inner), ("x", inner), ("B", groups * state), ("C", groups * state), ("dt", heads))
-    return Fused(parts, groups=weight.copies, heads=(heads, heads, groups, groups, 0))
+    return FusedShape(parts, groups=weight.copies, heads=(heads, heads, groups, groups, 0))
 
 
-def _delta_net(weight: _Weight) -> Fused | None:
+def _delta_net(weight: _Weight) -> FusedShape | None:
     ways = weight.number("tp_size")
     sizes = [weight.number(name) for name in ("qk_dim", "v_dim", "num_key_heads", "num_value_heads")]
     if not ways or not all(sizes) or any(size % ways for size in sizes):
@@ -140,10 +140,10 @@ def _delta_net(weight: _Weight) -> Fused | None:
         ("beta", value_heads),
         ("alpha", value_heads),
     )
-    return Fused(parts, groups=weight.copies, heads=(key_heads, key_heads, value_heads, value_heads, 0, 0))
+    return FusedShape(parts, groups=weight.copies, heads=(key_heads, key_heads, value_heads, value_heads, 0, 0))
 
 
-_LAYOUTS: dict[str, Callable[[_Weight], Fused | None]] = {
+_LAYOUTS: dict[str, Callable[[_Weight], FusedShape | None]] = {
     "linear_qkv": _attention,
     "linear_kv": _cross_attention,
     "linear_kv_down_proj": _latent_down,

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rankwise.sharding import local_group
-from rankwise.sharding.sources import TensorParallel
+from rankwise.sharding.layout_source import TensorParallel
 
 __all__ = ["ParallelGroups"]
 

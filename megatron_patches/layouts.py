@@ -21,8 +21,8 @@ from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
 from rankwise.fsdp.placements import held_runs
 from rankwise.sharding import LayoutError, host_group
-from rankwise.sharding.shards import is_sharded, local_view
-from rankwise.sharding.sources import LayoutSource, TensorContents, TensorParallel
+from rankwise.sharding.dtensors import is_sharded, local_view
+from rankwise.sharding.layout_source import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
 
@@ -34,7 +34,7 @@ class MegatronLayout(LayoutSource):
         wrapper: A Megatron optimizer, built.
         parameters: The model's parameters.
         groups: This rank's process groups.
-        scale: Of the gradients.
+        scale: Scale of the gradients.
         expert: Whether the wrapper holds experts.
         layer_wise: Whether every data-parallel rank was given whole parameters of its own.
     """
@@ -83,7 +83,7 @@ class MegatronLayout(LayoutSource):
                     self._register_whole(index, parameter, parameter)
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.sharding.sources.LayoutSource`."""
+        """See :class:`rankwise.sharding.layout_source.LayoutSource`."""
         try:
             return self._contents[id(tensor)]
         except KeyError:

@@ -29,7 +29,7 @@ class StepLosses:
         built: The optimizer of the whole model; its ``scale_loss``, ``zero_grad`` and ``step`` are wrapped.
         optimizers: Those inside it.
         chunks: The model chunks; a config without ``grad_scale_func`` is given the optimizer's ``scale_loss``.
-        scale: Of the gradients.
+        scale: Scale of the gradients.
         announce: Called where no loss comes by.
     """
 

@@ -38,7 +38,7 @@ def hidden(settings: Any) -> Iterator[None]:
     """Megatron's code reads a config, or arguments, as if none of these settings had been made.
 
     Args:
-        settings: Of Megatron; changed inside, and as before afterwards.
+        settings: Settings of Megatron; changed inside, and as before afterwards.
     """
     before = hide(settings)
     try:
@@ -52,7 +52,7 @@ def hide(settings: Any) -> dict[str, Any]:
     """See :func:`hidden`, for good.
 
     Args:
-        settings: Of Megatron.
+        settings: Settings of Megatron.
 
     Returns:
         What was set, by name.

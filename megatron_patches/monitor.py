@@ -77,8 +77,8 @@ def report_health(iteration: int) -> None:
 
 def _means(built: Any) -> frozenset[str]:
     wrappers = getattr(built, "chained_optimizers", [built])
-    ours = [w.optimizer.declared for w in wrappers if isinstance(w.optimizer, ShardedOptimizer)]
-    return frozenset(("skipped_steps", *(name for declared in ours for name in declared.health_means)))
+    ours = [w.optimizer.spec for w in wrappers if isinstance(w.optimizer, ShardedOptimizer)]
+    return frozenset(("skipped_steps", *(name for spec in ours for name in spec.health_means)))
 
 
 def _over_stages(mine: Mapping[str, float], means: frozenset[str], pipeline: dist.ProcessGroup) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_patches.layouts import MegatronLayout
 from rankwise.options.validation import OptionError
-from rankwise.planning.unit import StepUnit
+from rankwise.planning.step_unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["BY", "Norms", "check_norms", "next_iteration"]
@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
     """What is measured of a unit, worked out once.
 
     Attributes:
-        labels: Of all ranks of the pipeline stage, alike on all of them.
+        labels: Labels of all ranks of the pipeline stage, alike on all of them.
         tensors: Those of the unit that are counted here: each element on one rank.
         places: The position among the labels of each.
     """
@@ -142,9 +142,9 @@ class Norms:
         assert isinstance(layout, MegatronLayout)
         # Of what several ranks hold alike one copy counts, and a weight that an earlier stage has, too, counts there.
         mine = {
-            entry.fragment.tensor: entry.info.name
+            entry.shard.tensor: entry.info.name
             for entry in unit.stored_entries
-            if entry.fragment.copy == unit.stored.first_copy(entry.key) and entry.info.name not in layout.stage_copies
+            if entry.shard.copy == unit.stored.first_copy(entry.key) and entry.info.name not in layout.stage_copies
         }
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(self._stage))]
         dist.all_gather_object(everyone, sorted({self._label(name) for name in mine.values()}), group=self._stage)

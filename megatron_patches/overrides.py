@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch.nn import Parameter
 
 from megatron_patches.parameters import ModelParameter
-from rankwise.planning.declared import Declared
+from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.routing.roles import route
 
 __all__ = ["from_conditions", "suited"]
@@ -56,7 +56,7 @@ def _by_name_first(condition: Callable[[str, Parameter], bool]) -> Callable[[Par
 def suited(
     overrides: Overrides | None,
     config: OptimizerConfig,
-    declared: Declared,
+    spec: OptimizerSpec,
     parameters: Mapping[Parameter, ModelParameter],
 ) -> Overrides | None:
     """MuP's overrides (``--use-mup``), made for Adam, in terms of one of our optimizers.
@@ -68,12 +68,12 @@ def suited(
     Args:
         overrides: As given to the factory.
         config: Megatron's config.
-        declared: Of the optimizer.
+        spec: Spec of the optimizer.
         parameters: The model's.
     """
     if not overrides:
         return overrides
-    eps = getattr(declared.options, "eps", None)
+    eps = getattr(spec.options, "eps", None)
     found: dict[ParamKey, ParamGroupOverride] = {}
     for key, override in overrides.items():
         predicate = key.with_name_predicate
@@ -81,23 +81,21 @@ def suited(
             if "eps" in override:
                 share = override["eps"] / config.adam_eps
                 override = {**override, "eps": eps * share}  # type: ignore[assignment, operator]
-            key = replace(key, with_name_predicate=_without_orthogonal(predicate, declared, parameters))
+            key = replace(key, with_name_predicate=_without_orthogonal(predicate, spec, parameters))
         found[key] = override
     return found
 
 
 def _without_orthogonal(
-    predicate: ParamWithNamePredicate, declared: Declared, parameters: Mapping[Parameter, ModelParameter]
+    predicate: ParamWithNamePredicate, spec: OptimizerSpec, parameters: Mapping[Parameter, ModelParameter]
 ) -> ParamWithNamePredicate:
-    is_orthogonal = getattr(declared, "is_orthogonal", None)
+    is_orthogonal = getattr(spec, "is_orthogonal", None)
     if is_orthogonal is None:
         return predicate
 
     def applies(parameter: Parameter, name: str) -> bool:
         known = parameters.get(parameter)
-        orthogonal = (
-            known is not None and is_orthogonal(known.info) and route(known.info, declared.policy).rule == "matrix"
-        )
+        orthogonal = known is not None and is_orthogonal(known.info) and route(known.info, spec.policy).rule == "matrix"
         return not orthogonal and bool(predicate(parameter, name))
 
     return ParamWithNamePredicate(predicate.name, applies)

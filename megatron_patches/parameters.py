@@ -14,7 +14,7 @@ from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 from rankwise.sharding import LayoutError
-from rankwise.sharding.sources import Slice
+from rankwise.sharding.layout_source import Slice
 
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 

@@ -26,7 +26,7 @@ class _RowFactors:
     scale other elements than it means, where their number divides, and raise where it does not.
 
     Args:
-        weight: Of the model, (rows, columns).
+        weight: Weight of the model, (rows, columns).
     """
 
     def __init__(self, weight: Parameter) -> None:

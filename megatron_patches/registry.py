@@ -35,7 +35,7 @@ from megatron_patches.support import (
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named
 from rankwise.options.validation import OptionError, check_given
-from rankwise.planning.table import idle_allowed
+from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -225,8 +225,8 @@ def get_megatron_optimizer(
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
     adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)
     cls = NAMES[name].optimizer
-    declared = cls.declares(cls.__name__, cls.options_type(**options))
-    given["config_overrides"] = suited(given.get("config_overrides"), config, declared, adoption.parameters)
+    spec = cls.spec_class(cls.__name__, cls.options_type(**options))
+    given["config_overrides"] = suited(given.get("config_overrides"), config, spec, adoption.parameters)
     layer_wise = getattr(config, "rankwise_layer_wise", False)
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
     known = copy.copy(config)

@@ -48,7 +48,7 @@ def settle_options(
     Args:
         inner: The optimizer, its groups loaded.
         before: The groups as this run made them.
-        saved: Of :func:`options_record`; empty in old checkpoints.
+        saved: Saved of :func:`options_record`; empty in old checkpoints.
         override: Whether this run's values count.
         keep_structure: Whether options on which shapes of states depend stay this run's, to which states were read.
     """
@@ -58,9 +58,9 @@ def settle_options(
         for name in (*inner.defaults, *RATES):
             if name in _SCHEDULED or name not in mine or _plain(group.get(name)) == _plain(mine[name]):
                 continue
-            is_mine = keep_structure if name in inner.declared.structural_options else override
+            is_mine = keep_structure if name in inner.spec.structural_options else override
             found[_difference(inner, name, group.get(name), mine[name], is_mine)] = None
-            stays += not is_mine and name not in inner.declared.structural_options
+            stays += not is_mine and name not in inner.spec.structural_options
             if is_mine:
                 group[name] = mine[name]
     for name, value in options_record(inner).items():

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from megatron_patches.adam_states import WEIGHT, AskedState, BucketPlaces, NamedPlaces, Stored, stored_step
 from megatron_patches.layouts import MegatronLayout
-from rankwise.planning.succession import MOMENTS
+from rankwise.planning.state_takeover import MOMENTS
+from rankwise.step.named_vectors import take_moments
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.portable import take_moments
 
 __all__ = ["TAKEOVER", "Place", "Takeover", "at_place", "find_takeovers", "taken_over"]
 
@@ -64,7 +64,7 @@ class Takeover:
 
         Args:
             stored: The checkpoint.
-            position: Of the wrapper among several; None if there is one.
+            position: Position of the wrapper among several; None if there is one.
         """
         if self._inner is None:
             return {}
@@ -74,14 +74,14 @@ class Takeover:
             if self._in_buckets
             else NamedPlaces(self.wrapper, self._model_state, stored, self._layout.layer_wise)
         )
-        heirs = self._inner.saved.succession.heirs(self._inner.param_groups)
+        targets = self._inner.saved.succession.targets(self._inner.param_groups)
         held = {id(parameter): run for _, parameter, run in self._layout.main_weights()}
         whole = {id(parameter): parameter for parameter in places.parameters}
         for _, parameter, _ in self._layout.main_weights():
             whole.setdefault(id(parameter), parameter)
         for index, parameter in whole.items():
             name = self._layout.parameter_name(parameter)
-            wanted = (WEIGHT, *heirs[name].moments)
+            wanted = (WEIGHT, *targets[name].moments)
             found = {state: places.ask(parameter, state, held.get(index, slice(0, 0))) for state in wanted}
             lacking = tuple(state for state in wanted if found[state] is None)
             if WEIGHT in lacking and stored.in_buckets and parameter.dtype.itemsize < torch.float32.itemsize:

@@ -19,9 +19,16 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.param_groups import GROUP_KEYS
 from megatron_patches.records import RECORD, find_records
 from megatron_patches.whole_files import require_whole
-from rankwise.sharding.mapped import joined_stacks, mapped_like, mapped_tensors
-from rankwise.sharding.state import stored_tensors
-from rankwise.step.named import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, base_name, of_another
+from rankwise.sharding.chunked_vectors import stored_tensors
+from rankwise.sharding.memory_mapped import joined_stacks, mapped_like, mapped_tensors
+from rankwise.step.named_checkpoint import (
+    ConversionError,
+    NamedCheckpoint,
+    NamedGroup,
+    NamedParameter,
+    base_name,
+    of_another,
+)
 
 __all__ = ["is_megatron", "read_megatron", "write_megatron"]
 

@@ -40,7 +40,7 @@ from megatron_patches.resuming import options_record, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
 from rankwise.options.validation import OptionError
-from rankwise.planning.table import idle_allowed
+from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import refuse_unmatched_everywhere
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.reports import print_on_first_rank

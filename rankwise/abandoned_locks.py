@@ -32,7 +32,7 @@ def build_lock(name: str) -> Path:
     """The lock of a just-in-time build; makes its folder, as torch would.
 
     Args:
-        name: Of the extension.
+        name: Name of the extension.
     """
     from torch.utils import cpp_extension
 

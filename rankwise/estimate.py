@@ -16,8 +16,8 @@ from math import prod
 import torch
 
 from rankwise.planning.state_memory import element_states
-from rankwise.planning.unit import StepUnit
-from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.planning.step_costs import ScratchMemory, StepCosts
+from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import (
     EvenCuts,
     Layout,
@@ -29,7 +29,7 @@ from rankwise.sharding import (
     matrix_volume,
     sums_volume,
 )
-from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.sharding.layout_source import Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["RankEstimate", "estimate", "estimate_units", "imagined_contents", "imagined_units"]
@@ -175,7 +175,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
         rank.period = work.period
 
 
-def _scratch_memory(unit: StepUnit, work: StepWork) -> list[int]:
+def _scratch_memory(unit: StepUnit, work: StepCosts) -> list[int]:
     """The most that each rank needs at a time."""
     layout, own = unit.layout, work.scratch
     totals, largest = [0] * layout.world_size, [0] * layout.world_size
@@ -238,7 +238,7 @@ def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignmen
         optimizer: See :func:`estimate`; the other arguments too.
         world: Number of ranks.
         stage: ZeRO stage.
-        alignment: Of the parts of stages 1 and 2.
+        alignment: Alignment of the parts of stages 1 and 2.
 
     Raises:
         ValueError: The stage is unknown.
@@ -259,7 +259,7 @@ def imagined_contents(
         optimizer: As for :func:`imagined_units`, like the rest.
         world: Number of ranks.
         stage: ZeRO stage.
-        alignment: Of the parts of stages 1 and 2.
+        alignment: Alignment of the parts of stages 1 and 2.
 
     Raises:
         ValueError: The stage is unknown.

@@ -19,11 +19,11 @@ from torchtitan.trainer import Trainer
 from rankwise.names import BY_SPELLING
 from rankwise.options.hints import nearest, shown
 from rankwise.options.validation import OptionError, check_given
-from rankwise.planning.table import idle_allowed
+from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later, refuse_unmatched
 from rankwise.routing.roles import attach_info, describe
 from rankwise.sharding import gather_together
-from rankwise.sharding.shards import is_sharded
+from rankwise.sharding.dtensors import is_sharded
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["OPTIMIZER_NAMES", "build", "is_registered", "register", "unregister"]
@@ -49,7 +49,7 @@ def build(name: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Sha
     Args:
         name: A key of :data:`OPTIMIZER_NAMES`.
         groups: As torchtitan makes them: parameters, their names, and each group's ``optimizer_kwargs``.
-        options: Of all groups: ``optimizer_factory_kwargs_by_name``.
+        options: Options of all groups: ``optimizer_factory_kwargs_by_name``.
 
     Raises:
         OptionError: An unknown key, a value outside its range, or options that groups must share and do not.
@@ -152,7 +152,7 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
         if not any(busy for busy, _ in facts):
             optimizer.table.refuse_if_idle()
         for key, patterns in optimizer.options.patterns.items():
-            refuse_unmatched(optimizer.declared.name, patterns, [name for _, names in facts for name in names], key)
+            refuse_unmatched(optimizer.spec.name, patterns, [name for _, names in facts for name in names], key)
 
 
 def _refuse_unused(config: Any) -> None:

@@ -16,9 +16,9 @@ from simulated import Conv1D, run_of
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.step.optimizer import ShardedOptimizer
 
 INPUTS, TOKENS = 14, 24
@@ -33,7 +33,7 @@ class Layer:
     """
 
     rows: Mapping[str, list[int]]
-    fused: Fused
+    fused: FusedShape
     transposed: bool = False
     bias: bool = True
     experts: int = 0
@@ -49,13 +49,13 @@ LAYERS = {
     # Contiguous rows of three sizes.
     "qkv": Layer(
         {"q": [*range(12)], "k": [*range(12, 20)], "v": [*range(20, 26)]},
-        Fused((("q", 12), ("k", 8), ("v", 6))),
+        FusedShape((("q", 12), ("k", 8), ("v", 6))),
         shards=(((0, 6), (12, 16), (20, 23)), ((6, 12), (16, 20), (23, 26))),
     ),
     # GPT-2's: columns of a weight that is (inputs, outputs).
     "conv": Layer(
         {"q": [*range(8)], "k": [*range(8, 16)], "v": [*range(16, 24)]},
-        Fused((("q", 8), ("k", 8), ("v", 8)), -1),
+        FusedShape((("q", 8), ("k", 8), ("v", 8)), -1),
         transposed=True,
         shards=(((0, 12),), ((12, 24),)),
     ),
@@ -66,34 +66,34 @@ LAYERS = {
             "k": [12, 13, 14, 30, 31, 32],
             "v": [15, 16, 17, 33, 34, 35],
         },
-        Fused((("q", 12), ("k", 3), ("v", 3)), -2, 2, (4, 1, 1)),
+        FusedShape((("q", 12), ("k", 3), ("v", 3)), -2, 2, (4, 1, 1)),
         bias=False,
         shards=(((0, 18),), ((18, 36),)),
     ),
     # Megatron's gated linear_fc1: every tensor-parallel rank has some of the gate over some of the other projection.
     "gate_up": Layer(
         {"gate": [*range(16)], "up": [*range(16, 32)]},
-        Fused((("gate", 16), ("up", 16))),
+        FusedShape((("gate", 16), ("up", 16))),
         shards=(((0, 8), (16, 24)), ((8, 16), (24, 32))),
     ),
     # Rows that alternate.
     "alternating": Layer(
         {"gate": [0, 2, 4, 6, 8, 10, 12, 14], "up": [1, 3, 5, 7, 9, 11, 13, 15]},
-        Fused((("gate", 1), ("up", 1)), -2, 8),
+        FusedShape((("gate", 1), ("up", 1)), -2, 8),
         bias=False,
         shards=(((0, 8),), ((8, 16),)),
     ),
     # Latent attention's: what keys and values are made of, and the keys' part that has positions.
     "down": Layer(
         {"kv": [*range(10)], "rope": [*range(10, 16)]},
-        Fused((("kv", 10), ("rope", 6))),
+        FusedShape((("kv", 10), ("rope", 6))),
         bias=False,
         shards=(((0, 8),), ((8, 16),)),
     ),
     # Two experts, a gate over the other projection in each.
     "stack": Layer(
         {"gate0": [*range(7)], "up0": [*range(7, 14)], "gate1": [*range(14, 21)], "up1": [*range(21, 28)]},
-        Fused((("gate", 7), ("up", 7))),
+        FusedShape((("gate", 7), ("up", 7))),
         bias=False,
         experts=2,
         shards=(((0, 7), (14, 21)), ((7, 14), (21, 28))),
@@ -105,7 +105,7 @@ LAYERS = {
             **{f"k{head}": [*range(start, start + 6)] for head, start in enumerate((12, 36))},
             **{f"v{head}": [*range(start, start + 6)] for head, start in enumerate((18, 42))},
         },
-        Fused((("q", 12), ("k", 6), ("v", 6)), -2, 2, (2, 1, 1)),
+        FusedShape((("q", 12), ("k", 6), ("v", 6)), -2, 2, (2, 1, 1)),
         bias=False,
         shards=(((0, 24),), ((24, 48),)),
     ),
@@ -116,7 +116,7 @@ LAYERS = {
             for at, part in enumerate("qkv")
             for head in range(2)
         },
-        Fused((("q", 12), ("k", 12), ("v", 12)), -1, 1, (2, 2, 2)),
+        FusedShape((("q", 12), ("k", 12), ("v", 12)), -1, 1, (2, 2, 2)),
         transposed=True,
         shards=(((0, 18),), ((18, 36),)),
     ),
@@ -126,7 +126,7 @@ LAYERS = {
             **{f"k{head}": [*range(13 * head, 13 * head + 7)] for head in range(2)},
             **{f"v{head}": [*range(13 * head + 7, 13 * head + 13)] for head in range(2)},
         },
-        Fused((("k", 7), ("v", 6)), -2, 2, (1, 1)),
+        FusedShape((("k", 7), ("v", 6)), -2, 2, (1, 1)),
         bias=False,
         shards=(((0, 13),), ((13, 26),)),
     ),
@@ -144,15 +144,15 @@ CASES: dict[str, tuple[Callable[..., ShardedOptimizer], dict[str, Any]]] = {
 }
 
 
-def with_a_row_moved(name: str) -> Fused:
+def with_a_row_moved(name: str) -> FusedShape:
     """A layer's table, but that a row (of each head) of its second part is given to the first."""
     known = LAYERS[name].fused
     (first, one), (second, other), *rest = known.parts
     if other == 1:
-        return Fused(((first, known.groups + 1), (second, known.groups - 1)), known.dim)
+        return FusedShape(((first, known.groups + 1), (second, known.groups - 1)), known.dim)
     heads = known.heads if name.endswith("_heads") else ()
     moved = heads[0] if heads else 1
-    return Fused(((first, one + moved), (second, other - moved), *rest), known.dim, known.groups, heads)
+    return FusedShape(((first, one + moved), (second, other - moved), *rest), known.dim, known.groups, heads)
 
 
 class Stack(nn.Module):
@@ -169,7 +169,7 @@ class Stack(nn.Module):
 class Network(nn.Module):
     """All layers, fused or apart, and a plain one between them; the same function of the same weights."""
 
-    def __init__(self, dtype: torch.dtype, fused: bool, tables: Mapping[str, Fused] | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, fused: bool, tables: Mapping[str, FusedShape] | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.fused = fused
@@ -189,7 +189,9 @@ class Network(nn.Module):
         )
         self.to(dtype)
 
-    def _add(self, name: str, layer: Layer, weight: Tensor, bias: Tensor | None, fused: Fused | None = None) -> None:
+    def _add(
+        self, name: str, layer: Layer, weight: Tensor, bias: Tensor | None, fused: FusedShape | None = None
+    ) -> None:
         outputs = len(weight)
         if layer.experts:
             module: Any = Stack(*((layer.experts, outputs // layer.experts) if fused else (outputs,)), INPUTS)
@@ -350,7 +352,7 @@ class Framework(LayoutSource):
         layout: "flat": all parameters joined and cut anywhere. "each": every parameter over the ranks. "replicated".
             "tensor": cut by tensor parallelism over two ranks, and over data-parallel ranks if there are four.
         case: The optimizer.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         rank: This rank.
         world: Number of ranks.
     """

@@ -16,8 +16,8 @@ class Training:
     Args:
         kind: Class of the optimizer.
         options: Its options; they go before the learning rate and the weight decay that are usual here.
-        widths: Of the layers.
-        device: Of everything.
+        widths: Widths of the layers.
+        device: Device of everything.
     """
 
     def __init__(

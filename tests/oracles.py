@@ -89,7 +89,7 @@ def orthogonal_update(
         beta1: Decay rate of the momentum.
         eps: Added to the Frobenius norm, or ``None``.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: Dtype of their products.
+        ns_dtype: Type of their products.
 
     Returns:
         New momentum and the direction.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from math import prod
 
-from rankwise.sharding import Fragment
+from rankwise.sharding import Shard
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -16,12 +16,10 @@ def cuts(rng: random.Random, numel: int, pieces: int) -> list[tuple[int, int]]:
     return list(zip([0, *inner], [*inner, numel], strict=True))
 
 
-def random_fragments(
-    shapes: Shapes, world: int, seed: int, replicated: bool = False
-) -> tuple[tuple[Fragment, ...], ...]:
-    """Every rank's fragments: uneven cuts, anywhere in a row; ranks without anything; several runs on one rank."""
+def random_shards(shapes: Shapes, world: int, seed: int, replicated: bool = False) -> tuple[tuple[Shard, ...], ...]:
+    """Every rank's shards: uneven cuts, anywhere in a row; ranks without anything; several runs on one rank."""
     rng = random.Random(seed)
-    ranks: list[list[Fragment]] = [[] for _ in range(world)]
+    ranks: list[list[Shard]] = [[] for _ in range(world)]
     used = [0] * world
     # Now and then one rank holds nothing at all.
     idle = rng.randrange(2 * world)
@@ -32,6 +30,6 @@ def random_fragments(
         for run in runs:
             for rank in range(world) if replicated else [rng.choice(holders)]:
                 used[rank] += rng.choice((0, 0, 3))  # padding
-                ranks[rank].append(Fragment(key, shape, *run, tensor=0, offset=used[rank]))
+                ranks[rank].append(Shard(key, shape, *run, tensor=0, offset=used[rank]))
                 used[rank] += run[1] - run[0]
     return tuple(map(tuple, ranks))

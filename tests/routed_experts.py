@@ -87,7 +87,7 @@ class Dense:
 
         Args:
             D: The gradient.
-            inputs: Of each token (tokens, inputs).
+            inputs: Inputs of each token (tokens, inputs).
             outputs: The loss's gradient with respect to each token's outputs (tokens, outputs).
             lr: Learning rate.
         """

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.step.optimizer import ShardedOptimizer
 
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor", "tensor_copies")
@@ -276,7 +276,7 @@ class Framework(LayoutSource):
         ]
 
     def misplaced_states(self) -> list[str]:
-        """Element states that have neither the shard's shape nor the size of its fragments."""
+        """Element states that have neither the shard's shape nor the size of its shards."""
         wrong = []
         for tensor, slices in self.shards:
             sizes = {piece.end - piece.start for piece in slices} | {sum(piece.end - piece.start for piece in slices)}

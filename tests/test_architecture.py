@@ -141,11 +141,11 @@ def test_imports_point_downwards(part: str) -> None:
         ("rankwise.sharding.owner_plan", "import rankwise.step.optimizer", True),
         ("rankwise.sharding.owner_plan", "from .layout import Layout", False),
         ("rankwise.kernels.lists", "from rankwise.updates.adamw import Scalar", False),
-        ("rankwise.kernels.lists", "from rankwise.planning import unit", True),
-        ("rankwise.kernels.forms", "from rankwise.mkor import blocked", True),
-        ("rankwise.planning.unit", "from rankwise.sharding import Layout", False),
-        ("rankwise.planning.unit", "from rankwise.step.undo import Undo", True),
-        ("rankwise.step.optimizer", "from rankwise.planning.unit import StepUnit", False),
+        ("rankwise.kernels.lists", "from rankwise.planning import step_unit as unit", True),
+        ("rankwise.kernels.dispatch", "from rankwise.mkor import blocked", True),
+        ("rankwise.planning.step_unit", "from rankwise.sharding import Layout", False),
+        ("rankwise.planning.step_unit", "from rankwise.step.undo import Undo", True),
+        ("rankwise.step.optimizer", "from rankwise.planning.step_unit import StepUnit", False),
         ("rankwise.step.optimizer", "from rankwise.sharding import Layout", False),
         ("rankwise.step.optimizer", "from rankwise.mkor.formulas import guarded", True),
         ("rankwise.step.optimizer", "from rankwise.statistics import hooks", True),
@@ -230,7 +230,7 @@ def host_reads(tree: ast.AST) -> list[str]:
 
 def is_for_cpus_or_before(path: Path) -> bool:
     """Whether a file runs on CPUs only, where reading is free, or before a step."""
-    return path.name.startswith(("blocked", "native", "declared", "options")) or path.parent.name == "native"
+    return path.name.startswith(("blocked", "native", "spec", "options")) or path.parent.name == "native"
 
 
 STEP_PATH = [
@@ -238,12 +238,14 @@ STEP_PATH = [
     for path in sources("rankwise/kernels", "rankwise/step", *(paper.replace(".", "/") for paper in PAPERS))
     if not is_for_cpus_or_before(path)
 ]
-STEP_PATH += [ROOT / "rankwise" / name for name in ("sharding/reduce.py", "sharding/halo.py", "sharding/exchange.py")]
+STEP_PATH += [
+    ROOT / "rankwise" / name for name in ("sharding/parameter_sums.py", "sharding/halo.py", "sharding/exchange.py")
+]
 READS = {
     "ldadam/basis.py": ["bool()"],  # whether a factorisation failed, where the device cannot go on by itself
-    "ldadam/joint.py": ["bool()"],  # the same
+    "ldadam/sliced_matrices.py": ["bool()"],  # the same
     "mkor/optimizer.py": ["bool()"],  # of a list
-    "mkor/switch.py": ["bool()", "bool()"],  # of numbers
+    "mkor/hybrid_switch.py": ["bool()", "bool()"],  # of numbers
     "kernels/host_copies.py": [".tolist()"],  # of the host's own copy
     "step/health.py": [".tolist()", ".tolist()"],  # where users ask for it
 }
@@ -382,8 +384,8 @@ def test_rules_know_neither_backend_nor_exchange() -> None:
     [
         ("from rankwise.kernels import native", True),
         ("from rankwise.kernels.native.tiled_newton_schulz import newton_schulz", True),
-        ("from rankwise.kernels.forms import kernels_for", True),
-        ("from rankwise.kernels.forms import newton_schulz_for", False),
+        ("from rankwise.kernels.dispatch import kernels_for", True),
+        ("from rankwise.kernels.dispatch import newton_schulz_for", False),
         ("from rankwise.ldadam.cuda.low_rank_step import low_rank_step_", True),
         ("from rankwise.sharding import MatrixExchange", True),
         ("from rankwise.sharding.exchange import Gather", True),
@@ -397,7 +399,7 @@ def test_the_check_of_rules_itself(source: str, forbidden: bool) -> None:
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
-ROLES = ("optimizer", "options", "rule", "declared", "formulas", "forms", "native", "cuda", "blocked")
+ROLES = ("optimizer", "options", "rule", "spec", "formulas", "dispatch", "native", "cuda", "blocked")
 """Files that every paper's room may have."""
 ADAPTERS = ("layouts", "losses", "monitor", "registry", "support")
 """Files that every framework's adapter has."""

@@ -138,7 +138,7 @@ def test_host_times_beside_adamws() -> None:
     assert performance_page(rows).count("## The host's share, 10 matrices of 16 x 16") == 1
 
 
-# Calls of functions for every further tensor, and for every further fragment of one.
+# Calls of functions for every further tensor, and for every further shard of one.
 CALLS = {
     "MARS-AdamW": (61, 0),
     "MARS-Lion": (50, 0),
@@ -154,7 +154,7 @@ CALLS = {
 def test_the_host_calls_no_more_functions_than_this(name: str) -> None:
     """Deterministic where times are not: what the host does for a tensor grows with what it calls."""
     pytest.importorskip("triton")
-    further = [(calls_of(name, 120, fragments) - calls_of(name, 20, fragments)) / 100 for fragments in (False, True)]
+    further = [(calls_of(name, 120, shards) - calls_of(name, 20, shards)) / 100 for shards in (False, True)]
     assert further[0] <= CALLS[name][0] + 3 and further[1] <= CALLS[name][1] + 3, further
 
 

@@ -15,7 +15,7 @@ from benchmarks.convergence.experiments import CHECK
 from benchmarks.convergence.rates_page import measured_ratios, rates_page
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.tasks import make_task
-from rankwise.launch.choices import CHOICES, NOT_MEASURED
+from rankwise.launch.optimizer_guide import CHOICES, NOT_MEASURED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

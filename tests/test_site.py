@@ -28,7 +28,7 @@ from rankwise.names import CLASSES
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers", "latex2mathml")
-METRICS = {name for known in CLASSES for name in (*known.declares.health_means, *known.declares.health_totals)}
+METRICS = {name for known in CLASSES for name in (*known.spec_class.health_means, *known.spec_class.health_totals)}
 
 
 def navigation() -> Iterator[str]:

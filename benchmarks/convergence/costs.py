@@ -171,7 +171,7 @@ def measure_costs(steps: int = 10, layers: int = 4, hidden: int = 192) -> list[R
 
     Args:
         steps: Timed steps; means are taken, so that MKOR's factor steps count.
-        layers: Of the model, which is that of ``make train`` by default.
+        layers: Layers of the model, which is that of ``make train`` by default.
         hidden: Its width.
 
     Returns:

@@ -53,7 +53,7 @@ def images(name: str, pixels: int) -> tuple[Tensor, Tensor]:
 
     Args:
         name: "digits" or "blobs".
-        pixels: Of a side, 28 or a divisor of it, to which squares are averaged.
+        pixels: Pixels of a side, 28 or a divisor of it, to which squares are averaged.
     """
     rows = {"digits": _digits, "blobs": _blobs}[name]()
     rows = F.avg_pool2d(rows.view(-1, 1, 28, 28), 28 // pixels).flatten(1)

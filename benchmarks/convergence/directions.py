@@ -70,9 +70,9 @@ def measure_directions(
     """Train with MKOR on SGD, and ask every shadow for its direction at some of the steps.
 
     Args:
-        steps: Of the run.
-        seed: Of weights and order.
-        lr: Of the optimizer that trains; the shadows step with 1 and are taken back.
+        steps: Steps of the run.
+        seed: Seed of weights and order.
+        lr: Lr of the optimizer that trains; the shadows step with 1 and are taken back.
         task: E2's by default.
 
     Returns:

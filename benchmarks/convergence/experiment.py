@@ -22,7 +22,7 @@ class Run:
         options: Its keywords, without the learning rate.
         lr: Peak learning rate.
         steps: Optimizer steps; the learning rate has decayed to zero after the last.
-        seed: Of the initial weights and of the order of the data.
+        seed: Seed of the initial weights and of the order of the data.
     """
 
     task: Options
@@ -59,7 +59,7 @@ class Contender:
         steps: Share of the experiment's steps that it gets, to see what fewer steps reach.
         afterwards: Whether it was asked for when results were known: it may share
             trials of another, and its claims say so.
-        halvings: Of the best trial's rate before its seeds are run, to see whether the trials had picked too high a
+        halvings: Halvings of the best trial's rate before its seeds are run: whether the trials had picked too high a
             one; not beyond the lowest that was tried.
     """
 
@@ -105,7 +105,7 @@ class Experiment:
         title: A line.
         about: Paragraph for the page.
         task: See :class:`Run`.
-        steps: Of a contender with a share of one.
+        steps: Steps of a contender with a share of one.
         metric: Which of a row's figures is compared.
         counts: Smallest difference that counts, fixed before the first run; a share of the other's loss if relative.
         relative: How ``counts`` is meant.
@@ -113,7 +113,7 @@ class Experiment:
             it may be smaller.
         claims: Decided by fresh seeds at each contender's best trial.
         trials: Learning rates of a setting, a factor of two apart; more only if the best still lies at the edge.
-        trial_seeds: Of a trial, whose figure is the mean over them.
+        trial_seeds: Trial seeds of a trial, whose figure is the mean over them.
         seeds: Fresh ones for the best trial.
     """
 
@@ -148,8 +148,8 @@ class Experiment:
 
         Args:
             contender: Whose.
-            setting: Of its settings.
-            exponent: Of two, on the guessed learning rate.
+            setting: Setting of its settings.
+            exponent: Exponent of two, on the guessed learning rate.
             seed: See :class:`Run`.
         """
         steps = round(self.steps * contender.steps)

@@ -77,8 +77,8 @@ def bars(figures: Mapping[str, float], label: str, title: str, path: Path) -> No
 
     Args:
         figures: By name, from the top.
-        label: Of the axis, with the unit.
-        title: Of the plot.
+        label: Label of the axis, with the unit.
+        title: Title of the plot.
         path: PNG file to write.
     """
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.32 * len(figures)))

@@ -26,7 +26,7 @@ def schedule(step: int, steps: int) -> float:
 
     Args:
         step: From 0.
-        steps: Of the run.
+        steps: Steps of the run.
     """
     warmup = max(1, round(_WARMUP * steps))
     if step < warmup:

@@ -30,7 +30,7 @@ def next_exponent(figures: Mapping[int, float], trials: int) -> int | None:
     on the better side once the best is inside, until there were as many trials as everybody has.
 
     Args:
-        figures: Of the exponents tried so far, infinity where a run diverged.
+        figures: Figures of the exponents tried so far, infinity where a run diverged.
         trials: To be made in any case.
 
     Returns:

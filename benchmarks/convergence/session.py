@@ -20,7 +20,7 @@ def work(experiment: Experiment, contenders: tuple[Contender, ...], results: Res
         experiment: Whose runs.
         contenders: Only theirs; empty for all.
         results: To be added to.
-        end: Of ``time.monotonic()``, after which no run begins.
+        end: End of ``time.monotonic()``, after which no run begins.
 
     Yields:
         A line for each run.
@@ -34,7 +34,7 @@ def done(run: Run, name: str, metric: str, results: Results) -> str:
 
     Args:
         run: It.
-        name: Of the experiment.
+        name: Name of the experiment.
         metric: Which figure is told.
         results: To be added to.
 

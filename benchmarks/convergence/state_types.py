@@ -65,7 +65,7 @@ def work_on_states(results: Results, end: float) -> Iterator[str]:
 
     Args:
         results: To be added to.
-        end: Of ``time.monotonic()``, after which no run begins.
+        end: End of ``time.monotonic()``, after which no run begins.
 
     Yields:
         A line for each run.

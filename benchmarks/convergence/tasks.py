@@ -52,10 +52,10 @@ class Autoencoder(Task):
 
     Args:
         data: "digits" or "blobs".
-        pixels: Of a side.
-        widths: Of the hidden layers down to the code; the way back mirrors them.
+        pixels: Pixels of a side.
+        widths: Widths of the hidden layers down to the code; the way back mirrors them.
         batch: Images of a step; epochs are shuffled, and their last incomplete batch is left out.
-        seed: Of weights and order.
+        seed: Seed of weights and order.
     """
 
     def __init__(self, data: str, pixels: int, widths: tuple[int, ...], batch: int, seed: int) -> None:
@@ -112,11 +112,11 @@ class LanguageModel(Task):
     Args:
         layers: Blocks.
         hidden: Width.
-        heads: Of attention.
+        heads: Heads of attention.
         window: Bytes of a sample.
         batch: Samples of a step.
         clip: See the base class.
-        seed: Of weights and order.
+        seed: Seed of weights and order.
 
     Attributes:
         validation_windows: How many the validation loss is the mean of.
@@ -159,7 +159,7 @@ def make_task(description: Mapping[str, Any], seed: int) -> Task:
 
     Args:
         description: ``kind`` and the keywords of that task.
-        seed: Of weights and order.
+        seed: Seed of weights and order.
     """
     keywords = dict(description)
     return _TASKS[keywords.pop("kind")](**keywords, seed=seed)

@@ -19,9 +19,9 @@ class Difference:
     """A mean and half the width of its 95 % interval.
 
     Attributes:
-        mean: Of the values.
+        mean: Mean of the values.
         half: Infinite for a single value.
-        count: Of values.
+        count: Count of values.
     """
 
     mean: float
@@ -57,7 +57,7 @@ def verdict(difference: Difference, counts: float, kind: Literal["less", "no wor
     """What a difference, ours minus the other's, says of a claim.
 
     Args:
-        difference: Of paired losses.
+        difference: Difference of paired losses.
         counts: Smallest difference that counts, positive.
         kind: See :class:`benchmarks.convergence.experiment.Claim`.
 

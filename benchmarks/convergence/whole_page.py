@@ -34,7 +34,7 @@ def page_text(folder: Path) -> str:
     """The page.
 
     Args:
-        folder: Of the results.
+        folder: Folder of the results.
     """
     results = Results(folder)
     further = {"E2": on_digits(results) + directions_section(_rows(folder / "directions.json")), "E3": on_text(results)}
@@ -47,7 +47,7 @@ def write_page(folder: Path, page: Path) -> None:
     """Write page and plots.
 
     Args:
-        folder: Of the results.
+        folder: Folder of the results.
         page: Markdown file; plots go to ``images`` beside it.
     """
     page.write_text(page_text(folder), encoding="utf-8")

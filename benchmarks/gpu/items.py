@@ -29,7 +29,7 @@ class Figure:
     Attributes:
         name: What it is.
         value: None where it could not be had.
-        unit: Of it.
+        unit: Unit of it.
         low: The least that is expected; None: nothing is.
         high: The most.
         goal: What it should not exceed one day; no surprise by itself.

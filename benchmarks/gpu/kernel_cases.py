@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.items import Place
-from rankwise.kernels.narrow_runs import BLOCK, ROOT, SIGNED, NarrowRuns
+from rankwise.kernels.low_precision_runs import BLOCK, ROOT, SIGNED, LowPrecisionRuns
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
 
 __all__ = ["Case", "cases"]
@@ -53,14 +53,14 @@ class _Maker:
         flat = torch.rand(self.elements + 4, device=self.device).mul_(scale).to(dtype)
         return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
 
-    def codes(self, dtype: torch.dtype = SIGNED) -> NarrowRuns:
+    def codes(self, dtype: torch.dtype = SIGNED) -> LowPrecisionRuns:
         """Of as many elements as its runs have, in 8 bits."""
         length = self.elements // _RUNS
         codes, exponents = (
             [torch.zeros(size, dtype=kind, device=self.device) for _ in range(_RUNS)]
             for size, kind in ((length, dtype), (length // BLOCK, torch.int8))
         )
-        return NarrowRuns(codes, exponents, [length * run for run in range(_RUNS)], [1] * _RUNS)
+        return LowPrecisionRuns(codes, exponents, [length * run for run in range(_RUNS)], [1] * _RUNS)
 
     def ones(self) -> Tensor:
         """A factor for each run."""
@@ -156,14 +156,14 @@ def _sonew(maker: _Maker, band: int, offset: int) -> Call:
 
 def _gradient_passes(maker: _Maker, offset: int) -> Call:
     """On the way to the products, for the norm of what these give, and on the way back."""
-    from rankwise.mkor.arrangement import Arrangement, GradientForm
     from rankwise.mkor.cuda.gradient_passes import GradientPasses
+    from rankwise.mkor.product_groups import GradientForm, ProductGroups
 
     sources, out = maker.runs(offset), maker.runs(offset)
     columns = 64
     # With a factor on one side alone results do not lie over the operands.
     forms = [GradientForm(len(run) // columns, columns, (len(run),), (), False, True, False) for run in sources]
-    arrangement = Arrangement(forms)
+    arrangement = ProductGroups(forms)
     space = torch.rand(arrangement.numel, device=maker.device).mul_(1e-3).to(torch.bfloat16)
     results = arrangement.results.cut([space])
 

@@ -50,7 +50,7 @@ def gpu_page(content: Mapping[str, Any]) -> str:
     """Tables of steps, then every figure by section, and what failed.
 
     Args:
-        content: Of the file that the command wrote.
+        content: Content of the file that the command wrote.
     """
     rows = [row for item in content["items"].values() for row in item["rows"]]
     parts = [_INTRODUCTION.format(**content["about"]), sections_of(rows, _NOTES), _FIGURES]

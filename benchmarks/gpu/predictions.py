@@ -41,8 +41,8 @@ def seconds_of_step(counts: Counts | None, peaks: Peaks | None) -> tuple[float |
     """The range of a step's time.
 
     Args:
-        counts: Of the step.
-        peaks: Of the device.
+        counts: Counts of the step.
+        peaks: Peaks of the device.
 
     Returns:
         At the peaks of memory or products, whichever takes longer; and at the low ends of what is reached of both, one

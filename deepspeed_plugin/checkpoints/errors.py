@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from rankwise.sharding import together
-from rankwise.sharding.state import StorageError
+from rankwise.sharding.chunked_vectors import StorageError
 
 __all__ = ["CheckpointError", "own_error", "read_together"]
 

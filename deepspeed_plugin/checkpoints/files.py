@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.decide import Order, Saved
 from deepspeed_plugin.checkpoints.errors import CheckpointError
+from deepspeed_plugin.checkpoints.load_plan import Order, Saved
 from deepspeed_plugin.checkpoints.reading import read
-from deepspeed_plugin.checkpoints.replacing import refuse_half_replaced
-from deepspeed_plugin.checkpoints.stock_form import from_stock
-from rankwise.step.succeeding import moment_names, moments_of
+from deepspeed_plugin.checkpoints.replaced_files import refuse_half_replaced
+from deepspeed_plugin.checkpoints.zero_file_form import from_stock
+from rankwise.step.adamw_states import moment_names, moments_of
 
 __all__ = ["RECORD", "CheckpointFolder", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
 
@@ -125,7 +125,7 @@ class SavedCheckpoint(CheckpointFolder):
         return cls(folder, model_file, files, tuple(missing))
 
     def known(self, states: bool) -> Saved:
-        """What :func:`deepspeed_plugin.checkpoints.decide.decide` has to know.
+        """What :func:`deepspeed_plugin.checkpoints.load_plan.decide` has to know.
 
         Args:
             states: Whether optimizer states are wanted: else none of their files need be there.

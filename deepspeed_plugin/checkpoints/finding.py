@@ -8,10 +8,10 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_plugin.checkpoints.decide import Present, Saved, Universal
+from deepspeed_plugin.checkpoints.checksums import require_intact
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint, tag_in
-from deepspeed_plugin.checkpoints.intact import require_intact
+from deepspeed_plugin.checkpoints.load_plan import Present, Saved, Universal
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
 
 __all__ = ["Checkpoint", "find"]

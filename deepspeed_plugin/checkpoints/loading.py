@@ -12,21 +12,21 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_plugin.checkpoints.decide import Plan, Wanted, Way, decide
-from deepspeed_plugin.checkpoints.errors import own_error, read_together
-from deepspeed_plugin.checkpoints.files import SavedCheckpoint
-from deepspeed_plugin.checkpoints.finding import Checkpoint, find
-from deepspeed_plugin.checkpoints.moving import NamedStates, fill, laid_down
-from deepspeed_plugin.checkpoints.present import present_of
-from deepspeed_plugin.checkpoints.restoring import (
+from deepspeed_plugin.checkpoints.engine_facts import present_of
+from deepspeed_plugin.checkpoints.engine_state import (
     refuse_other_model,
     restore_engine,
     restore_module,
     without_record,
 )
-from deepspeed_plugin.checkpoints.stock_form import zero_form
+from deepspeed_plugin.checkpoints.errors import own_error, read_together
+from deepspeed_plugin.checkpoints.files import SavedCheckpoint
+from deepspeed_plugin.checkpoints.finding import Checkpoint, find
+from deepspeed_plugin.checkpoints.load_plan import Plan, Wanted, Way, decide
+from deepspeed_plugin.checkpoints.other_layouts import NamedStates, fill, laid_down
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, fill_weights
-from rankwise.planning.narrow_weights import forget_remainders
+from deepspeed_plugin.checkpoints.zero_file_form import zero_form
+from rankwise.planning.param_remainders import forget_remainders
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.reports import print_on_first_rank
 
@@ -45,7 +45,7 @@ def load_checkpoint(
         engine: The engine that loads.
         load_dir: As for DeepSpeed, like the following.
         tag: Which checkpoint; the latest by default.
-        options: See :class:`deepspeed_plugin.checkpoints.decide.Wanted`.
+        options: See :class:`deepspeed_plugin.checkpoints.load_plan.Wanted`.
 
     Raises:
         CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.

@@ -17,8 +17,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import RECORD
-from deepspeed_plugin.checkpoints.replacing import Replacement
-from deepspeed_plugin.checkpoints.stock_form import zero_form
+from deepspeed_plugin.checkpoints.replaced_files import Replacement
+from deepspeed_plugin.checkpoints.zero_file_form import zero_form
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from rankwise.step.optimizer import ShardedOptimizer
 

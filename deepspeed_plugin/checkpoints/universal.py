@@ -17,12 +17,12 @@ from deepspeed.checkpoint.constants import PARAM
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.decide import Universal
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import CheckpointFolder, SavedCheckpoint, newest_model_file, tag_in
-from deepspeed_plugin.checkpoints.moving import NamedStates, open_engine
+from deepspeed_plugin.checkpoints.load_plan import Universal
+from deepspeed_plugin.checkpoints.other_layouts import NamedStates, open_engine
 from deepspeed_plugin.checkpoints.reading import read
-from rankwise.planning.narrow_weights import NARROW
+from rankwise.planning.param_remainders import NARROW
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import split
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rankwise.launch.comparing.logged import Curve, LogError, LoggedRun
+from rankwise.launch.comparing.logged_run import Curve, LogError, LoggedRun
 
 __all__ = ["Reader", "from_csv", "from_megatron", "from_ours", "from_tensorboard", "from_trainer"]
 

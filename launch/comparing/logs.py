@@ -15,7 +15,7 @@ from rankwise.launch.comparing.log_formats import (
     from_tensorboard,
     from_trainer,
 )
-from rankwise.launch.comparing.logged import LogError, LoggedRun
+from rankwise.launch.comparing.logged_run import LogError, LoggedRun
 
 __all__ = ["read_runs"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.launch.comparing.logged import AXES, LoggedRun
+from rankwise.launch.comparing.logged_run import AXES, LoggedRun
 from rankwise.launch.drawing import pyplot_if_installed
 
 __all__ = ["as_rows", "compared", "draw"]

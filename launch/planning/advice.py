@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.figures import Figures
 from rankwise.launch.planning.optimizers import Chosen
+from rankwise.launch.planning.rank_figures import Figures
 from rankwise.names import BY_NAME
 
 __all__ = ["BALANCED", "Change", "changes", "why_unbalanced"]

@@ -11,7 +11,7 @@ from torch import nn
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.fsdp import tensor_parallel_dims
 from rankwise.launch.planning.megatron import Part, slices_of_part
-from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.sharding.layout_source import Slice, TensorContents
 
 __all__ = ["contents_under_autotp", "parts_under_autotp"]
 
@@ -49,7 +49,7 @@ def contents_under_autotp(parts: list[Part], cluster: Cluster, alignment: int) -
     Args:
         parts: See :func:`parts_under_autotp`.
         cluster: With a ZeRO stage.
-        alignment: Of partitions at stages 1 and 2, in elements.
+        alignment: Alignment of partitions at stages 1 and 2, in elements.
     """
     found = []
     for data in range(cluster.dp):

@@ -20,12 +20,12 @@ class Cluster:
         pp: Pipeline stages.
         distributed: Megatron's distributed optimizer.
         overlap: Its buckets are reduced while the backward pass runs.
-        precision: Of the model's weights: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        precision: Precision of the model's weights: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         cp: Ranks each sequence is cut over.
         vpp: Model chunks of a pipeline stage.
         ep: Ranks the experts of a layer are shared out over.
         etp: Ranks each expert's matrix is cut over; None: as ``tp``.
-        mesh: Of FSDP2; None under others.
+        mesh: Mesh of FSDP2; None under others.
     """
 
     ranks: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rankwise.launch.planning.devices import Device, Links
-from rankwise.launch.planning.figures import Figures
 from rankwise.launch.planning.overlap import Speeds, run_through
+from rankwise.launch.planning.rank_figures import Figures
 from rankwise.sharding import Flow
 
 __all__ = ["Cost", "cost", "training_seconds"]
@@ -64,7 +64,7 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
         found: The plan.
         device: What computes.
         links: What the ranks are joined by.
-        tokens: Of a global batch.
+        tokens: Tokens of a global batch.
         efficiency: Share of the peak that products reach.
     """
     rate, bandwidth = device.teraflops * 1e12 * efficiency, device.terabytes * 1e12

@@ -12,7 +12,7 @@ class Device:
     """An accelerator.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         teraflops: Dense bfloat16 products, 1e12 operations per second.
         terabytes: Memory bandwidth, 1e12 bytes per second.
     """

@@ -16,9 +16,9 @@ from torch import nn
 
 from megatron_patches.fused_weights import fused_parts
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.described import Sizes
-from rankwise.routing.fused import Fused
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents, TensorParallel
+from rankwise.launch.planning.model_shapes import Sizes
+from rankwise.routing.fused_shape import FusedShape
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 
 __all__ = [
     "Part",
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         apart: Has a bucket of its own: the embedding that the last stage shares.
         fused: Its logical matrices, if it holds several.
         chunk: The model chunk of the stage that holds it.
-        expert: Of a layer, counted over all ranks; None for what is no expert's.
+        expert: Expert of a layer, counted over all ranks; None for what is no expert's.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     dim: int | None = None
     strips: int = 1
     apart: bool = False
-    fused: Fused | None = None
+    fused: FusedShape | None = None
     chunk: int = 0
     expert: int | None = None
 
@@ -75,7 +75,7 @@ def stage_parts(sizes: Sizes, cluster: Cluster, stage: int, vocab: int | None = 
     """The parameters of a pipeline stage, in the order of its modules.
 
     Args:
-        sizes: Of the model.
+        sizes: Sizes of the model.
         cluster: How it is cut.
         stage: Which one.
         vocab: Token ids; None: padded as Megatron does.
@@ -130,7 +130,7 @@ def _norm(sizes: Sizes, name: str) -> list[Part]:
 
 
 def _linear(
-    sizes: Sizes, name: str, shape: tuple[int, int], dim: int, strips: int = 1, fused: Fused | None = None
+    sizes: Sizes, name: str, shape: tuple[int, int], dim: int, strips: int = 1, fused: FusedShape | None = None
 ) -> list[Part]:
     weight = Part(f"{name}.weight", shape, dim, strips, fused=fused)
     if sizes.family != "gpt2":
@@ -222,7 +222,7 @@ def wrapped(parts: Sequence[Part], cluster: Cluster) -> Iterator[Wrapped]:
     """A stage's parameters by optimizer: one for all, or one for each share of the experts and one for the rest.
 
     Args:
-        parts: Of the stage.
+        parts: Parts of the stage.
         cluster: How it is cut.
     """
     shared = cluster.ep > 1
@@ -260,7 +260,7 @@ def rank_contents(
     """What the tensors of every rank of a stage store, tensor-parallel ranks next to each other.
 
     Args:
-        parts: Of the stage.
+        parts: Parts of the stage.
         groups: The param group of each parameter, by name.
         cluster: How it is cut.
         stage: Which one. Its first chunk has several buckets if it is the first, every other one has a single one.

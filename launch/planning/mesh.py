@@ -26,7 +26,7 @@ class Mesh:
 
     Attributes:
         names: As typed.
-        sizes: Of each.
+        sizes: Sizes of each.
     """
 
     names: tuple[str, ...]

@@ -13,10 +13,10 @@ from torch import nn
 
 from rankwise.configs import deepspeed_config
 from rankwise.launch.flags import read_flags
-from rankwise.launch.plan import check_options, read_config
+from rankwise.launch.run_configs import check_options, read_config
 from rankwise.names import BY_NAME, BY_SPELLING
 from rankwise.options.validation import check_keys
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import annotate, attach_info, info_of
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -118,7 +118,7 @@ def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
     return None if value is None or isinstance(value, bool) else str(value)
 
 
-def built(picked: Chosen, model: nn.Module, fused: Mapping[str, Fused] = MappingProxyType({})) -> ShardedOptimizer:
+def built(picked: Chosen, model: nn.Module, fused: Mapping[str, FusedShape] = MappingProxyType({})) -> ShardedOptimizer:
     """The optimizer on a model's parameters, which may be on the meta device; MKOR has captured it.
 
     Args:

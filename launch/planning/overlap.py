@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rankwise.planning.work import StepWork
+from rankwise.planning.step_costs import StepCosts
 from rankwise.sharding import BatchVolume, Flow, MatrixExchange, batch_volumes
 from rankwise.step.matrices import phases
 
@@ -18,7 +18,7 @@ class BatchLoad(NamedTuple):
 
     Attributes:
         volume: Bytes that travel.
-        flops: Of the matrix rule.
+        flops: Flops of the matrix rule.
         delivered: Elements that a rank steps when the results are there.
     """
 
@@ -59,7 +59,7 @@ class Speeds(NamedTuple):
     """Seconds of what a step does.
 
     Attributes:
-        message: Of all ranks.
+        message: Message of all ranks.
         compute: Of so many operations of the matrix rule.
         deliver: Of so many elements' last pass.
     """
@@ -78,13 +78,13 @@ class Span(NamedTuple):
     end: float
 
 
-def pipeline_of(exchange: MatrixExchange, work: StepWork, places: Sequence[int]) -> Pipeline:
+def pipeline_of(exchange: MatrixExchange, work: StepCosts, places: Sequence[int]) -> Pipeline:
     """The batches of a unit that is planned or imagined.
 
     Args:
         exchange: The unit's.
         work: The unit's.
-        places: Of its ranks, among all.
+        places: Places of its ranks, among all.
     """
     layout, plan = exchange.layout, exchange.plan
     batches: list[BatchLoad] = []
@@ -120,7 +120,7 @@ def run_through(pipeline: Pipeline, free: list[float], speeds: Speeds) -> list[S
     Args:
         pipeline: The batches.
         free: When each place's device is free; overwritten with when it is free again.
-        speeds: Of network and device.
+        speeds: Speeds of network and device.
 
     Returns:
         The phases in their order.

@@ -15,7 +15,7 @@ from rankwise.launch.planning.advice import why_unbalanced
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.costs import Cost
 from rankwise.launch.planning.devices import Links
-from rankwise.launch.planning.figures import Figures
+from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["as_json", "draw", "show", "write_json"]
 
@@ -37,7 +37,7 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
 
     Args:
         console: Where to.
-        name: Of the optimizer.
+        name: Name of the optimizer.
         found: The plan.
         cluster: Its ranks.
         costs: For each kind of device.
@@ -91,7 +91,7 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
     """The same for programs, and of every rank and matrix.
 
     Args:
-        name: Of the optimizer.
+        name: Name of the optimizer.
         found: The plan.
         cluster: Its ranks.
         costs: For each kind of device.
@@ -157,7 +157,7 @@ def draw(name: str, found: Figures, cluster: Cluster, path: Path) -> None:
     """State and work of every rank as a picture.
 
     Args:
-        name: Of the optimizer.
+        name: Name of the optimizer.
         found: The plan.
         cluster: Its ranks.
         path: The PNG to write.

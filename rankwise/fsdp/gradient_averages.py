@@ -50,8 +50,8 @@ def seen_alike(groups: list[Any], meshes: list[Any], world: int) -> tuple[int, i
     """This rank's place among those that see the same tokens, and their number: tensor parallelism's.
 
     Args:
-        groups: Of :func:`sharded_modules`.
-        meshes: Of the optimizer's parameters.
+        groups: Groups of :func:`sharded_modules`.
+        meshes: Meshes of the optimizer's parameters.
         world: Ranks of all of these together.
     """
     widest = max(groups, key=_ranks, default=None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rankwise.sharding.sources import Slice
+from rankwise.sharding.layout_source import Slice
 
-__all__ = ["Runs", "PlacementError", "copy_ranks", "held_runs", "slices_of"]
+__all__ = ["PlacementError", "Runs", "copy_ranks", "held_runs", "slices_of"]
 
 Runs = list[tuple[int, int]]
 """Positions [start, end) along one dimension, ascending and apart."""
@@ -23,7 +23,7 @@ def held_runs(
     """What a rank has of each dimension of a parameter.
 
     Args:
-        shape: Of the parameter.
+        shape: Shape of the parameter.
         mesh_shape: Ranks along each dimension of the mesh.
         coordinate: This rank's place in it.
         placements: By dimension of the mesh: ``Shard``, ``_StridedShard`` (split before the dimensions left of it) or
@@ -119,8 +119,8 @@ def copy_ranks(ranks: Any, coordinate: Sequence[int], placements: Sequence[Any])
     """The ranks that together have one copy of a parameter.
 
     Args:
-        ranks: Of the mesh, a tensor with its dimensions.
-        coordinate: Of one of the ranks: they are those of its copy.
+        ranks: Ranks of the mesh, a tensor with its dimensions.
+        coordinate: Coordinate of one of the ranks: they are those of its copy.
         placements: By dimension of the mesh.
     """
     chosen = tuple(

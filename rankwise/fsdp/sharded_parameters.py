@@ -16,8 +16,8 @@ from rankwise.fsdp.gradient_averages import averaged_over, managed_parameters, s
 from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
 from rankwise.options.validation import OptionError
 from rankwise.sharding import LayoutError, gather_together, host_group, local_group
-from rankwise.sharding.shards import is_sharded, local_view
-from rankwise.sharding.sources import Slice, TensorContents, TensorParallel, WholeParameters
+from rankwise.sharding.dtensors import is_sharded, local_view
+from rankwise.sharding.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
 
 __all__ = ["ShardedParameters"]
 
@@ -26,9 +26,9 @@ class _Sets(NamedTuple):
     """Ranks that have a copy of a parameter together.
 
     Attributes:
-        sets: Of every copy, ranks of the world in ascending order.
+        sets: Sets of every copy, ranks of the world in ascending order.
         mine: The one of this rank.
-        group: Of its ranks, if the mesh has one.
+        group: Group of its ranks, if the mesh has one.
     """
 
     sets: tuple[tuple[int, ...], ...]

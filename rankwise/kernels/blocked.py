@@ -1,6 +1,6 @@
 """Element-wise updates for CPUs: block after block, so that every temporary stays in the cache.
 
-A pass over a list of fragments reads and writes main memory once, whatever the number of operations. Blocks are many
+A pass over a list of shards reads and writes main memory once, whatever the number of operations. Blocks are many
 and short: single operations of torch and one workspace serve them, as lists of one and fresh temporaries would cost as
 much as the arithmetic. AdamW is torch's kernel.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import lists
-from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import FIELDS, Field, Pass, Scalars, Tensors
 from rankwise.kernels.sizes import check_lengths
@@ -75,7 +75,7 @@ def squared_norm(block: Tensor) -> Tensor:
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms`, without keeping what is measured."""
-    if isinstance(references, NarrowRuns):
+    if isinstance(references, LowPrecisionRuns):
         return norms_with_opened(tensors, references, k, squared_norms)
     sums = torch.zeros(len(tensors), dtype=torch.float64)
     fields, space = {"grad": tensors, **({} if references is None else {"reference": references})}, _workspace(tensors)
@@ -86,7 +86,7 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
 
 
 def _blocks(*fields: Tensors) -> Iterator[tuple[int, list[Tensor]]]:
-    """Index of the fragment, and the block of each list."""
+    """Index of the shard, and the block of each list."""
     check_lengths(*fields)
     size = block_size()
     for index, tensors in enumerate(zip(*fields, strict=True)):
@@ -114,7 +114,7 @@ def _gradient(block: Mapping[str, Tensor], k: float, space: Tensor) -> Tensor:
 
 
 def _descend_(param: Tensor, direction: Tensor, lr: float, rate: float, scalars: Scalars) -> None:
-    """Decay, and a step of a rate that has the fragment's factor in it: scaled directions need not be kept."""
+    """Decay, and a step of a rate that has the shard's factor in it: scaled directions need not be kept."""
     if scalars.weight_decay != 0.0:
         param.mul_(1.0 - lr * scalars.weight_decay)
     param.add_(direction, alpha=-rate)

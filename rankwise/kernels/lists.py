@@ -1,4 +1,4 @@
-r"""Element-wise updates on ``torch._foreach_*``: a few launches for many fragments, on every device and type.
+r"""Element-wise updates on ``torch._foreach_*``: a few launches for many shards, on every device and type.
 
 The plain form of a pass (:mod:`rankwise.kernels.passes`), and operations on lists that several rules need besides. It
 does to every tensor of its lists what the pure functions in ``rankwise.updates`` do to one. No function synchronises
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import Field, Pass, Scalars, Tensors
 from rankwise.updates.adamw import Scalar
@@ -21,10 +21,10 @@ from rankwise.updates.adamw import Scalar
 __all__ = ["add_", "copy_", "corrected", "decay_", "gradients", "run", "scale_by_", "squared_norms", "subtract_scaled_"]
 
 STEPS_ON_DEVICE = True
-"""Whether a step's number may be a tensor on the device, one entry per fragment, which the host never reads."""
+"""Whether a step's number may be a tensor on the device, one entry per shard, which the host never reads."""
 
 Coefficients = Sequence[Tensor] | Tensor
-"""One factor per fragment: 0-d tensors, or one 1-D tensor of that many entries."""
+"""One factor per shard: 0-d tensors, or one 1-D tensor of that many entries."""
 
 
 def run(update: Pass) -> None:
@@ -75,7 +75,7 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
-    if isinstance(references, NarrowRuns):
+    if isinstance(references, LowPrecisionRuns):
         return norms_with_opened(tensors, references, k, squared_norms)
     found = tensors if references is None else corrected(tensors, references, k)
     return torch.stack(torch._foreach_norm(found, 2, dtype=torch.float64)).square()

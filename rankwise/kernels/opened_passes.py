@@ -1,4 +1,4 @@
-"""Passes over narrow states in forms that know none: opened, passed and kept again, one fragment after the other."""
+"""Passes over narrow states in forms that know none: opened, passed and kept again, one shard after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.passes import Field, Pass, Tensors
 from rankwise.kernels.quantization import decode_, encode_
 
@@ -23,7 +23,7 @@ def run_opened(update: Pass, run: Callable[[Pass], None]) -> None:
     """
     for place in range(len(update.grads)):
         single = update.only([place])
-        narrow = {name: field for name, field in single.fields.items() if isinstance(field, NarrowRuns)}
+        narrow = {name: field for name, field in single.fields.items() if isinstance(field, LowPrecisionRuns)}
         opened = {name: _opened(field, single.grads) for name, field in narrow.items()}
         run(Pass(single.rule, {**single.fields, **opened}, single.scalars, single.factors))
         for name, field in narrow.items():
@@ -32,7 +32,7 @@ def run_opened(update: Pass, run: Callable[[Pass], None]) -> None:
 
 
 def norms_with_opened(
-    tensors: Tensors, references: NarrowRuns, k: float, norms: Callable[[Tensors, Field | None, float], Tensor]
+    tensors: Tensors, references: LowPrecisionRuns, k: float, norms: Callable[[Tensors, Field | None, float], Tensor]
 ) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms` with narrow references.
 
@@ -46,7 +46,7 @@ def norms_with_opened(
     return torch.cat(found) if found else norms([], None, k)
 
 
-def _opened(runs: NarrowRuns, like: Tensors) -> Tensors:
+def _opened(runs: LowPrecisionRuns, like: Tensors) -> Tensors:
     values = [torch.empty_like(tensor) for tensor in like]
     decode_(values, runs)
     return values

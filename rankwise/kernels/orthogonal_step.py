@@ -16,11 +16,11 @@ class OrthogonalStep:
     """Matrices of one shape, one after another in memory, whose weights are to be stepped where they lie.
 
     Attributes:
-        shape: Of each.
+        shape: Shape of each.
         momentum: What is orthogonalised, 1-D, left as it is.
         weight: 1-D, decays, and loses ``lr * factor`` times the result.
         eps: Added to the norm.
-        factor: Of the orthogonal factor.
+        factor: Factor of the orthogonal factor.
         lr: Learning rate, a float or a 0-d tensor.
         steps: Iterations.
         coefficients: Name of their polynomials.

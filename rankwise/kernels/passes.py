@@ -1,4 +1,4 @@
-r"""One element-wise update of many fragments, as data: every backend takes this description and no other.
+r"""One element-wise update of many shards, as data: every backend takes this description and no other.
 
 A pass reads and writes main memory once where a backend can, whatever the number of operations. What each element goes
 through, with the names of the fields and of the scalars:
@@ -13,7 +13,7 @@ through, with the names of the fields and of the scalars:
     \text{"adamw"} &: \quad \text{the momentum; } v \leftarrow \beta_2 v + (1 - \beta_2)\,c^2 \text{; a step along }
         \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-with a factor ``f`` for every fragment. Where decay is cautious, an element :math:`x` whose sign is opposed to that of
+with a factor ``f`` for every shard. Where decay is cautious, an element :math:`x` whose sign is opposed to that of
 its step decays by nothing (arXiv 2510.12402, Algorithm 1). A paper's own rule is one of these with the paper's own
 scalars.
 """
@@ -27,13 +27,13 @@ from typing import Literal
 
 from torch import Tensor, stack
 
-from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.updates.adamw import Scalar, Step, bias_corrections
 
 __all__ = ["FIELDS", "STATES", "Field", "Pass", "Rule", "Scalars", "Tensors", "only_some"]
 
 Tensors = list[Tensor]
-Field = Tensors | NarrowRuns
+Field = Tensors | LowPrecisionRuns
 Rule = Literal["step", "momentum", "nesterov", "lion", "adamw"]
 
 STATES: dict[Rule, tuple[str, ...]] = {
@@ -65,7 +65,7 @@ class Scalars:
         eps: Added to the bias-corrected root.
         weight_decay: Decoupled decay rate.
         cautious: Whether elements that step away from zero do not decay.
-        step: Number of this step, from 1, the same for all fragments; or (fragments,), a number for each.
+        step: Number of this step, from 1, the same for all shards; or (shards,), a number for each.
         k: What the change since the reference is multiplied by.
         advance: Whether the gradients become the references.
         nesterov: Share of the gradient in what "nesterov" writes, and in what "lion" steps along the sign of; 0: the
@@ -90,16 +90,16 @@ class Pass:
     Args:
         rule: What becomes of an element.
         fields: The lists of :data:`FIELDS`, and "reference" where the gradients are compared with one. One tensor per
-            fragment, all lists of one length, and the tensors of a position of one length and type; any list may be
+            shard, all lists of one length, and the tensors of a position of one length and type; any list may be
             empty. States and references may be narrow, their runs then beginning with a block: each is opened, and kept
             in its codes if the pass changes it. "grad" is read only, but that "step" may use its directions up; the
             others are updated in place. "nesterov" overwrites "param", which may lie where the gradients do.
         scalars: The rule's numbers.
-        factors: (fragments,), what multiplies the (corrected) gradient; None for 1.
+        factors: (shards,), what multiplies the (corrected) gradient; None for 1.
 
     Raises:
         ValueError: A list is missing or superfluous, ``step`` is a number below 1, or there is not one factor, or
-            number, per fragment.
+            number, per shard.
     """
 
     rule: Rule
@@ -123,7 +123,7 @@ class Pass:
             self.corrections()
 
     def only(self, places: Sequence[int]) -> Pass:
-        """The same on some of the fragments, given by their places in the lists."""
+        """The same on some of the shards, given by their places in the lists."""
         fields = {name: only_some(field, places) for name, field in self.fields.items()}
         scalars, factors = self.scalars, self.factors
         if isinstance(scalars.step, Tensor):
@@ -140,7 +140,7 @@ class Pass:
     @property
     def is_narrow(self) -> bool:
         """Whether a state is kept in codes."""
-        return any(isinstance(field, NarrowRuns) for field in self.fields.values())
+        return any(isinstance(field, LowPrecisionRuns) for field in self.fields.values())
 
     @property
     def grads(self) -> Tensors:
@@ -155,15 +155,15 @@ class Pass:
     def wide(self, name: str) -> Tensors:
         """A field that is no narrow one."""
         field = self.fields[name]
-        assert not isinstance(field, NarrowRuns)
+        assert not isinstance(field, LowPrecisionRuns)
         return field
 
     def corrections(self) -> tuple[Scalar, Scalar]:
-        """``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``: numbers, or one for each fragment."""
+        """``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``: numbers, or one for each shard."""
         first, second = bias_corrections(self.scalars.betas, self.scalars.step)
         return 1.0 / first, second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)
 
 
 def only_some(field: Field, places: Sequence[int]) -> Field:
-    """Some of a field's fragments, by their places."""
-    return field.only(places) if isinstance(field, NarrowRuns) else [field[place] for place in places]
+    """Some of a field's shards, by their places."""
+    return field.only(places) if isinstance(field, LowPrecisionRuns) else [field[place] for place in places]

@@ -28,7 +28,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     Flags and no stop-watch: ranks on machines of one kind must come to one answer. It is found once per process.
 
     Args:
-        device: Of the matrices.
+        device: Device of the matrices.
     """
     if device.type == "cpu":
         return _cpu_multiplies_bfloat16()

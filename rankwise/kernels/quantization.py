@@ -16,7 +16,7 @@ Rounding is to the nearest, halves to even; or stochastic, up with the probabili
 noise that is a function of a key, the number of the step and the place in the parameter (a counter-based generator: the
 same on every layout, and after a resume).
 
-These are the plain forms, for every device and floating-point type; :func:`rankwise.kernels.forms.quantization_for`
+These are the plain forms, for every device and floating-point type; :func:`rankwise.kernels.dispatch.quantization_for`
 knows the others, which have the same bits in float32.
 """
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rankwise.kernels.narrow_runs import BFLOAT16, BLOCK, ROOT, SIGNED, NarrowRuns, blocks_of
+from rankwise.kernels.low_precision_runs import BFLOAT16, BLOCK, ROOT, SIGNED, LowPrecisionRuns, blocks_of
 
 __all__ = ["BROKEN", "CODED", "Code", "add_decoded", "decode_", "encode_", "exponents_of", "key_of", "noise"]
 
@@ -42,11 +42,11 @@ class Code(NamedTuple):
     """Of a kind of codes.
 
     Attributes:
-        least: Of the exponents.
-        most: Of the exponents.
+        least: Least of the exponents.
+        most: Most of the exponents.
         beyond: Exponents up to here become the largest, those above it :data:`BROKEN`.
-        power: Of two, which the largest code is just below.
-        share: Of that power, the largest code.
+        power: Power of two, which the largest code is just below.
+        share: Share of that power, the largest code.
     """
 
     least: int
@@ -75,7 +75,7 @@ def key_of(name: str, state: str) -> int:
     return zlib.crc32(f"{state}/{name}".encode())
 
 
-def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
+def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
     """Overwrite values with what codes stand for.
 
     Args:
@@ -86,7 +86,7 @@ def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
         value.copy_(part.decoded(value.dtype))
 
 
-def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tensor]) -> None:
+def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence[Tensor]) -> None:
     """Add what codes stand for to other values.
 
     Args:
@@ -98,7 +98,7 @@ def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tenso
         torch.add(value, part.decoded(value.dtype), out=total)
 
 
-def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
+def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
     """The exponents that runs of codes would have by these values alone.
 
     Args:
@@ -112,7 +112,7 @@ def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int8)
 
 
-def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None = None) -> None:
+def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
     """Overwrite codes, and their exponents, with what is kept of values.
 
     Args:
@@ -197,7 +197,7 @@ class _RunPart(NamedTuple):
         return self.exponents.to(torch.int32).repeat_interleave(BLOCK)[before : before + self.codes.numel()]
 
 
-def _parts(values: Sequence[Tensor], kept: NarrowRuns) -> Iterator[tuple[Tensor, _RunPart]]:
+def _parts(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Iterator[tuple[Tensor, _RunPart]]:
     kept.check(values)
     for at, (value, codes, first) in enumerate(zip(values, kept.codes, kept.firsts, strict=True)):
         exponents = kept.exponents[at] if kept.exponents else codes[:0]

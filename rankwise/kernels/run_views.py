@@ -56,7 +56,7 @@ class RunPlan:
         places: For each flat tensor, of its runs.
 
     Attributes:
-        lengths: Of all runs.
+        lengths: Lengths of all runs.
         tensors: How many flat tensors there are.
         has_gaps: Whether a run is stored in several parts.
     """
@@ -129,7 +129,7 @@ class RunPart(NamedTuple):
 
     Attributes:
         tensors: Those of the plan's that have any.
-        plan: Of the runs in them.
+        plan: Plan of the runs in them.
     """
 
     tensors: tuple[int, ...]
@@ -140,7 +140,7 @@ class RunViews(list[Tensor]):
     """The runs that a plan has cut.
 
     Args:
-        views: Of the runs.
+        views: Views of the runs.
         flats: The tensors that they are views of.
         plan: Has cut them.
     """

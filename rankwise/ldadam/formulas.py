@@ -46,14 +46,14 @@ from rankwise.ldadam.basis import (
     try_next_basis,
     worth_projecting,
 )
-from rankwise.ldadam.runs import Subtract, low_rank_rows, subtract_low_rank_, subtract_product_
+from rankwise.ldadam.low_rank_products import Subtract, low_rank_rows, subtract_low_rank_, subtract_product_
 from rankwise.updates.adamw import Scalar, Step, bias_corrections
 from rankwise.updates.orthonormal import initial_basis
 
 __all__ = [
+    "MomentScales",
     "Moments",
     "Subtract",
-    "MomentScales",
     "basis_coordinates",
     "basis_image",
     "basis_weights",

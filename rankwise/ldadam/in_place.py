@@ -16,7 +16,7 @@ class LowRankStep:
     """A matrix to be stepped where it lies, from its second step on.
 
     Attributes:
-        shape: Of the parameter.
+        shape: Shape of the parameter.
         right: What :func:`rankwise.ldadam.formulas.projects_right` says for it.
         gradient: 1-D; None: ``source`` has it already.
         source: The error buffer, 1-D, changed in place; without error feedback the gradient, left as it is.

@@ -47,7 +47,7 @@ def takes(rank: int, *tensors: Tensor, error: Tensor | None = None) -> bool:
     """Whether there is a form for matrices of this rank, made of these tensors.
 
     Args:
-        rank: Of the subspace: 16 or 32.
+        rank: Rank of the subspace: 16 or 32.
         tensors: Weights, gradients, states: contiguous and float32.
         error: There is none for those with a buffer besides the source.
     """

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import graphs
-from rankwise.kernels.forms import is_for_cpus
+from rankwise.kernels.dispatch import is_for_cpus
 from rankwise.ldadam import formulas as updates
-from rankwise.ldadam.declared import LDAdamDeclared
-from rankwise.ldadam.forms import steps_in_place_for
-from rankwise.ldadam.joint import holders_of
-from rankwise.ldadam.narrow_subspaces import NarrowSubspaces
+from rankwise.ldadam.dispatch import steps_in_place_for
+from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.rule import LDAdamRule
 from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
 from rankwise.ldadam.sliced_formulas import Holders, exchanged
+from rankwise.ldadam.sliced_matrices import holders_of
+from rankwise.ldadam.spec import LDAdamSpec
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.planning.work import ScratchMemory, StepWork, tables
+from rankwise.planning.step_costs import ScratchMemory, StepCosts, tables
+from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask, SlicedMatrix, find_slices
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import step_matrices
@@ -54,8 +54,8 @@ class LDAdam(ShardedOptimizer):
     """
 
     options: LDAdamOptions
-    declares = LDAdamDeclared
-    declared: LDAdamDeclared
+    spec_class = LDAdamSpec
+    spec: LDAdamSpec
     held = (*ShardedOptimizer.held, "_unstepped")
 
     @options_as_keywords(LDAdamOptions)
@@ -67,7 +67,7 @@ class LDAdam(ShardedOptimizer):
     def read_health(self) -> dict[str, float]:
         """See the base class; ``kept_bases``, but for CPUs: where no new basis could be factored."""
         found = super().read_health()
-        if not self.declared.capturable and all(is_for_cpus(unit.kernels) for unit in self.planner.units.values()):
+        if not self.spec.capturable and all(is_for_cpus(unit.kernels) for unit in self.planner.units.values()):
             found.pop("kept_bases")
         return found
 
@@ -87,7 +87,7 @@ class LDAdam(ShardedOptimizer):
             tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
         # Those that lie whole on their owner are then stepped together; a captured step takes stacks of them.
         form = steps_in_place_for(unit.device, unit.dtype)
-        self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.declared.capturable)
+        self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.spec.capturable)
 
     def _signature(self, unit: StepUnit, key: str) -> LowRankSignature:
         """Of a whole matrix."""
@@ -103,7 +103,7 @@ class LDAdam(ShardedOptimizer):
         slices = find_slices(unit.layout, unit.keys("matrix"), together.sets)
         if not together.near:
             slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix)}
-        if slices and self.declared.capturable:
+        if slices and self.spec.capturable:
             raise OptionError(
                 "LDAdam: capturable=True is invalid under tensor parallelism: it must be false where ranks compute the "
                 "slices of a matrix together, which the host directs; set capturable to false"
@@ -115,7 +115,7 @@ class LDAdam(ShardedOptimizer):
         partners, products = len(set(matrix.owners[0])), 2 if group["error_feedback"] else 1
         return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products)
 
-    def work(self, unit: StepUnit) -> StepWork:
+    def work(self, unit: StepUnit) -> StepCosts:
         """See the base class: the returned factors, and what owners of slices tell each other."""
 
         def matrix_state(task: MatrixTask, device: torch.device) -> MatrixState:
@@ -129,8 +129,8 @@ class LDAdam(ShardedOptimizer):
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
             return tuple(matrices * size for size in sizes)
 
-        alone = partial(scratch_alone, narrow=any(self.declared.subspace_types.values()))
-        return StepWork(
+        alone = partial(scratch_alone, narrow=any(self.spec.subspace_types.values()))
+        return StepCosts(
             reply=partial(reply_of, unit, self.step_groups),
             matrix_state=matrix_state,
             together=together,
@@ -162,7 +162,7 @@ class LDAdam(ShardedOptimizer):
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.opening.counts_on_device(unit) else None
         followed = unit.scratch.setdefault("followed", set())
-        kept = NarrowSubspaces(self.declared)
+        kept = LowPrecisionSubspaces(self.spec)
         subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, kept, followed, unstepped)
 
         def holders() -> Holders:
@@ -172,7 +172,7 @@ class LDAdam(ShardedOptimizer):
         return LDAdamRule(unit, matrices, self.step_groups, self.health, subspaces, holders)
 
     def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
-        return fresh_state(like, signature, self.declared.count_device(like), self.declared.subspace_types)
+        return fresh_state(like, signature, self.spec.count_device(like), self.spec.subspace_types)
 
 
 def _cut_states(task: MatrixTask) -> dict[str, int]:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.lists import decay_
-from rankwise.ldadam.forms import steps_in_place_for
-from rankwise.ldadam.fragments import Fragments
+from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.in_place import LowRankStep, StepsInPlace
-from rankwise.ldadam.joint import step_slices
 from rankwise.ldadam.signature import LowRankSignature, in_reply, reply_of
 from rankwise.ldadam.sliced_formulas import Holders
+from rankwise.ldadam.sliced_matrices import step_slices
 from rankwise.ldadam.subspaces import Subspaces
-from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.ldadam.working_shards import WorkingShards
+from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import BATCH_ELEMENTS, Batch, MatrixTask, Reply
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
@@ -29,10 +29,10 @@ class LDAdamRule(MatrixRule):
 
     Args:
         unit: See the base class, as of the following.
-        buckets: Of the matrices.
+        buckets: Buckets of the matrices.
         groups: Param groups.
         health: Counts.
-        subspaces: Of the matrices that this rank owns.
+        subspaces: Subspaces of the matrices that this rank owns.
         holders: Gives those that own slices of the same matrices as this rank.
     """
 
@@ -47,7 +47,7 @@ class LDAdamRule(MatrixRule):
     ) -> None:
         super().__init__(unit, buckets, groups, health)
         self._subspaces, self._holders = subspaces, holders
-        self._fragments = Fragments(unit)
+        self._shards = WorkingShards(unit)
         # Cautious decay has to know the directions.
         self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
         # Products of stacks round otherwise.
@@ -60,8 +60,8 @@ class LDAdamRule(MatrixRule):
         for bucket in self.buckets:
             if not self.unit.cautious:
                 decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
-            self._fragments.add(bucket, in_place if self._steps_in_place is not None else ())
-        return self._fragments.sources
+            self._shards.add(bucket, in_place if self._steps_in_place is not None else ())
+        return self._shards.sources
 
     def reply(self, batch: Batch) -> Reply:
         """The factors, or elements of their products."""
@@ -76,7 +76,7 @@ class LDAdamRule(MatrixRule):
         return in_reply(factors, batch.signature, self.reply(batch))
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
-        """Subtract a fragment's elements of the products from its weights and its error buffer."""
+        """Subtract a shard's elements of the products from its weights and its error buffer."""
         self._step(batch.signature, indices, results, self.reply(batch).whole is not None)
 
     def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
@@ -90,11 +90,11 @@ class LDAdamRule(MatrixRule):
         # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
         if count and (not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]):
             takes = self._steps_in_place.takes
-            ready = self._fragments.in_place(index, task.signature, state, count + 1, group, takes)
+            ready = self._shards.in_place(index, task.signature, state, count + 1, group, takes)
         if ready is not None:
             self._taken.append((task, index, ready))
             return True
-        self._fragments.complete(index)
+        self._shards.complete(index)
         if self.separately:
             self._step_others([(task, index)])
         else:
@@ -131,14 +131,14 @@ class LDAdamRule(MatrixRule):
     def _step_others(self, matrices: Sequence[tuple[MatrixTask, int]]) -> None:
         """Matrices of one signature that lie whole here, in the way of those that travel."""
         tasks, indices = [task for task, _ in matrices], [index for _, index in matrices]
-        sources = [self._fragments.source(index) for index in indices]
+        sources = [self._shards.source(index) for index in indices]
         factors = self._subspaces.advance(tasks, sources[0].view(1, -1) if len(sources) == 1 else torch.stack(sources))
         self._step(tasks[0].signature, indices, list(factors), as_factors=True)
 
     def _step(
         self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool
     ) -> None:
-        self._fragments.step(indices, results, signature, as_factors, self.groups[signature.group])
+        self._shards.step(indices, results, signature, as_factors, self.groups[signature.group])
 
     def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         """The factors of slices that this rank owns."""

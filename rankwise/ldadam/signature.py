@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rankwise.ldadam.sliced_formulas import Cut, exchanged
-from rankwise.planning.unit import StepUnit
+from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import Batch, MatrixTask, Reply
 
 __all__ = [
@@ -29,9 +29,9 @@ class LowRankSignature(NamedTuple):
     """What the matrices of a batch, or the slices of matrices, have in common.
 
     Attributes:
-        rows: Of one of them.
-        columns: Of one of them.
-        rank: Of the subspace.
+        rows: Rows of one of them.
+        columns: Columns of one of them.
+        rank: Rank of the subspace.
         group: Position of the param group.
         right: Whether the whole matrix is projected from the right.
         cut: The side of the whole matrix of which they are slices; None for whole matrices.
@@ -85,7 +85,7 @@ def split_factors(factors: Tensor, signature: LowRankSignature) -> tuple[Tensor,
 
     Args:
         factors: (..., elements), what an owner sends of one or more matrices.
-        signature: Of their batch.
+        signature: Signature of their batch.
     """
     elements = signature.short * signature.rank
     basis, others = factors[..., :elements], factors[..., elements:]
@@ -101,7 +101,7 @@ def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) 
     Args:
         unit: The unit of the step.
         groups: Param groups by position.
-        batch: Of its exchange; all of equal signature get the same answer.
+        batch: Batch of its exchange; all of equal signature get the same answer.
     """
     replies: dict[LowRankSignature, Reply] = unit.scratch.setdefault("replies", {})
     signature: LowRankSignature = batch.signature

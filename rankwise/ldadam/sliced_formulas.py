@@ -78,7 +78,7 @@ def next_basis_of_slices(
         weight_matrix: ``w_C`` of :func:`rankwise.ldadam.formulas.basis_weights`.
         weight_momentum: ``w_M`` of it.
         cut: The side that is cut.
-        holders: Of the matrix.
+        holders: Holders of the matrix.
 
     Returns:
         The next basis, or the same rows of it, and a boolean (...), alike for all holders, that is true where it must

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import graphs
-from rankwise.kernels.forms import is_for_cpus, kernels_for
+from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.ldadam import formulas as updates
-from rankwise.ldadam.declared import SUBSPACE
-from rankwise.ldadam.forms import step_for
-from rankwise.ldadam.narrow_subspaces import NarrowSubspaces, opened
-from rankwise.ldadam.on_device import Triple, step_on_device
+from rankwise.ldadam.device_subspaces import Triple, step_on_device
+from rankwise.ldadam.dispatch import step_for
+from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
 from rankwise.ldadam.signature import LowRankSignature
+from rankwise.ldadam.spec import SUBSPACE
 from rankwise.planning.element_states import StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.sharding import MatrixTask
@@ -31,10 +31,10 @@ def fresh_state(like: Tensor, signature: LowRankSignature, counts: torch.device,
     """A subspace and its moments before the first step.
 
     Args:
-        like: Of the computation's type, on their device.
-        signature: Of the matrix.
+        like: Like of the computation's type, on their device.
+        signature: Signature of the matrix.
         counts: Where the counts lie.
-        types: Of the states; None: that of the computation.
+        types: Types of the states; None: that of the computation.
     """
     moment = signature.rank, signature.long
     shapes = dict(zip(SUBSPACE, ((signature.short, signature.rank), moment, moment), strict=True))
@@ -66,7 +66,7 @@ class Subspaces:
         groups: Sequence[Mapping[str, Any]],
         health: Health,
         fresh: Callable[[Tensor, LowRankSignature], MatrixState],
-        narrow: NarrowSubspaces,
+        narrow: LowPrecisionSubspaces,
         followed: set[tuple[int, ...]],
         unstepped: set[str] | None,
     ) -> None:

@@ -185,7 +185,7 @@ def orthogonal_direction(
         scale: Whose, for :func:`shape_factor`.
         eps: As there.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: Dtype of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.
+        ns_dtype: Type of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.
         ns_coefficients: Name of their polynomials.
         orthogonalise: What runs them: :func:`rankwise.updates.newton_schulz.newton_schulz` or a faster form of it.
 

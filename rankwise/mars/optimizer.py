@@ -14,18 +14,18 @@ from torch import Tensor
 from rankwise.kernels.passes import STATES, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.mars import formulas as updates
-from rankwise.mars.declared import MARSDeclared
 from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
+from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
-from rankwise.planning.unit import AT_ONCE, Bucket, StepUnit, joined, portions, spans
-from rankwise.planning.work import ScratchMemory, StepWork, tables
+from rankwise.planning.step_costs import ScratchMemory, StepCosts, tables
+from rankwise.planning.step_unit import AT_ONCE, Bucket, StepUnit, joined, portions, spans
 from rankwise.sharding import MatrixTask
-from rankwise.sharding.shards import local_gradient, local_view
-from rankwise.sharding.sources import LayoutSource
+from rankwise.sharding.dtensors import local_gradient, local_view
+from rankwise.sharding.layout_source import LayoutSource
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
@@ -36,11 +36,11 @@ __all__ = ["MARS"]
 
 
 _FOLDED = {"exp_avg": "grad_avg"}
-"""What passes take as the momentum where :meth:`MARSDeclared.folds` says so."""
+"""What passes take as the momentum where :meth:`MARSSpec.folds` says so."""
 
 
 class _Part(NamedTuple):
-    """A bucket's fragments of one kind with their clip coefficients."""
+    """A bucket's shards of one kind with their clip coefficients."""
 
     bucket: Bucket
     coefficients: Tensor | None
@@ -69,8 +69,8 @@ class MARS(ShardedOptimizer):
     """
 
     options: MARSOptions
-    declares = MARSDeclared
-    declared: MARSDeclared
+    spec_class = MARSSpec
+    spec: MARSSpec
     held = (*ShardedOptimizer.held, "_recorded")
 
     @options_as_keywords(MARSOptions)
@@ -105,7 +105,7 @@ class MARS(ShardedOptimizer):
             raise RuntimeError("record_reference() belongs to exact mode; build MARS with exact=True.")
         unit = self._unit()
         for entry in unit.entries:
-            tensor = unit.tensors[entry.fragment.tensor]
+            tensor = unit.tensors[entry.shard.tensor]
             if entry.route.rule != "matrix":
                 continue
             if tensor.grad is not None:
@@ -122,19 +122,19 @@ class MARS(ShardedOptimizer):
         tasks = []
         for key in unit.keys("matrix"):
             info = unit.infos[key]
-            if self.declared.is_orthogonal(info):
+            if self.spec.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
                 signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.step_group[key])
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
-        product = self.declared.product_type(unit.device, unit.dtype)
+        product = self.spec.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
         alone = product is not None and steps_in_place(unit, product) is not None
         self.planner.choose_owners(unit, tasks, alone=alone)
 
-    def work(self, unit: StepUnit) -> StepWork:
+    def work(self, unit: StepUnit) -> StepCosts:
         """See the base class: the norms of the corrected gradients."""
-        return StepWork(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
+        return StepCosts(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
 
     def _scratch_memory(self, unit: StepUnit) -> ScratchMemory:
         """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch.
@@ -142,12 +142,12 @@ class MARS(ShardedOptimizer):
         And of momenta that are not kept, where the gradients' own may not be taken.
         """
         group = self.param_groups[0]
-        folded = [self.declared.folds(True, each) for each in self.param_groups]
+        folded = [self.spec.folds(True, each) for each in self.param_groups]
         # Kept momenta are orthogonalised as they are opened.
-        opened = self.declared.orthogonalises and self.declared.asked_type("exp_avg") and not all(folded)
+        opened = self.spec.orthogonalises and self.spec.asked_type("exp_avg") and not all(folded)
         folds = any(folded) and not unit.spends_gradients
         matrices = [unit.infos[key] for key in unit.keys("matrix")]
-        sizes = [prod(info.shape) for info in matrices if self.declared.is_orthogonal(info)]
+        sizes = [prod(info.shape) for info in matrices if self.spec.is_orthogonal(info)]
         widest = max(sizes, default=0)
 
         def elements(everything: int, largest: int) -> float:
@@ -181,7 +181,7 @@ class MARS(ShardedOptimizer):
         opened: list[_Part] = []
         for bucket, span in spans(matrices):
             for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
-                if part.orthogonal and self.declared.folds(True, bucket.group):
+                if part.orthogonal and self.spec.folds(True, bucket.group):
                     folded.append(part.bucket)
                     continue
                 if part.orthogonal and unit.layout.world_size == 1 and unit.narrow.is_narrow(part.bucket, "exp_avg"):
@@ -192,7 +192,7 @@ class MARS(ShardedOptimizer):
                     orthogonal.append(part.bucket)
                 else:
                     self.health.add("matrices_updated", len(part.bucket.entries))
-        product = self.declared.product_type(unit.device, unit.dtype)
+        product = self.spec.product_type(unit.device, unit.dtype)
         if product is None:
             return
 
@@ -212,13 +212,13 @@ class MARS(ShardedOptimizer):
     def _fallback(self, unit: StepUnit, bucket: Bucket) -> None:
         group, ratio = bucket.group, bucket.group["lr_1d_ratio"]
         decay = group["weight_decay"] if self.options.variant == "muon" else group["weight_decay_1d"]
-        if self.declared.step_groups.independent:
+        if self.spec.step_groups.independent:
             # Of the rate that it is multiplied by below.
             decay = decay / ratio if ratio else 0.0
         adamw_step(unit, bucket, lr=group["lr"] * ratio, betas=group["betas_1d"], weight_decay=decay)
 
     def _clip_coefficients(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor | None:
-        """For every fragment, what clips the corrected gradient of its whole parameter: one collective."""
+        """For every shard, what clips the corrected gradient of its whole parameter: one collective."""
         clipping = any(bucket.group["clip"] is not None for bucket in buckets)
         # Other ranks may have something to clip where this one has nothing.
         if not clipping and not unit.sums.straddlers:
@@ -240,7 +240,7 @@ class MARS(ShardedOptimizer):
         return joined(found) if clipping else None
 
     def _parts(self, bucket: Bucket, coefficients: Tensor | None) -> list[_Part]:
-        """A bucket's fragments by what becomes of their momentum."""
+        """A bucket's shards by what becomes of their momentum."""
         places: dict[bool, list[int]] = bucket.entries.once("momenta", self._places_by_momentum)
         if len(places) == 1:
             return [_Part(bucket, coefficients, orthogonal) for orthogonal in places]
@@ -254,7 +254,7 @@ class MARS(ShardedOptimizer):
         """Whether momenta are orthogonalised, and the places of these entries."""
         found: dict[bool, list[int]] = {False: [], True: []}
         for place, entry in enumerate(entries):
-            found[self.declared.is_orthogonal(entry.info)].append(place)
+            found[self.spec.is_orthogonal(entry.info)].append(place)
         return {orthogonal: places for orthogonal, places in found.items() if places}
 
     def _element_wise(self, unit: StepUnit, part: _Part) -> None:
@@ -271,7 +271,7 @@ class MARS(ShardedOptimizer):
         if rule == "adamw":
             scalars.step = bucket.step
         states = {name: name for name in ("reference", *STATES[rule])}
-        if self.declared.folds(part.orthogonal, group):
+        if self.spec.folds(part.orthogonal, group):
             states, scalars.nesterov = _FOLDED, group["gamma"]
         for update in bucket.passes(rule, states, scalars, part.coefficients):
             unit.run(update)
@@ -296,7 +296,7 @@ class MARS(ShardedOptimizer):
         if self.options.exact and self._recorded:
             for tensor in unit.tensors:
                 state = self.state[tensor]
-                if "next_reference" in state and self.declared.capturable and "reference" in state:
+                if "next_reference" in state and self.spec.capturable and "reference" in state:
                     # Where a graph reads it.
                     local_view(state["reference"]).copy_(local_view(state["next_reference"]))
                 elif "next_reference" in state:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels.forms import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
+from rankwise.kernels.dispatch import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.mars import formulas as updates
 from rankwise.mars.options import MARSOptions
-from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
 from rankwise.step.first_order import step_and_decay
 from rankwise.step.health import Health
@@ -83,7 +83,7 @@ class MARSRule(MatrixRule):
             pairs = zip(bucket.entries, bucket.weights, strict=True)
             weights = [weight for entry, weight in pairs if entry.index not in later]
             decay_(weights, bucket.group["lr"], bucket.group["weight_decay"])
-        return self.state_by_fragment("exp_avg")
+        return self.state_by_shard("exp_avg")
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The directions of a stack of momenta."""

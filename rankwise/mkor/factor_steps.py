@@ -14,13 +14,13 @@ from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
 from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planned, Planner
-from rankwise.planning.table import Groups, ParameterTable
-from rankwise.planning.unit import StepUnit
+from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.collector import Collector
+from rankwise.statistics.factor_vectors import GLIMPSE, LayerVectors, refuse_broken_factors
 from rankwise.statistics.hooks import has_compiled
-from rankwise.statistics.vectors import GLIMPSE, LayerVectors, refuse_broken_factors
 
 __all__ = ["FactorSteps"]
 
@@ -134,7 +134,7 @@ class FactorSteps:
         keys = sorted({task.key for task in tasks} | left_out)
         places = dict(unit.key_tensors)
         if unit.tensors and not places and unit.missing_alike:
-            places = {entry.key: entry.fragment.tensor for entry in unit.entries}
+            places = {entry.key: entry.shard.tensor for entry in unit.entries}
         unit.scratch["statistics"] = keys
         unit.scratch["tensors"] = {key: unit.tensors[places[key]] for key in keys} if places else {}
 

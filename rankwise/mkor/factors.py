@@ -11,17 +11,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rankwise.kernels.forms import product_dtype_for
+from rankwise.kernels.dispatch import product_dtype_for
 from rankwise.mkor import formulas as updates
-from rankwise.mkor.arrangement import Arrangement
-from rankwise.mkor.forms import factor_update_for, precondition_into_for, together_for
+from rankwise.mkor.dispatch import factor_update_for, precondition_into_for, together_for
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
+from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.workspace import Workspace
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.sharding import Block, MatrixTask
-from rankwise.statistics.vectors import LayerVectors
+from rankwise.statistics.factor_vectors import LayerVectors
 
 __all__ = ["KroneckerFactors"]
 
@@ -142,7 +142,7 @@ class KroneckerFactors:
         """Precondition the gradients of a batch.
 
         Args:
-            signature: Of its matrices.
+            signature: Signature of its matrices.
             states: Theirs.
             stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone
                 unless it is spent.
@@ -189,7 +189,7 @@ class KroneckerFactors:
 
     def precondition(
         self,
-        arrangement: Arrangement,
+        arrangement: ProductGroups,
         runs: Sequence[Tensor],
         lefts: Sequence[Tensor | None],
         rights: Sequence[Tensor | None],
@@ -212,7 +212,7 @@ class KroneckerFactors:
         """Precondition one gradient where :meth:`computes_singly` says so; the same bits as :meth:`apply` there.
 
         Args:
-            signature: Of the matrix.
+            signature: Signature of the matrix.
             state: Its state.
             parts: Gradients of its weight and, if it has one, of its bias, 1-D; left as they are.
             out: For the preconditioned ones, in other memory.

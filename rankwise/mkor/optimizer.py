@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.mkor.declared import MKORDeclared
 from rankwise.mkor.factor_steps import FactorSteps
+from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import scratch_of
 from rankwise.mkor.rule import MKORRule, matrix_tasks
-from rankwise.mkor.switch import Switch
+from rankwise.mkor.spec import MKORSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.planning.work import ScratchMemory, StepWork
+from rankwise.planning.step_costs import ScratchMemory, StepCosts
+from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import MatrixTask, Traffic
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.hooks import Describe
-from rankwise.statistics.views import describe_linear
-from rankwise.step.borrowing import borrow, give_back, refuse_stranded
+from rankwise.statistics.linear_views import describe_linear
+from rankwise.step.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -59,8 +59,8 @@ class MKOR(ShardedOptimizer):
 
     options: MKOROptions
     needs_capture = True
-    declares = MKORDeclared
-    declared: MKORDeclared
+    spec_class = MKORSpec
+    spec: MKORSpec
     held = (*ShardedOptimizer.held, "statistics", "factor_steps", "switch", "_first_order", "_factors")
 
     @options_as_keywords(MKOROptions)
@@ -68,7 +68,7 @@ class MKOR(ShardedOptimizer):
         if options.rule == "paper_literal":
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
         super().__init__(params, options)
-        self._first_order, self._factors = self.declared.first_order, self.declared.factors
+        self._first_order, self._factors = self.spec.first_order, self.spec.factors
         self.statistics = Collector(self.table, self.planner)
         self.factor_steps = FactorSteps(options, self.table, self.planner, self.statistics, self.matrix_states)
         self.switch = Switch(options, self.statistics, self.matrix_states, self.planner)
@@ -181,12 +181,12 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.plan_again(self, self.param_groups)
         return super()._unit()
 
-    def work(self, unit: StepUnit) -> StepWork:
+    def work(self, unit: StepUnit) -> StepCosts:
         """See the base class: LAMB's norms, the factors, and the vectors of factor steps."""
         tasks = [] if unit.exchange is None else [task for batch in unit.exchange.plan.batches for task in batch.tasks]
         # Two vectors per layer, the number of its tokens and of its failures.
         elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
-        return StepWork(
+        return StepCosts(
             sums=(2,) if self.options.backend == "lamb" else (),
             matrix_state=self._fresh,
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
@@ -230,7 +230,7 @@ class MKOR(ShardedOptimizer):
         if unit.exchange is None:
             return buckets
         refuse_stranded(unit, self.matrix_states, "failures")
-        borrow(unit, self.matrix_states, self._fresh)
+        fetch_kept_states(unit, self.matrix_states, self._fresh)
         unit.scratch["moved"] = list(vectors)
         held = self._first_order, self._factors, self.matrix_states
         rule = MKORRule(unit, buckets, self.param_groups, self.health, *held, vectors)
@@ -239,7 +239,7 @@ class MKOR(ShardedOptimizer):
 
     def _after_step(self, unit: StepUnit) -> None:
         # Once it is certain, on the device, that the step counts.
-        give_back(unit, self.matrix_states, unit.scratch.pop("moved", ()))
+        return_kept_states(unit, self.matrix_states, unit.scratch.pop("moved", ()))
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

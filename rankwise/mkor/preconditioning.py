@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.mkor.arrangement import GradientForm
 from rankwise.mkor.inverses import check_choice, compute_dtype
+from rankwise.mkor.product_groups import GradientForm
 
 __all__ = [
     "AT_ONCE",
@@ -40,8 +40,8 @@ class Gradient:
     """The gradient of one matrix, as it lies in memory, with its factor inverses.
 
     Attributes:
-        rows: Of the weight as it lies.
-        columns: Of it.
+        rows: Rows of the weight as it lies.
+        columns: Columns of it.
         weights: Its elements in order, in one or several 1-D runs.
         biases: The bias's, alike, where it rides along.
         turned: Whether the bias is one more row; otherwise it is one more column.

@@ -12,17 +12,17 @@ from torch import Tensor
 from rankwise.kernels.run_views import RunViews, chosen_of
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
+from rankwise.mkor.local_matrices import LocalMatrix, LocalMatrixPlan
 from rankwise.mkor.preconditioning import Preconditioned
-from rankwise.mkor.taken import Taken, TakenPlan
 from rankwise.mkor.workspace import Workspace
 from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import EntryRuns, offset_runs
 from rankwise.planning.entries import Entry
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
-from rankwise.planning.table import ParameterTable
-from rankwise.planning.unit import WHOLE, Bucket, StepUnit
+from rankwise.planning.parameter_table import ParameterTable
+from rankwise.planning.step_unit import WHOLE, Bucket, StepUnit
 from rankwise.sharding import Batch, BatchPlan, MatrixTask
-from rankwise.statistics.vectors import LayerVectors
+from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step
 from rankwise.step.health import Health
@@ -47,7 +47,7 @@ class _InPlace(NamedTuple):
     """
 
     matrices: Sequence[BatchPlan]
-    plans: list[tuple[TakenPlan, EntryRuns]]
+    plans: list[tuple[LocalMatrixPlan, EntryRuns]]
     rest: list[BatchPlan]
 
 
@@ -81,7 +81,7 @@ class MKORRule(MatrixRule):
         self._product = factors.product_type(unit.device, unit.dtype)
         self._singly = factors.computes_singly(unit.device, unit.dtype)
         self._together = factors.together(unit.device, unit.dtype, self._product)
-        self._taken: list[Taken] = []
+        self._taken: list[LocalMatrix] = []
         self._values: list[Tensor] = []
         self._taken_elements = 0
         self._space: Workspace = unit.scratch.setdefault("space", Workspace())
@@ -113,7 +113,7 @@ class MKORRule(MatrixRule):
     def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
         """Where matrices are preconditioned in place, each for itself or many together."""
         if self._together is not None:
-            return self._take_along(Taken(task, indices), values)
+            return self._take_along(LocalMatrix(task, indices), values)
         if not self._singly:
             return False
         (state,), sizes = self._moved([task]), task.signature.sizes
@@ -169,7 +169,7 @@ class MKORRule(MatrixRule):
                 self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))
         return planned.rest
 
-    def _step_plan(self, plan: TakenPlan, values: Sequence[Tensor]) -> None:
+    def _step_plan(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> None:
         # What is found is let go of here: the next plan's takes as much memory.
         found = self._preconditioned(plan, values)
         for bucket in self.buckets:
@@ -190,7 +190,7 @@ class MKORRule(MatrixRule):
 
     def _planned(self, matrices: Sequence[BatchPlan]) -> _InPlace:
         rest = [plan for plan in matrices if not _takes(plan.owned[0].signature)]
-        chunks: list[list[Taken]] = []
+        chunks: list[list[LocalMatrix]] = []
         elements = 0
         for plan in matrices:
             task = plan.owned[0]
@@ -198,9 +198,9 @@ class MKORRule(MatrixRule):
                 if not chunks or elements + plan.length > self._at_once:
                     chunks.append([])
                     elements = 0
-                chunks[-1].append(Taken(task, [piece.fragment for piece in plan.local]))
+                chunks[-1].append(LocalMatrix(task, [piece.shard for piece in plan.local]))
                 elements += plan.length
-        plans = [TakenPlan(chunk, [self._state_of(each.task) for each in chunk]) for chunk in chunks]
+        plans = [LocalMatrixPlan(chunk, [self._state_of(each.task) for each in chunk]) for chunk in chunks]
         return _InPlace(matrices, [(plan, plan.places(self.unit.entries)) for plan in plans], rest)
 
     @property
@@ -208,7 +208,7 @@ class MKORRule(MatrixRule):
         assert self._together is not None
         return int(self._together.AT_ONCE)
 
-    def _take_along(self, taken: Taken, values: Sequence[Tensor]) -> bool:
+    def _take_along(self, taken: LocalMatrix, values: Sequence[Tensor]) -> bool:
         if not self._first_order.is_adamw or not _takes(taken.task.signature):
             return False
         elements = sum(taken.task.signature.sizes)
@@ -221,11 +221,11 @@ class MKORRule(MatrixRule):
 
     def _step_taken(self) -> None:
         """Precondition what has been taken, and step with what comes of it, in the type of the products."""
-        plan = TakenPlan(self._taken, [self._state_of(each.task) for each in self._taken])
+        plan = LocalMatrixPlan(self._taken, [self._state_of(each.task) for each in self._taken])
         values, self._taken, self._values, self._taken_elements = plan.values(self._values), [], [], 0
         self._step_runs(plan.runs, self._preconditioned(plan, values))
 
-    def _preconditioned(self, plan: TakenPlan, values: Sequence[Tensor]) -> Preconditioned:
+    def _preconditioned(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> Preconditioned:
         states: list[MatrixState] = [{}] * len(plan.tasks)
         for places in plan.alike.values():
             for place, state in zip(places, self._moved([plan.tasks[place] for place in places]), strict=True):
@@ -235,7 +235,7 @@ class MKORRule(MatrixRule):
         return self._factors.precondition(plan.arrangement, values, *factors, self._together, self._product)
 
     def _step_runs(self, runs: Sequence[tuple[int, slice]], found: Preconditioned) -> None:
-        """Step some elements of fragments: AdamW, or anything element-wise where there are no factors."""
+        """Step some elements of shards: AdamW, or anything element-wise where there are no factors."""
         by_bucket: dict[int, list[int]] = {}
         for position, (index, _) in enumerate(runs):
             # A part without a gradient counted as zero, and stays where it is.
@@ -297,7 +297,7 @@ def matrix_tasks(
 
     Args:
         unit: The unit.
-        records: Of the captured weights, by name.
+        records: Records of the captured weights, by name.
         table: The parameters.
         backend: For messages: what steps a bias that is left alone.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rankwise.planning.element_states import EntryRuns, offset_runs
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.unit import StepUnit
+from rankwise.planning.step_unit import StepUnit
 from rankwise.routing.roles import Rule
 
 __all__ = ["BucketPlan", "plans_of"]
@@ -19,7 +19,7 @@ class BucketPlan(NamedTuple):
     """Entries of one param group, rule and step count.
 
     Attributes:
-        place: Of the group among those that steps read.
+        place: Place of the group among those that steps read.
         rule: Theirs.
         before: Steps that their counts have from before their states began.
         entries: In storage order.
@@ -40,7 +40,7 @@ def plans_of(
 
     Args:
         unit: The unit of the step.
-        counts: Of every tensor; None for one that takes no step. Only which are alike matters.
+        counts: Counts of every tensor; None for one that takes no step. Only which are alike matters.
         before: Steps that the count of a parameter has from before its states began.
         key: Another one where ``before`` answers otherwise.
     """
@@ -58,7 +58,7 @@ def plans_of(
 def _planned(unit: StepUnit, counts: Sequence[int | None], before: Callable[[str], int]) -> list[BucketPlan]:
     found: dict[tuple[int, Rule, int, int], list[Entry]] = {}
     for entry in unit.entries:
-        count = counts[entry.fragment.tensor]
+        count = counts[entry.shard.tensor]
         if count is not None:
             earlier = before(entry.info.name)
             sign = (unit.step_group[entry.key], entry.route.rule, count - earlier, earlier)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.graphs import refuse_capture
-from rankwise.kernels.narrow_runs import BLOCK, blocks_of, is_coded
+from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
-from rankwise.planning.coded_states import OPENED, CodedLayout, CodedRun
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.sharding.shards import PLAIN, is_sharded, local_view, sharded_like
-from rankwise.sharding.sources import real_view
+from rankwise.planning.quantized_states import OPENED, QuantizedLayout, QuantizedRun
+from rankwise.sharding.dtensors import PLAIN, is_sharded, local_view, sharded_like
+from rankwise.sharding.layout_source import real_view
 
 __all__ = ["CodesPlan", "ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
 
@@ -37,29 +37,29 @@ class _Slot:
         compact_numel: Elements of a compact state, else None.
         numel: Elements of the state, compact or not.
         offsets: Where the entries' parts begin, by their index.
-        coded: Of a state that is kept in codes, else None.
+        coded: Coded of a state that is kept in codes, else None.
     """
 
     dtype: torch.dtype
     compact_numel: int | None
     numel: int
     offsets: Mapping[int, int]
-    coded: CodedLayout | None = None
+    coded: QuantizedLayout | None = None
 
 
 def _type_of(kept: torch.dtype | None, computed: torch.dtype) -> torch.dtype:
     return computed if kept is None else OPENED.get(kept, kept)
 
 
-def _coded(kept: torch.dtype | None, numel: int, runs: Sequence[CodedRun]) -> CodedLayout | None:
-    return CodedLayout(kept, numel, runs) if kept is not None and is_coded(kept) else None
+def _coded(kept: torch.dtype | None, numel: int, runs: Sequence[QuantizedRun]) -> QuantizedLayout | None:
+    return QuantizedLayout(kept, numel, runs) if kept is not None and is_coded(kept) else None
 
 
 class EntryRuns(NamedTuple):
     """Runs of entries.
 
     Attributes:
-        tensors: Of the unit, those that have any, in the order of the runs.
+        tensors: Tensors of the unit, those that have any, in the order of the runs.
         runs: In them.
     """
 
@@ -71,7 +71,7 @@ class CodesPlan(NamedTuple):
     """Where the codes and exponents of parts of entries lie, in their order.
 
     Attributes:
-        tensors: Of the unit, those that have any, in the order of the parts.
+        tensors: Tensors of the unit, those that have any, in the order of the parts.
         codes: In their states.
         exponents: The same.
     """
@@ -91,17 +91,17 @@ def _runs_of_entries(entries: Iterable[Entry], first: Callable[[Entry], int]) ->
     tensors: list[int] = []
     places: list[list[RunPlace]] = []
     for entry in entries:
-        fragment = entry.fragment
-        if not tensors or tensors[-1] != fragment.tensor:
-            tensors.append(fragment.tensor)
+        shard = entry.shard
+        if not tensors or tensors[-1] != shard.tensor:
+            tensors.append(shard.tensor)
             places.append([])
-        places[-1].append(RunPlace(first(entry), fragment.numel, fragment.spread))
+        places[-1].append(RunPlace(first(entry), shard.numel, shard.spread))
     return EntryRuns(tuple(tensors), RunPlan(places))
 
 
 def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
     """Where entries lie in weights and gradients."""
-    return _runs_of_entries(entries, lambda entry: entry.fragment.offset)
+    return _runs_of_entries(entries, lambda entry: entry.shard.offset)
 
 
 class ElementStates:
@@ -110,7 +110,7 @@ class ElementStates:
     Args:
         tensors: The tensors of the unit.
         entries: Its entries.
-        declared: For every entry, the states its rule keeps.
+        spec: For every entry, the states its rule keeps.
         dtype: Type of the computation.
         of_empty: The states that sharded tensors have of which this rank holds an empty part, by their index.
     """
@@ -119,19 +119,19 @@ class ElementStates:
         self,
         tensors: Sequence[Tensor],
         entries: Sequence[Entry],
-        declared: Sequence[StateTypes],
+        spec: Sequence[StateTypes],
         dtype: torch.dtype,
         of_empty: Mapping[int, StateTypes] | None = None,
     ) -> None:
         self._tensors = tensors
         self._sharded = any(map(is_sharded, tensors))
-        self._declared = declared
+        self._spec = spec
         self._by_tensor: list[list[Entry]] = [[] for _ in tensors]
         for entry in entries:
-            self._by_tensor[entry.fragment.tensor].append(entry)
+            self._by_tensor[entry.shard.tensor].append(entry)
         self._slots: dict[tuple[int, str], _Slot] = {}
         for index, stored in enumerate(self._by_tensor):
-            for name in dict.fromkeys(name for entry in stored for name in declared[entry.index]):
+            for name in dict.fromkeys(name for entry in stored for name in spec[entry.index]):
                 numel = real_view(local_view(tensors[index])).numel()
                 self._slots[(index, name)] = self._slot(numel, stored, name, dtype)
         self._empty = tuple(of_empty or ())
@@ -140,15 +140,15 @@ class ElementStates:
                 self._slots[(index, name)] = _Slot(_type_of(kept, dtype), None, 0, {}, _coded(kept, 0, ()))
 
     def _slot(self, full: int, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
-        users = [entry for entry in stored if name in self._declared[entry.index]]
-        state_dtype = self._declared[users[0].index][name]
+        users = [entry for entry in stored if name in self._spec[entry.index]]
+        state_dtype = self._spec[users[0].index][name]
         offsets, position = {}, 0
         compact = len(users) < len(stored)
         for entry in users:
-            offsets[entry.index] = position if compact else entry.fragment.offset
-            position += entry.fragment.numel
+            offsets[entry.index] = position if compact else entry.shard.offset
+            position += entry.shard.numel
         numel, of_compact = (position, position) if compact else (full, None)
-        runs = [CodedRun(offsets[entry.index], entry.fragment.numel, entry.fragment.start) for entry in users]
+        runs = [QuantizedRun(offsets[entry.index], entry.shard.numel, entry.shard.start) for entry in users]
         return _Slot(_type_of(state_dtype, dtype), of_compact, numel, offsets, _coded(state_dtype, numel, runs))
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
@@ -160,11 +160,11 @@ class ElementStates:
         return planned.runs.cut([self._flat(states, index, name) for index in planned.tensors])
 
     def _plan(self, name: str, entries: Iterable[Entry]) -> EntryRuns:
-        return _runs_of_entries(entries, lambda entry: self._first(entry, self._slots[(entry.fragment.tensor, name)]))
+        return _runs_of_entries(entries, lambda entry: self._first(entry, self._slots[(entry.shard.tensor, name)]))
 
     def type_of(self, name: str, entry: Entry) -> torch.dtype:
         """In which type an entry keeps a state: that of the codes, where it is kept in codes."""
-        slot = self._slots[(entry.fragment.tensor, name)]
+        slot = self._slots[(entry.shard.tensor, name)]
         return slot.dtype if slot.coded is None else slot.coded.dtype
 
     def codes(self, states: States, name: str, plan: CodesPlan) -> tuple[RunViews, RunViews]:
@@ -176,14 +176,14 @@ class ElementStates:
         """Where codes and exponents of parts of stored entries lie.
 
         Args:
-            name: Of the state.
+            name: Name of the state.
             parts: In the order of the tensors; each begins with a block, or where its entry does.
         """
         tensors: list[int] = []
         codes: list[list[RunPlace]] = []
         exponents: list[list[RunPlace]] = []
         for entry, part in parts:
-            index, start = entry.fragment.tensor, entry.fragment.start
+            index, start = entry.shard.tensor, entry.shard.start
             slot = self._slots[(index, name)]
             assert slot.coded is not None
             if not tensors or tensors[-1] != index:
@@ -231,7 +231,7 @@ class ElementStates:
     def _first(entry: Entry, slot: _Slot) -> int:
         if entry.stored is None:
             return slot.offsets[entry.index]
-        return slot.offsets[entry.stored.index] + entry.fragment.offset - entry.stored.fragment.offset
+        return slot.offsets[entry.stored.index] + entry.shard.offset - entry.stored.shard.offset
 
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
         """This rank's part of a state."""
@@ -302,13 +302,13 @@ class ElementStates:
 
     def offset(self, name: str, entry: Entry) -> int | None:
         """Where the entry's part of a state begins; None if its rule keeps no such state."""
-        slot = self._slots.get((entry.fragment.tensor, name))
+        slot = self._slots.get((entry.shard.tensor, name))
         return None if slot is None else slot.offsets.get(entry.index)
 
     def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
         """The entries in one tensor with views of their states, allocated if they were not."""
         return [
-            (entry, {name: self.views(states, name, [entry])[0] for name in self._declared[entry.index]})
+            (entry, {name: self.views(states, name, [entry])[0] for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
         ]
 
@@ -318,8 +318,8 @@ class ElementStates:
         for entry in self._by_tensor[index]:
             if entry.info.name == name:
                 # A matrix of a stack counts from its own first element.
-                before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.fragment.shape)
-                found.append((before + entry.fragment.start, self.views(states, state, [entry])[0]))
+                before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.shard.shape)
+                found.append((before + entry.shard.start, self.views(states, state, [entry])[0]))
         return found
 
     def record(self, names: Iterable[str], index: int) -> dict[str, Any]:
@@ -330,8 +330,8 @@ class ElementStates:
             parts by name, see :meth:`offset`.
         """
         entries = self._by_tensor[index]
-        fragments = [entry.fragment for entry in entries]
+        shards = [entry.shard for entry in entries]
         return {
-            "runs": [[part.key, list(part.shape), part.start, part.end, part.offset] for part in fragments],
+            "runs": [[part.key, list(part.shape), part.start, part.end, part.offset] for part in shards],
             "states": {name: [self.offset(name, entry) for entry in entries] for name in names},
         }

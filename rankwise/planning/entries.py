@@ -1,4 +1,4 @@
-"""The fragments of a step with the rules they take."""
+"""The shards of a step with the rules they take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rankwise.routing.roles import ParameterInfo, Route
-from rankwise.sharding import Block, Fragment, cut_into_blocks
-from rankwise.sharding.sources import Slice, TensorContents
+from rankwise.sharding import Block, Shard, cut_into_blocks
+from rankwise.sharding.layout_source import Slice, TensorContents
 
 __all__ = ["Entry", "PlannedEntries", "cut_into_entries", "entries_of_blocks"]
 
@@ -20,18 +20,18 @@ _MOST_ANSWERS = 4096
 
 @dataclass(frozen=True)
 class Entry:
-    """A local fragment with the rule its parameter takes.
+    """A local shard with the rule its parameter takes.
 
     Attributes:
         index: Among the entries of the unit.
-        fragment: Where it lies.
-        info: Of the parameter, or of the block of it.
+        shard: Where it lies.
+        info: Info of the parameter, or of the block of it.
         route: The rule.
         stored: The entry that keeps its states, of which it is a piece; None where it is that entry itself.
     """
 
     index: int
-    fragment: Fragment
+    shard: Shard
     info: ParameterInfo
     route: Route
     stored: Entry | None = None
@@ -39,7 +39,7 @@ class Entry:
     @property
     def key(self) -> str:
         """Name of the parameter, or of one matrix of a stack."""
-        return self.fragment.key
+        return self.shard.key
 
 
 class PlannedEntries(tuple[Entry, ...]):
@@ -78,7 +78,7 @@ class PlannedEntries(tuple[Entry, ...]):
 def cut_into_entries(
     contents: Sequence[TensorContents], infos: Mapping[str, ParameterInfo], routes: Mapping[str, Route]
 ) -> list[Entry]:
-    """Turn slices into fragments, splitting a stack of matrices into its matrices.
+    """Turn slices into shards, splitting a stack of matrices into its matrices.
 
     Args:
         contents: What each tensor of the step stores.
@@ -92,8 +92,8 @@ def cut_into_entries(
     for tensor, content in enumerate(contents):
         for piece in content.slices:
             info, chosen = infos[piece.name], routes[piece.name]
-            for fragment in _fragments(piece, tensor, info, chosen):
-                entries.append(Entry(len(entries), fragment, info, chosen))
+            for shard in _shards(piece, tensor, info, chosen):
+                entries.append(Entry(len(entries), shard, info, chosen))
     return entries
 
 
@@ -107,25 +107,25 @@ def entries_of_blocks(
 
     Args:
         stored: As they are kept.
-        blocks: Of fused weights, by key.
-        infos: Of everything, by the keys of blocks.
+        blocks: Blocks of fused weights, by key.
+        infos: Infos of everything, by the keys of blocks.
         routes: The same.
     """
     if not blocks:
         return stored
     entries: list[Entry] = []
     for entry in stored:
-        for piece in cut_into_blocks(entry.fragment, blocks.get(entry.key, ())):
-            info = infos[piece.key] if piece is not entry.fragment else entry.info
+        for piece in cut_into_blocks(entry.shard, blocks.get(entry.key, ())):
+            info = infos[piece.key] if piece is not entry.shard else entry.info
             entries.append(Entry(len(entries), piece, info, routes[piece.key], entry))
     return entries
 
 
-def _fragments(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) -> Iterator[Fragment]:
+def _shards(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) -> Iterator[Shard]:
     if piece.start == piece.end:
         return
     if chosen.rule != "matrix" or len(info.shape) != 3:
-        yield Fragment(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy)
+        yield Shard(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy)
         return
     rows, width = info.matrix_shape[0], info.matrix_shape[-1]
     size = rows * (width if piece.columns is None else piece.columns[1] - piece.columns[0])
@@ -134,4 +134,4 @@ def _fragments(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) ->
         start, end = max(piece.start, first), min(piece.end, first + size)
         offset = piece.offset + start - piece.start
         place = (start - first, end - first, tensor, offset)
-        yield Fragment(f"{piece.name}[{index}]", info.matrix_shape, *place, piece.columns, piece.copy)
+        yield Shard(f"{piece.name}[{index}]", info.matrix_shape, *place, piece.columns, piece.copy)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from rankwise.options.hints import shown
 from rankwise.options.validation import OptionError
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo
 from rankwise.sharding import Block
 
@@ -74,11 +74,11 @@ def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> Par
     return replace(info, name=key, shape=shape, fused=None, bias=None)
 
 
-def _fits(info: ParameterInfo, fused: Fused) -> bool:
+def _fits(info: ParameterInfo, fused: FusedShape) -> bool:
     return fused.length == info.shape[fused.dim]
 
 
-def _blocks(fused: Fused, split_heads: bool) -> tuple[Block, ...]:
+def _blocks(fused: FusedShape, split_heads: bool) -> tuple[Block, ...]:
     found, start, period = [], 0, fused.length // fused.groups
     by_columns = fused.dim == -1
     for (name, size), heads in zip(fused.parts, fused.heads or (0,) * len(fused.parts), strict=True):
@@ -94,7 +94,7 @@ def _blocks(fused: Fused, split_heads: bool) -> tuple[Block, ...]:
     return tuple(found) if len(found) > 1 else ()
 
 
-def _written(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> Fused:
+def _written(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> FusedShape:
     """What the option says of a weight: of its outputs."""
     dim = -1 if info.transposed else -2
     length = info.shape[dim]
@@ -102,7 +102,7 @@ def _written(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> Fuse
         if length % 3:
             rule = f"the {length} outputs of '{info.own_name}' must be three equal parts"
             _refuse(owner, pattern, layout, rule, 'write their sizes, e.g. {"q": 4096, "k": 1024, "v": 1024}')
-        return Fused(tuple((name, length // 3) for name in "qkv"), dim)
+        return FusedShape(tuple((name, length // 3) for name in "qkv"), dim)
     if isinstance(layout, Mapping):
         groups = layout.get("groups", 1)
         sizes = {name: size for name, size in layout.items() if name not in _RESERVED}
@@ -115,7 +115,7 @@ def _written(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> Fuse
         _refuse(owner, pattern, layout, rule, "count the rows of each part within one group")
     heads = (heads,) * len(sizes) if isinstance(heads, int) else tuple(heads)
     try:
-        return Fused(tuple(sizes.items()), dim, groups, heads)
+        return FusedShape(tuple(sizes.items()), dim, groups, heads)
     except ValueError as error:
         _refuse(owner, pattern, layout, str(error), "count the heads of each part within one group")
 

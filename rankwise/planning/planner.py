@@ -12,26 +12,26 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
-from rankwise.planning.assembling import UnitBuilder, device_and_dtype
-from rankwise.planning.declared import Declared
+from rankwise.planning.checkpoint_mismatch import refuse_strange
 from rankwise.planning.element_states import ElementStates
 from rankwise.planning.entries import cut_into_entries
+from rankwise.planning.group_values import GroupValues
 from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.misfits import refuse_strange
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.state_memory import Lendable, keepers_in
-from rankwise.planning.table import Groups, ParameterTable
-from rankwise.planning.unit import StepUnit, UnitKey
-from rankwise.planning.values import GroupValues
-from rankwise.planning.work import StepWork
+from rankwise.planning.step_costs import StepCosts
+from rankwise.planning.step_unit import StepUnit, UnitKey
+from rankwise.planning.unit_builder import UnitBuilder, device_and_dtype
 from rankwise.sharding import EvenCuts, LayoutError, MatrixTask, SlicedMatrix
-from rankwise.sharding.shards import PLAIN, Cut, cut_of
-from rankwise.sharding.sources import LayoutSource, TensorContents, WholeParameters
+from rankwise.sharding.dtensors import PLAIN, Cut, cut_of
+from rankwise.sharding.layout_source import LayoutSource, TensorContents, WholeParameters
 from rankwise.version import __version__
 
-__all__ = ["Form", "Planned", "Planner", "form_of"]
+__all__ = ["Planned", "Planner", "TensorForm", "form_of"]
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What a plan takes for granted of a tensor."""
 
     kind: type
@@ -41,10 +41,10 @@ class Form(NamedTuple):
     cut: Cut | None
 
 
-def form_of(tensor: Tensor) -> Form:
+def form_of(tensor: Tensor) -> TensorForm:
     """The present one."""
     cut = None if type(tensor) in PLAIN else cut_of(tensor)
-    return Form(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut)
+    return TensorForm(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut)
 
 
 class Planned(Protocol):
@@ -53,7 +53,7 @@ class Planned(Protocol):
     def plan(self, unit: StepUnit) -> None:
         """Plan a unit's own collectives; :meth:`Planner.choose_owners` for its matrices."""
 
-    def work(self, unit: StepUnit) -> StepWork:
+    def work(self, unit: StepUnit) -> StepCosts:
         """What a step of a planned unit costs."""
 
 
@@ -61,7 +61,7 @@ class Planner:
     """Plans a unit for every ``step()`` call of a round, and remembers owners.
 
     Args:
-        declared: The optimizer's options.
+        spec: The optimizer's options.
         table: Its parameters and their rules.
         values: Its options in words.
         matrix_states: Its matrix states.
@@ -76,15 +76,15 @@ class Planner:
 
     def __init__(
         self,
-        declared: Declared,
+        spec: OptimizerSpec,
         table: ParameterTable,
         values: GroupValues,
         matrix_states: MatrixStates,
         settle: Callable[[], None],
     ) -> None:
-        self._held = declared, table, values, matrix_states, settle
-        self._declared, self._table, self._values, self._matrix_states, self._settle = self._held
-        self._builder = UnitBuilder(declared, table, values)
+        self._held = spec, table, values, matrix_states, settle
+        self._spec, self._table, self._values, self._matrix_states, self._settle = self._held
+        self._builder = UnitBuilder(spec, table, values)
         self._attached: LayoutSource | None = None
         self.units: dict[UnitKey, StepUnit] = {}
         self.loads: list[float] = []
@@ -110,7 +110,7 @@ class Planner:
         if source.group is not self.source.group:
             if self._matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
                 raise RuntimeError(
-                    f"{self._declared.name}: the ranks have states of each other's matrices and cannot be other ranks "
+                    f"{self._spec.name}: the ranks have states of each other's matrices and cannot be other ranks "
                     "now; save the optimizer, and load it into a new one that is built on these"
                 )
             self.owner_of.clear()
@@ -168,7 +168,7 @@ class Planner:
         Args:
             groups: The optimizer's.
             tensor: In them.
-            group: Of the tensor.
+            group: Group of the tensor.
             dtype: In which a step computes: views of states depend on it, and nothing else.
         """
         content, table = self.source.contents(tensor), self._table
@@ -214,8 +214,8 @@ class Planner:
         Args:
             optimizer: Plans what is its own.
             groups: Its param groups.
-            tensors: Of the step.
-            positions: Of their groups at the time of the step.
+            tensors: Tensors of the step.
+            positions: Positions of their groups at the time of the step.
             planned_groups: Those groups by position; None: as the tensors' contents have it.
 
         Raises:
@@ -234,7 +234,7 @@ class Planner:
             optimizer.plan(unit)
             self._table.warn_of_nameless()
             initial = optimizer.work(unit).matrix_state
-            refuse_strange(self._declared.identity, unit, self._matrix_states.everything(), initial)
+            refuse_strange(self._spec.identity, unit, self._matrix_states.everything(), initial)
             return self._settings(unit)
 
         try:
@@ -288,13 +288,13 @@ class Planner:
 
         Args:
             unit: The unit.
-            tasks: Of its matrices.
+            tasks: Tasks of its matrices.
             slices: See :meth:`StepUnit.plan_exchange`.
             alone: Alike.
             lendable: Tells which states of the matrices others may keep for owners; None: no states.
         """
         if tasks:
-            comm_dtype = getattr(self._declared.options, "comm_dtype", None)
+            comm_dtype = getattr(self._spec.options, "comm_dtype", None)
             # The loads of ranks outside the unit would be unknown to its own.
             loads = unit.plan_exchange(
                 tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices, alone
@@ -337,18 +337,18 @@ class Planner:
 
     def _settings(self, unit: StepUnit) -> dict[str, str]:
         """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
-        declared, texts = self._declared, self._values.in_words(unit.planned_groups)
+        spec, texts = self._spec, self._values.in_words(unit.planned_groups)
         if unit.device.type == "cpu":
             # Copies of a weight on ranks that round differently would drift apart.
             texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
                 unit.kernels.__name__
             )
-        product, option = declared.product_type(unit.device, unit.dtype), declared.product_option
-        if product is not None and getattr(declared.options, option) == "auto":
+        product, option = spec.product_type(unit.device, unit.dtype), spec.product_option
+        if product is not None and getattr(spec.options, option) == "auto":
             name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
             texts[name] = str(product).removeprefix("torch.")
         # Another version may send something else at the same place.
-        return {"the version of rankwise": __version__, "the optimizer": declared.name, **texts}
+        return {"the version of rankwise": __version__, "the optimizer": spec.name, **texts}
 
 
 def _key_of(tensors: Sequence[Tensor], positions: Sequence[int]) -> UnitKey:

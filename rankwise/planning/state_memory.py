@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rankwise.kernels.narrow_runs import BLOCK, is_coded
-from rankwise.planning.table import ParameterTable
-from rankwise.planning.unit import StepUnit
+from rankwise.kernels.low_precision_runs import BLOCK, is_coded
+from rankwise.planning.parameter_table import ParameterTable
+from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import MatrixTask, keepers_of
 
 __all__ = ["Lendable", "element_states", "keepers_in"]
@@ -20,7 +20,7 @@ def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapp
     """What keys keep that are held alike.
 
     Args:
-        table: Of the parameters.
+        table: Table of the parameters.
         unit: Whose keys.
 
     Yields:
@@ -52,9 +52,9 @@ def keepers_in(
     """See :func:`rankwise.sharding.keepers_of`; beside matrices, ranks hold the states of elements.
 
     Args:
-        table: Of the parameters.
-        unit: Of the matrices.
-        tasks: Of one rank each.
+        table: Table of the parameters.
+        unit: Unit of the matrices.
+        tasks: Tasks of one rank each.
         lendable: Their states.
         owners: Theirs.
         given: Who keeps which state already.

@@ -49,8 +49,8 @@ class StepGroups:
         """Where a parameter's view is.
 
         Args:
-            position: Of its group.
-            scale: Of the parameter.
+            position: Position of its group.
+            scale: Scale of the parameter.
         """
         return position * len(self._distinct) + self._distinct.index(scale)
 

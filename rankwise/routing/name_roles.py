@@ -92,7 +92,7 @@ def is_router(module: str, shape: Sequence[int]) -> bool:
 
     Args:
         module: Its name, in lower case.
-        shape: Of its weight, (outputs, inputs).
+        shape: Shape of its weight, (outputs, inputs).
     """
     parts = module.split(".")
     if any(not _ROUTER_WORDS.isdisjoint(part.split("_")) for part in parts):

@@ -43,7 +43,7 @@ def refuse_unmatched(owner: str, patterns: Collection[str], names: Sequence[str]
     Args:
         owner: The optimizer, for the message.
         patterns: Those of an option.
-        names: Of all parameters there are.
+        names: Names of all parameters there are.
         key: The option.
 
     Raises:

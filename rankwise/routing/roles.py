@@ -9,20 +9,20 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_layers import fused_parts
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.name_roles import Role, is_head, is_router, role_by_name, unwrapped
-from rankwise.routing.recognised import fused_parts
 from rankwise.routing.weight_view import Surroundings
 
 __all__ = [
     "ParameterInfo",
     "Role",
     "Route",
-    "Rule",
     "RoutingPolicy",
+    "Rule",
     "annotate",
-    "attach_info",
     "assign_role",
+    "attach_info",
     "describe",
     "info_of",
     "route",
@@ -51,7 +51,7 @@ class ParameterInfo:
     role: Role = Role.UNKNOWN
     transposed: bool = False
     bias: str | None = None
-    fused: Fused | None = None
+    fused: FusedShape | None = None
 
     @property
     def own_name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, Role
 
 __all__ = ["parts_by_name", "transposed_by_name"]
@@ -38,7 +38,7 @@ def transposed_by_name(infos: Iterable[ParameterInfo]) -> list[str]:
     return [info.name for model in sorted(lying) for info in named[model]]
 
 
-def parts_by_name(info: ParameterInfo) -> Fused | None:
+def parts_by_name(info: ParameterInfo) -> FusedShape | None:
     """The logical matrices of GPT-2's ``c_attn`` and of ``torch.nn.MultiheadAttention``'s ``in_proj_weight``.
 
     As modules would tell them, so that a run in plain PyTorch does what one under an engine does, which sees the model.
@@ -57,4 +57,4 @@ def parts_by_name(info: ParameterInfo) -> Fused | None:
         names = "kv" if found["block"] == "crossattention" else "qkv"
     if not names or outputs != len(names) * inputs:
         return None
-    return Fused(tuple((name, inputs) for name in names), -1 if info.transposed else -2)
+    return FusedShape(tuple((name, inputs) for name in names), -1 if info.transposed else -2)

@@ -1,29 +1,24 @@
 """Partitioning of optimizer work and state over data-parallel ranks; knows no optimizer and no framework."""
 
 from .agreement import gather_together, together
+from .batch_messages import BatchPlan
 from .buffers import BatchBuffers, RankBuffers, batch_buffers
-from .even import EvenCuts, EvenLayout
+from .equal_slices import SlicedMatrix, find_slices, in_slices
+from .even_cuts import EvenCuts, EvenLayout
 from .exchange import Gather, MatrixExchange, Return
+from .fused_blocks import Block, cut_into_blocks, in_blocks
 from .halo import Halo, HaloExchange, ReadField
 from .indices import DeviceIndices
-from .inside import Block, cut_into_blocks, in_blocks
-from .layout import Fragment, Layout, LayoutError, Place
-from .lending import keepers_of
+from .layout import Layout, LayoutError, Shard, StridedRun
 from .local_groups import host_group, local_group
+from .message_format import WireFormat
 from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
-from .pieces import BatchPlan
-from .reduce import FragmentSums
-from .slices import SlicedMatrix, find_slices, in_slices
+from .parameter_sums import ShardSums
+from .state_keepers import keepers_of
 from .traffic import Traffic
 from .volume import BatchVolume, Flow, batch_volumes, halo_volume, matrix_volume, sums_volume
-from .wire import WireFormat
 
 __all__ = [
-    "host_group",
-    "local_group",
-    "RankBuffers",
-    "batch_buffers",
-    "batch_volumes",
     "BATCH_ELEMENTS",
     "Batch",
     "BatchBuffers",
@@ -34,30 +29,35 @@ __all__ = [
     "EvenCuts",
     "EvenLayout",
     "Flow",
-    "Fragment",
-    "FragmentSums",
     "Gather",
     "Halo",
     "HaloExchange",
-    "ReadField",
     "Layout",
     "LayoutError",
     "MatrixExchange",
     "MatrixPlan",
     "MatrixTask",
-    "Place",
+    "RankBuffers",
+    "ReadField",
     "Reply",
     "Return",
+    "Shard",
+    "ShardSums",
     "SlicedMatrix",
+    "StridedRun",
     "Traffic",
     "WireFormat",
+    "batch_buffers",
+    "batch_volumes",
     "cut_into_blocks",
     "find_slices",
     "gather_together",
     "halo_volume",
+    "host_group",
     "in_blocks",
     "in_slices",
     "keepers_of",
+    "local_group",
     "matrix_volume",
     "own_pieces",
     "plan_matrices",

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .batch_messages import BatchPlan, PackedRun, Side, plan_batch
 from .indices import DeviceIndices
 from .layout import Layout
+from .message_format import WireFormat
 from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply
-from .pieces import BatchPlan, Piece, Side, plan_batch
 from .traffic import Traffic
-from .wire import WireFormat
 
 __all__ = ["Gather", "MatrixExchange", "Return"]
 
@@ -61,8 +61,8 @@ def _separated(result: Tensor, values: int) -> list[Tensor]:
     return [part.reshape(-1) for part in result.chunk(values, dim=1)]
 
 
-def _fill(stack: Tensor, pieces: Sequence[Piece], values: Sequence[Tensor | None]) -> None:
-    """Write fragments into the flattened stack, zeros for those without values: two launches, however many they are."""
+def _fill(stack: Tensor, pieces: Sequence[PackedRun], values: Sequence[Tensor | None]) -> None:
+    """Write shards into the flattened stack, zeros for those without values: two launches, however many they are."""
     pairs: list[tuple[Tensor, Tensor]] = []
     empty: list[Tensor] = []
     for piece, value in zip(pieces, values, strict=True):
@@ -89,7 +89,7 @@ def _times(factor: int, counts: Sequence[int]) -> list[int]:
 
 
 class MatrixExchange:
-    """Moves matrices to their owners and results back to the holders, whatever the fragments' layout.
+    """Moves matrices to their owners and results back to the holders, whatever the shards' layout.
 
     A matrix is gathered from one copy where ranks hold several (the owner's own if it has one), and its result goes to
     all of them. Per batch there are at most two collectives: pieces to the owners, results back. A batch in which every
@@ -97,9 +97,9 @@ class MatrixExchange:
 
     Attributes:
         batches: To be gathered and returned, in this order on every rank.
-        in_place: Of matrices that this rank alone has, each part in one run, a matrix a batch; nothing of them travels,
+        in_place: Matrices that this rank alone has, each part in one run, a matrix a batch; nothing of them travels,
             and no other rank waits for them. Empty unless matrices are computed one by one.
-        in_place_fragments: Their local fragments.
+        in_place_shards: Their local shards.
         dtype: Type of gathered matrices and of results.
         wire: How they are written in messages.
         device: Where they lie.
@@ -124,7 +124,7 @@ class MatrixExchange:
         Args:
             layout: The common layout.
             plan: Owners and batches; must be the same on every rank.
-            device: Where fragments live.
+            device: Where shards live.
             dtype: Type of gathered matrices and of results.
             wire: How they are written in messages. None: in ``dtype``, so that messages round nothing. Otherwise what
                 crosses ranks is rounded, once on the way to the owner and once on the way back.
@@ -137,7 +137,7 @@ class MatrixExchange:
         self._zeros = torch.zeros(self.wire.block - 1, dtype=self.wire.joined, device=device)
         self.one_by_one = device.type in self.one_by_one_on if one_by_one is None else one_by_one
         self.indices = DeviceIndices(device)
-        index_of = {fragment: index for index, fragment in enumerate(layout.mine)}
+        index_of = {shard: index for index, shard in enumerate(layout.mine)}
         self._plans = [
             plan_batch(layout, plan.owners, number, batch, index_of, device, self.wire.block)
             for number, batch in enumerate(() if layout.imagined else self._computed_batches())
@@ -146,7 +146,7 @@ class MatrixExchange:
         here = [self.one_by_one and self._lies_in_place(plan.batch) for plan in self._plans]
         self.batches = [plan for plan, lies_here in zip(self._plans, here, strict=True) if not lies_here]
         self.in_place = [plan for plan, lies_here in zip(self._plans, here, strict=True) if lies_here and plan.owned]
-        self.in_place_fragments = frozenset(piece.fragment for plan in self.in_place for piece in plan.local)
+        self.in_place_shards = frozenset(piece.shard for plan in self.in_place for piece in plan.local)
 
     def _computed_batches(self) -> Iterator[Batch]:
         for batch in self.plan.batches:
@@ -174,7 +174,7 @@ class MatrixExchange:
         """Whether it is one matrix that its owner alone has, every part in one run; the answer of every rank."""
         if len(batch.tasks) != 1 or batch.partners or not self._lies_whole(batch.tasks[0]):
             return False
-        runs = (fragments for part in batch.tasks[0].parts for fragments in self.layout.holders[part].values())
+        runs = (shards for part in batch.tasks[0].parts for shards in self.layout.holders[part].values())
         return all(len(parts) == 1 and parts[0].is_whole and parts[0].spread is None for parts in runs)
 
     @property
@@ -199,8 +199,8 @@ class MatrixExchange:
         Args:
             plan: One of :attr:`batches` or :attr:`in_place`.
             missing: Parameters without values on any rank, which is known to all: zeros travel in their place.
-            sources: Per local fragment, its values as the fragment is stored, which stay as they are until the batch
-                has been gathered. None for fragments no task uses, and, where every rank has whole copies, for
+            sources: Per local shard, its values as the shard is stored, which stay as they are until the batch
+                has been gathered. None for shards no task uses, and, where every rank has whole copies, for
                 parameters without a gradient: a task none of whose parts has one is left out of the step, a part
                 without one counts as zero. It must then be None on all ranks.
 
@@ -208,29 +208,29 @@ class MatrixExchange:
             RuntimeError: A source is None that another rank waits for.
         """
         if self._is_in_place(plan, sources):
-            source = sources[plan.local[0].fragment]
+            source = sources[plan.local[0].shard]
             assert source is not None
             return Gather(source.view(1, -1), None, is_source=True)
         stack = torch.empty(len(plan.owned), plan.length, dtype=self.dtype, device=self.device)
         flat = stack.view(-1)
-        _fill(flat, plan.local, [sources[piece.fragment] for piece in plan.local])
+        _fill(flat, plan.local, [sources[piece.shard] for piece in plan.local])
         if not plan.gathers:
             return Gather(stack, None)
         leaving = [[self._present(sources, piece, missing)] for piece in plan.outgoing.pieces]
         return Gather(stack, self._send(self.wire, leaving, plan.outgoing, plan.incoming))
 
     def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
-        """Whether the stack would be a copy of one fragment, and may be that fragment."""
+        """Whether the stack would be a copy of one shard, and may be that shard."""
         if not self.one_by_one or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
             return False
-        source = sources[plan.local[0].fragment]
+        source = sources[plan.local[0].shard]
         if source is None or source.dim() > 1:
             return False
         return source.numel() == plan.length and source.dtype == self.dtype
 
-    def _present(self, sources: Sequence[Tensor | None], piece: Piece, missing: frozenset[str]) -> Tensor:
-        source = sources[piece.fragment]
-        if source is None and self.layout.mine[piece.fragment].key in missing:
+    def _present(self, sources: Sequence[Tensor | None], piece: PackedRun, missing: frozenset[str]) -> Tensor:
+        source = sources[piece.shard]
+        if source is None and self.layout.mine[piece.shard].key in missing:
             return torch.zeros(piece.numel, dtype=self.dtype, device=self.device)
         if source is None:
             raise RuntimeError(
@@ -259,7 +259,7 @@ class MatrixExchange:
         """
         if missing:
             return tuple(row for row, task in enumerate(plan.owned) if not missing.issuperset(task.parts))
-        live = {piece.row for piece in plan.local if sources[piece.fragment] is not None} | set(plan.incoming.rows)
+        live = {piece.row for piece in plan.local if sources[piece.shard] is not None} | set(plan.incoming.rows)
         return tuple(sorted(live))
 
     def start_return(self, plan: BatchPlan, result: Tensor, reply: Reply) -> Return:
@@ -298,15 +298,15 @@ class MatrixExchange:
             sources: As they were gathered.
 
         Returns:
-            For each local fragment of the batch's tasks that has a source, what ``reply`` says of the result.
+            For each local shard of the batch's tasks that has a source, what ``reply`` says of the result.
         """
         plan, result, reply = returning.plan, returning.result, returning.reply
         found: list[tuple[int, Tensor]] = []
         flats = _separated(result, reply.values) if reply.whole is None else []
         for piece in plan.local:
-            if sources[piece.fragment] is not None:
+            if sources[piece.shard] is not None:
                 own = [piece.read(flat) for flat in flats] or [result[piece.row]]
-                found.append((piece.fragment, own[0] if len(own) == 1 else torch.cat(own)))
+                found.append((piece.shard, own[0] if len(own) == 1 else torch.cat(own)))
         if returning.message is not None:
             received = returning.message.wait().to(self.dtype)
             if reply.whole is None and reply.values == 1:
@@ -317,7 +317,7 @@ class MatrixExchange:
                 payloads = received.split(reply.whole)
                 arrived = tuple(payloads[row] for row in plan.results_in.row_of)
             pieces = zip(plan.results_in.pieces, arrived, strict=True)
-            found += [(piece.fragment, values) for piece, values in pieces if sources[piece.fragment] is not None]
+            found += [(piece.shard, values) for piece, values in pieces if sources[piece.shard] is not None]
         return found
 
     # --- messages -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The elements on either side of every fragment, for updates that couple neighbours in a chain."""
+"""The elements on either side of every shard, for updates that couple neighbours in a chain."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Fragment, Layout
+from .layout import Layout, Shard
 from .traffic import Traffic
 
 __all__ = ["Halo", "HaloExchange", "ReadField"]
 
 
 class Halo(NamedTuple):
-    """The neighbours of one fragment; elements beyond the ends of the chain are zero.
+    """The neighbours of one shard; elements beyond the ends of the chain are zero.
 
     Attributes:
-        left: (width,) elements before the fragment's first.
+        left: (width,) elements before the shard's first.
         right: (width,) elements after its last.
-        rows: (rows, 2, width) elements left and right of every row the fragment touches, where it lies in a block of
+        rows: (rows, 2, width) elements left and right of every row the shard touches, where it lies in a block of
             columns whose rows go on elsewhere; None otherwise.
     """
 
@@ -34,52 +34,52 @@ class Halo(NamedTuple):
 
 @dataclass(frozen=True)
 class _Member:
-    """A fragment of a chain with its holder."""
+    """A shard of a chain with its holder."""
 
     rank: int
-    fragment: Fragment
+    shard: Shard
 
     @property
     def first(self) -> int:
-        """First element of the parameter at or after which the fragment's lie."""
-        return self.fragment.places[0].offset
+        """First element of the parameter at or after which the shard's lie."""
+        return self.shard.places[0].offset
 
     @property
     def last(self) -> int:
-        place = self.fragment.places[-1]
+        place = self.shard.places[-1]
         return place.offset + (place.rows - 1) * place.stride + place.width
 
     def positions(self, elements: Tensor) -> Tensor:
-        """Where elements of the parameter lie in the fragment; outside [0, numel) if they do not."""
-        fragment = self.fragment
-        if fragment.columns is None:
-            return elements - fragment.start
-        left, right = fragment.columns
-        rows = elements.div(fragment.shape[-1], rounding_mode="floor")
-        columns = elements - rows * fragment.shape[-1]
-        found = rows * (right - left) + columns - left - fragment.start
+        """Where elements of the parameter lie in the shard; outside [0, numel) if they do not."""
+        shard = self.shard
+        if shard.columns is None:
+            return elements - shard.start
+        left, right = shard.columns
+        rows = elements.div(shard.shape[-1], rounding_mode="floor")
+        columns = elements - rows * shard.shape[-1]
+        found = rows * (right - left) + columns - left - shard.start
         return torch.where((columns >= left) & (columns < right), found, -1)
 
 
 ReadField = Callable[[Sequence[tuple[int, slice]]], Sequence[Tensor]]
-"""Gives parts of a field, 1-D, each of a local fragment by its number."""
+"""Gives parts of a field, 1-D, each of a local shard by its number."""
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Elements of one fragment that fill ``slots`` of another's halo: those ``source`` of a part of it."""
+    """Elements of one shard that fill ``slots`` of another's halo: those ``source`` of a part of it."""
 
     holder: int
     wanted_by: int
-    held: Fragment
-    wanting: Fragment
+    held: Shard
+    wanting: Shard
     part: slice
     source: Tensor
     slots: Tensor
 
 
 class HaloExchange:
-    """Fetches the ``width`` elements on either side of every fragment from the ranks that hold them.
+    """Fetches the ``width`` elements on either side of every shard from the ranks that hold them.
 
     One all-to-all of a few values per border, whatever the number of fields; nothing at all when no selected
     parameter straddles ranks. Elements beyond the parameter's ends are zero. A halo may span several ranks.
@@ -103,10 +103,10 @@ class HaloExchange:
         Args:
             layout: The common layout.
             width: Elements needed on each side.
-            keys: Parameters whose chains cross fragment borders; the others get zero halos.
+            keys: Parameters whose chains cross shard borders; the others get zero halos.
             device: Where the fields live.
             dtype: Their type, also on the wire.
-            by_row: Chains end with the rows: elements of other rows than the fragment's own are not fetched.
+            by_row: Chains end with the rows: elements of other rows than the shard's own are not fetched.
         """
         self.layout = layout
         self.traffic = Traffic()
@@ -122,8 +122,8 @@ class HaloExchange:
         self._receive = [
             [p for p in transfers if p.wanted_by == me and p.holder == rank != me] for rank in range(world)
         ]
-        self._index = {fragment: index for index, fragment in enumerate(layout.mine)}
-        self._rows = [_rows(fragment) for fragment in layout.mine]
+        self._index = {shard: index for index, shard in enumerate(layout.mine)}
+        self._rows = [_rows(shard) for shard in layout.mine]
         sizes = [2 * width * (1 + rows) for rows in self._rows]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         self._size = sum(sizes)
@@ -136,7 +136,7 @@ class HaloExchange:
         """Exchange the halos of several fields at once.
 
         Args:
-            fields: Each gives parts of itself on local fragments, which are numbered as in ``layout.mine``.
+            fields: Each gives parts of itself on local shards, which are numbered as in ``layout.mine``.
 
         Returns:
             ``halos[f][i]``, zero where nothing is to be fetched.
@@ -190,60 +190,60 @@ class HaloExchange:
         found: list[_Transfer] = []
         for key in keys:
             for copy in self.layout.copies.get(key, {}).values():
-                members = sorted((_Member(rank, fragment) for rank, fragment in copy), key=lambda member: member.first)
+                members = sorted((_Member(rank, shard) for rank, shard in copy), key=lambda member: member.first)
                 for index in range(len(members)):
                     found.extend(self._fetch(index, members))
         return found
 
     def _fetch(self, index: int, members: Sequence[_Member]) -> list[_Transfer]:
-        """Where each neighbour of a fragment comes from."""
+        """Where each neighbour of a shard comes from."""
         member = members[index]
-        elements, slots = self._neighbours(member.fragment)
+        elements, slots = self._neighbours(member.shard)
         if len(members) == 1 or not len(elements):
             return []
         found = []
         for other in _around(index, members, int(elements.min()), int(elements.max())):
             positions = other.positions(elements)
-            held = (positions >= 0) & (positions < other.fragment.numel)
+            held = (positions >= 0) & (positions < other.shard.numel)
             if held.any():
                 first, last = int(positions[held].min()), int(positions[held].max())
                 source, filled = (positions[held] - first).to(self._device), slots[held].to(self._device)
                 part, ranks = slice(first, last + 1), (other.rank, member.rank)
-                found.append(_Transfer(*ranks, other.fragment, member.fragment, part, source, filled))
+                found.append(_Transfer(*ranks, other.shard, member.shard, part, source, filled))
         return found
 
-    def _neighbours(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
-        """Elements of the parameter beside a fragment, and their slots in its halo."""
-        width, length = self.width, fragment.row_length
+    def _neighbours(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        """Elements of the parameter beside a shard, and their slots in its halo."""
+        width, length = self.width, shard.row_length
         reach = torch.arange(width)
-        end = fragment.end
-        # Within the fragment's own block: before its first and after its last element.
-        inside = torch.cat([fragment.start - width + reach, end + reach])
-        limits = (0, fragment.block_numel)
-        if len(fragment.shape) > 1 and (self.by_row or fragment.columns is not None):
-            limits = (fragment.start - fragment.start % length, -(-end // length) * length)
+        end = shard.end
+        # Within the shard's own block: before its first and after its last element.
+        inside = torch.cat([shard.start - width + reach, end + reach])
+        limits = (0, shard.block_numel)
+        if len(shard.shape) > 1 and (self.by_row or shard.columns is not None):
+            limits = (shard.start - shard.start % length, -(-end // length) * length)
         slots = torch.arange(2 * width)
         valid = (inside >= limits[0]) & (inside < limits[1])
-        elements, slots = _in_parameter(fragment, inside[valid]), slots[valid]
-        rows = _rows(fragment)
-        if not rows or fragment.columns is None:
+        elements, slots = _in_parameter(shard, inside[valid]), slots[valid]
+        rows = _rows(shard)
+        if not rows or shard.columns is None:
             return elements, slots
         # Beside the block: left and right of every row.
-        total, (left, right) = fragment.shape[-1], fragment.columns
-        first = (fragment.start // length + torch.arange(rows)).unsqueeze(1) * total
+        total, (left, right) = shard.shape[-1], shard.columns
+        first = (shard.start // length + torch.arange(rows)).unsqueeze(1) * total
         beside = torch.cat([first + left - width + reach, first + right + reach], dim=1)
-        low, high = (first, first + total) if self.by_row else (0, prod(fragment.shape))
+        low, high = (first, first + total) if self.by_row else (0, prod(shard.shape))
         valid = (beside >= low) & (beside < high)
         strips = 2 * width + torch.arange(rows * 2 * width).view(rows, 2 * width)
         return torch.cat([elements, beside[valid]]), torch.cat([slots, strips[valid]])
 
 
 def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -> Iterator[_Member]:
-    """The fragments of a chain that may hold some of the elements from ``lowest`` to ``highest``.
+    """The shards of a chain that may hold some of the elements from ``lowest`` to ``highest``.
 
-    In a block of few columns the fragment itself is one: beside its rows lie its own elements of the rows around them.
+    In a block of few columns the shard itself is one: beside its rows lie its own elements of the rows around them.
     """
-    if any(member.fragment.columns is not None for member in members):
+    if any(member.shard.columns is not None for member in members):
         yield from (member for member in members if member.last > lowest)
         return
     before, after = index - 1, index + 1
@@ -255,18 +255,18 @@ def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -
         after += 1
 
 
-def _rows(fragment: Fragment) -> int:
-    """How many rows of a block of columns a fragment touches; 0 if its rows are whole."""
-    if fragment.columns is None:
+def _rows(shard: Shard) -> int:
+    """How many rows of a block of columns a shard touches; 0 if its rows are whole."""
+    if shard.columns is None:
         return 0
-    length = fragment.row_length
-    return -(-fragment.end // length) - fragment.start // length
+    length = shard.row_length
+    return -(-shard.end // length) - shard.start // length
 
 
-def _in_parameter(fragment: Fragment, elements: Tensor) -> Tensor:
-    """Elements of a fragment's block as elements of the parameter."""
-    if fragment.columns is None:
+def _in_parameter(shard: Shard, elements: Tensor) -> Tensor:
+    """Elements of a shard's block as elements of the parameter."""
+    if shard.columns is None:
         return elements
-    length = fragment.row_length
+    length = shard.row_length
     rows = elements.div(length, rounding_mode="floor")
-    return rows * fragment.shape[-1] + fragment.columns[0] + elements - rows * length
+    return rows * shard.shape[-1] + shard.columns[0] + elements - rows * length

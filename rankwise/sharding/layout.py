@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .agreement import gather_together
 
-__all__ = ["Fragment", "Layout", "LayoutError", "Place"]
+__all__ = ["Layout", "LayoutError", "Shard", "StridedRun"]
 
 
 class LayoutError(RuntimeError):
-    """The fragments a framework reported do not tile their parameters."""
+    """The shards a framework reported do not tile their parameters."""
 
 
-class Place(NamedTuple):
+class StridedRun(NamedTuple):
     """``rows`` runs of ``width`` consecutive elements, ``stride`` apart, from ``offset`` of a flattened tensor."""
 
     offset: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fragment:
+class Shard:
     """A contiguous run of one parameter inside one of the tensors the optimizer was handed.
 
     Attributes:
@@ -84,10 +84,10 @@ class Fragment:
         return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[StridedRun, ...]:
         """Where the run lies in the row-major flattened parameter: one place, or up to three in a block of columns."""
         if self.columns is None:
-            return (Place(self.start, 1, self.numel, self.numel),)
+            return (StridedRun(self.start, 1, self.numel, self.numel),)
         length, width, left = self.shape[-1], self.row_length, self.columns[0]
         found = []
         position = self.start
@@ -95,17 +95,17 @@ class Fragment:
             row, column = divmod(position, width)
             whole = (self.end - position) // width if column == 0 else 0
             rows, part = (whole, width) if whole else (1, min(width - column, self.end - position))
-            found.append(Place(row * length + left + column, rows, length, part))
+            found.append(StridedRun(row * length + left + column, rows, length, part))
             position += rows * part
         return tuple(found)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Every rank's fragments of the parameters that one ``step()`` call works on.
+    """Every rank's shards of the parameters that one ``step()`` call works on.
 
     Attributes:
-        ranks: ``ranks[r]`` lists the fragments of data-parallel rank ``r``; the same on every rank.
+        ranks: ``ranks[r]`` lists the shards of data-parallel rank ``r``; the same on every rank.
         rank: This process's position in ``group``.
         group: The data-parallel process group, or None for a single process.
         replicated: Every rank holds every parameter whole (stage 0, DDP). Sums and halos then need no
@@ -113,7 +113,7 @@ class Layout:
         imagined: No rank of it exists: what would be sent is counted, and no message is prepared.
     """
 
-    ranks: tuple[tuple[Fragment, ...], ...]
+    ranks: tuple[tuple[Shard, ...], ...]
     rank: int = 0
     group: dist.ProcessGroup | None = None
     replicated: bool = False
@@ -126,29 +126,29 @@ class Layout:
         self._check_tiling()
 
     @classmethod
-    def single(cls, fragments: Iterable[Fragment]) -> Layout:
+    def single(cls, shards: Iterable[Shard]) -> Layout:
         """The layout of a lone process."""
-        return cls(ranks=(tuple(fragments),))
+        return cls(ranks=(tuple(shards),))
 
     @classmethod
     def share(
         cls,
-        fragments: Sequence[Fragment] | Callable[[], Sequence[Fragment]],
+        shards: Sequence[Shard] | Callable[[], Sequence[Shard]],
         group: dist.ProcessGroup | None,
         replicated: bool = False,
     ) -> Layout:
-        """Exchange fragment lists once over ``group`` and build the common layout.
+        """Exchange shard lists once over ``group`` and build the common layout.
 
         Args:
-            fragments: This rank's fragments, possibly none; or what finds them, and may fail on some ranks.
+            shards: This rank's shards, possibly none; or what finds them, and may fail on some ranks.
             group: Data-parallel process group; None or a group of one stays local.
             replicated: See the class.
 
         Raises:
-            LayoutError: The fragments of some parameter overlap or leave a gap.
-            Exception: ``fragments`` raised it on some rank; on every rank.
+            LayoutError: The shards of some parameter overlap or leave a gap.
+            Exception: ``shards`` raised it on some rank; on every rank.
         """
-        everyone = gather_together(lambda: tuple(fragments() if callable(fragments) else fragments), group)
+        everyone = gather_together(lambda: tuple(shards() if callable(shards) else shards), group)
         if len(everyone) == 1:
             return cls.single(everyone[0])
         return cls(ranks=tuple(everyone), rank=dist.get_rank(group), group=group, replicated=replicated)
@@ -164,32 +164,32 @@ class Layout:
         return len(self.ranks) == (dist.get_world_size() if dist.is_initialized() else 1)
 
     @property
-    def mine(self) -> tuple[Fragment, ...]:
-        """The fragments of this rank, in the order every per-fragment list follows."""
+    def mine(self) -> tuple[Shard, ...]:
+        """The shards of this rank, in the order every per-shard list follows."""
         return self.ranks[self.rank]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape by key, over all ranks, in sorted key order: the same dictionary on every rank."""
-        found = {fragment.key: fragment.shape for fragments in self.ranks for fragment in fragments}
+        found = {shard.key: shard.shape for shards in self.ranks for shard in shards}
         return {key: found[key] for key in sorted(found)}
 
     @cached_property
-    def holders(self) -> dict[str, dict[int, tuple[Fragment, ...]]]:
-        """For each key, the ranks that hold part of it and their fragments."""
-        found: dict[str, dict[int, tuple[Fragment, ...]]] = {key: {} for key in self.shapes}
-        for rank, fragments in enumerate(self.ranks):
-            for fragment in fragments:
-                found[fragment.key][rank] = (*found[fragment.key].get(rank, ()), fragment)
+    def holders(self) -> dict[str, dict[int, tuple[Shard, ...]]]:
+        """For each key, the ranks that hold part of it and their shards."""
+        found: dict[str, dict[int, tuple[Shard, ...]]] = {key: {} for key in self.shapes}
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                found[shard.key][rank] = (*found[shard.key].get(rank, ()), shard)
         return found
 
     @cached_property
-    def copies(self) -> dict[str, dict[int, tuple[tuple[int, Fragment], ...]]]:
-        """For each key and copy, its fragments with the ranks that hold them, in order of rank."""
-        found: dict[str, dict[int, list[tuple[int, Fragment]]]] = {key: {} for key in self.shapes}
-        for rank, fragments in enumerate(self.ranks):
-            for fragment in fragments:
-                found[fragment.key].setdefault(fragment.copy, []).append((rank, fragment))
+    def copies(self) -> dict[str, dict[int, tuple[tuple[int, Shard], ...]]]:
+        """For each key and copy, its shards with the ranks that hold them, in order of rank."""
+        found: dict[str, dict[int, list[tuple[int, Shard]]]] = {key: {} for key in self.shapes}
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                found[shard.key].setdefault(shard.copy, []).append((rank, shard))
         return {
             key: {copy: tuple(members) for copy, members in sorted(copies.items())} for key, copies in found.items()
         }
@@ -201,8 +201,8 @@ class Layout:
     def gathered(self, key: str, owner: int) -> Mapping[int, int]:
         """How many elements of a key each rank has of the copy that is gathered by ``owner``."""
         found: dict[int, int] = {}
-        for holder, fragment in self.nearest_copy(key, owner):
-            found[holder] = found.get(holder, 0) + fragment.numel
+        for holder, shard in self.nearest_copy(key, owner):
+            found[holder] = found.get(holder, 0) + shard.numel
         return found
 
     def first_copy(self, key: str) -> int:
@@ -214,7 +214,7 @@ class Layout:
         """Whether every rank holds something."""
         return all(self.ranks)
 
-    def nearest_copy(self, key: str, rank: int) -> tuple[tuple[int, Fragment], ...]:
+    def nearest_copy(self, key: str, rank: int) -> tuple[tuple[int, Shard], ...]:
         """The copy of a parameter of which ``rank`` holds a part, else the first."""
         copies = self.copies[key]
         for members in copies.values():
@@ -233,15 +233,15 @@ class Layout:
 
     def _check_tiling(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
-        runs: dict[tuple[str, int], list[Fragment]] = {}
-        for rank, fragments in enumerate(self.ranks):
-            for fragment in fragments:
-                if shapes.setdefault(fragment.key, fragment.shape) != fragment.shape:
+        runs: dict[tuple[str, int], list[Shard]] = {}
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                if shapes.setdefault(shard.key, shard.shape) != shard.shape:
                     raise LayoutError(
-                        f"'{fragment.key}' has shape {fragment.shape} on rank {rank} and {shapes[fragment.key]} on an "
+                        f"'{shard.key}' has shape {shard.shape} on rank {rank} and {shapes[shard.key]} on an "
                         "earlier one; all data-parallel ranks must hold the same model."
                     )
-                runs.setdefault((fragment.key, fragment.copy), []).append(fragment)
+                runs.setdefault((shard.key, shard.copy), []).append(shard)
         if self.replicated:
             missing = sorted({key for key in shapes for copy in range(len(self.ranks)) if (key, copy) not in runs})
             if missing:
@@ -253,16 +253,16 @@ class Layout:
             _check_blocks(key, shapes[key], pieces)
 
 
-def _check_blocks(key: str, shape: tuple[int, ...], pieces: Sequence[Fragment]) -> None:
+def _check_blocks(key: str, shape: tuple[int, ...], pieces: Sequence[Shard]) -> None:
     """Make sure that blocks of columns tile a parameter, and runs each block."""
     whole = (0, shape[-1] if shape else 1)
-    blocks: dict[tuple[int, int], list[Fragment]] = {}
+    blocks: dict[tuple[int, int], list[Shard]] = {}
     for piece in pieces:
         blocks.setdefault(piece.columns or whole, []).append(piece)
     _check_runs(f"the column blocks of '{key}'", sorted(blocks), whole[1], shape)
     for members in blocks.values():
         runs = sorted((piece.start, piece.end) for piece in members)
-        _check_runs(f"the fragments of '{key}'", runs, members[0].block_numel, shape)
+        _check_runs(f"the shards of '{key}'", runs, members[0].block_numel, shape)
 
 
 def _check_runs(what: str, runs: Sequence[tuple[int, int]], size: int, shape: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     the new group connects by itself when it is first used.
 
     Args:
-        ranks: Of the default group.
+        ranks: Ranks of the default group.
         options: Others of :func:`torch.distributed.new_group`.
     """
     world = _world()

@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Any
 
+from .equal_slices import SlicedMatrix
 from .layout import Layout
-from .slices import SlicedMatrix
 
 __all__ = ["Batch", "MatrixPlan", "MatrixTask", "Reply", "added", "assign_owners", "own_pieces", "plan_matrices"]
 
@@ -46,7 +46,7 @@ class Batch:
     """Tasks of one signature that travel and are computed together.
 
     Attributes:
-        signature: Of every task.
+        signature: Signature of every task.
         tasks: The matrices.
         partners: Where the tasks are slices, the ranks that own them. Each has as many slices of every matrix, matrix
             by matrix in one order.

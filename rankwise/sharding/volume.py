@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from .layout import Fragment, Layout
+from .layout import Layout, Shard
+from .message_format import WireFormat
 from .owner_plan import Batch, MatrixPlan, Reply, added, own_pieces
 from .traffic import Traffic
-from .wire import WireFormat
 
 __all__ = ["BatchVolume", "Flow", "batch_volumes", "halo_volume", "matrix_volume", "sums_volume"]
 
@@ -113,11 +113,11 @@ def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]
 def halo_volume(
     layout: Layout, keys: Collection[str], width: int, fields: int, itemsize: int, by_row: bool
 ) -> list[Traffic]:
-    """What each rank sends so that every fragment sees ``width`` neighbours on either side.
+    """What each rank sends so that every shard sees ``width`` neighbours on either side.
 
     Args:
         layout: The common layout.
-        keys: Parameters whose chains cross fragment borders.
+        keys: Parameters whose chains cross shard borders.
         width: Neighbours on each side.
         fields: How many values of each neighbour are fetched.
         itemsize: Bytes of one value.
@@ -140,48 +140,46 @@ def halo_volume(
     return [Traffic(int(any(sent)), size) for size in sent]
 
 
-def _fetched(
-    members: Sequence[tuple[int, Fragment]], numbers: Mapping[int, int], width: int, by_row: bool
-) -> list[int]:
+def _fetched(members: Sequence[tuple[int, Shard]], numbers: Mapping[int, int], width: int, by_row: bool) -> list[int]:
     """How many elements others fetch from each rank of one copy of a parameter."""
     runs = sorted(
         (place.offset + row * place.stride, place.offset + row * place.stride + place.width, numbers[holder])
-        for holder, fragment in members
-        for place in fragment.places
+        for holder, shard in members
+        for place in shard.places
         for row in range(place.rows)
     )
     starts = [first for first, _, _ in runs]
     counts = [0] * len(numbers)
-    for rank, fragment in members:
-        for element in _neighbours(fragment, width, by_row):
+    for rank, shard in members:
+        for element in _neighbours(shard, width, by_row):
             holder = runs[bisect_right(starts, element) - 1][2]
             if holder != numbers[rank]:
                 counts[holder] += 1
     return counts
 
 
-def _neighbours(fragment: Fragment, width: int, by_row: bool) -> Iterator[int]:
-    """Elements of the parameter, not of the fragment, that its chains reach."""
-    total = prod(fragment.shape)
-    row_length = fragment.shape[-1] if fragment.shape else 1
+def _neighbours(shard: Shard, width: int, by_row: bool) -> Iterator[int]:
+    """Elements of the parameter, not of the shard, that its chains reach."""
+    total = prod(shard.shape)
+    row_length = shard.shape[-1] if shard.shape else 1
     held = {
         place.offset + row * place.stride + column
-        for place in fragment.places
+        for place in shard.places
         for row in range(place.rows)
         for column in (*range(min(width, place.width)), *range(max(place.width - width, 0), place.width))
     }
     wanted: set[int] = set()
     for element in held:
         low, high = 0, total
-        if by_row and len(fragment.shape) > 1:
+        if by_row and len(shard.shape) > 1:
             low = element - element % row_length
             high = low + row_length
         wanted.update(range(max(element - width, low), min(element + width + 1, high)))
-    return (element for element in wanted if not _contains(fragment, element))
+    return (element for element in wanted if not _contains(shard, element))
 
 
-def _contains(fragment: Fragment, element: int) -> bool:
-    for place in fragment.places:
+def _contains(shard: Shard, element: int) -> bool:
+    for place in shard.places:
         row, column = divmod(element - place.offset, place.stride)
         if 0 <= row < place.rows and column < place.width:
             return True

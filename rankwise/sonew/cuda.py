@@ -25,7 +25,7 @@ from rankwise.kernels.triton.steps import number_of, step_scale  # noqa: F401  a
 from rankwise.sonew.cuda_source import kernel_source, padding, shape_of
 from rankwise.updates.adamw import Step, bias_corrections
 
-__all__ = ["ChainRun", "GRAFTS", "MAX_BAND", "sonew_directions"]
+__all__ = ["GRAFTS", "MAX_BAND", "ChainRun", "sonew_directions"]
 
 GRAFTS = ("adam", "adam_official", "sgd", "momentum", "none")
 """Grafts whose direction needs no norm beforehand; "rmsprop" does."""

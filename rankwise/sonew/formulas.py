@@ -50,7 +50,7 @@ def statistics(
     The averages start at zero and are not bias-corrected. Source: arXiv 2311.10085, with the sum
     over steps replaced by an average as in the published code.
 
-    A fragment ``[lo, hi)`` of a chain needs the gradients of the next ``b`` elements, ``[hi, hi + b)``, for its edges.
+    A shard ``[lo, hi)`` of a chain needs the gradients of the next ``b`` elements, ``[hi, hi + b)``, for its edges.
 
     Args:
         grad: gradient ``g``, (..., n).
@@ -97,7 +97,7 @@ def direction(
     ``b = 0`` gives ``u = m / (d + eps)``. Source: arXiv 2311.10085; the factors of ``X`` are those of
     :func:`rankwise.sonew.banded.banded_factors`.
 
-    ``u_i`` depends on the elements ``i - b .. i + b`` only, so a fragment with ``b`` more elements on either side gets
+    ``u_i`` depends on the elements ``i - b .. i + b`` only, so a shard with ``b`` more elements on either side gets
     the unsharded result, whatever lies farther away. Where ``H_ii`` is 0 (``eps = 0``, no gradient yet) ``u_i`` is 0.
 
     The averages need not be bias-corrected first: with ``c_1 = 1 - beta1^t``, ``c_2 = 1 - beta2^t`` the direction of

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.unit import AT_ONCE, Bucket, StepUnit, portions, spans
-from rankwise.planning.work import TABLE_BYTES, ScratchMemory, StepWork
+from rankwise.planning.step_costs import TABLE_BYTES, ScratchMemory, StepCosts
+from rankwise.planning.step_unit import AT_ONCE, Bucket, StepUnit, portions, spans
 from rankwise.sharding import Halo, HaloExchange
 from rankwise.sonew import formulas as updates
 from rankwise.sonew.blocked import Margins, Run
 from rankwise.sonew.cuda_source import scratch_of
-from rankwise.sonew.declared import SONewDeclared
-from rankwise.sonew.forms import directions_for
+from rankwise.sonew.dispatch import directions_for
+from rankwise.sonew.halo_fields import parts_of
 from rankwise.sonew.options import SONewOptions
-from rankwise.sonew.parts import parts_of
+from rankwise.sonew.spec import SONewSpec
 from rankwise.sonew.windows import windowed_directions
 from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
@@ -31,7 +31,7 @@ _LINE = 16
 
 
 class _Directions(NamedTuple):
-    """Of a bucket's fragments, with their squared norms and those of the grafts, (2, fragments) in fp64."""
+    """Of a bucket's shards, with their squared norms and those of the grafts, (2, shards) in fp64."""
 
     directions: list[Tensor]
     squares: Tensor
@@ -98,8 +98,8 @@ class SONew(ShardedOptimizer):
     """
 
     options: SONewOptions
-    declares = SONewDeclared
-    declared: SONewDeclared
+    spec_class = SONewSpec
+    spec: SONewSpec
 
     @options_as_keywords(SONewOptions)
     def __init__(self, params: Any, options: SONewOptions) -> None:
@@ -111,12 +111,12 @@ class SONew(ShardedOptimizer):
         by_row = self.options.chain == "row"
         unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
 
-    def work(self, unit: StepUnit) -> StepWork:
+    def work(self, unit: StepUnit) -> StepCosts:
         """See the base class: the norms of step and graft; "rmsprop" needs those of the gradients before."""
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
         band = self.options.band
 
-        opened = len(self.declared.narrow_statistics)
+        opened = len(self.spec.narrow_statistics)
 
         def elements(everything: int, largest: int) -> float:
             own = 4 * min(everything, max(AT_ONCE, largest)) if not unit.spends_gradients else 0
@@ -126,7 +126,7 @@ class SONew(ShardedOptimizer):
             at_once = min(everything, max(AT_ONCE, largest)) if own or opened else everything
             return own + states + scratch_of(at_once, band) + (2 if own else 1) * everything * TABLE_BYTES
 
-        return StepWork(
+        return StepCosts(
             sums=sums,
             halo_fields=3 + band,
             element_flops=30.0 + 12.0 * band**2,
@@ -151,7 +151,7 @@ class SONew(ShardedOptimizer):
                 found.append(self._directions(unit, bucket, start, halos, norms))
                 start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
             unit.narrow.keep_apart()
-            for bucket in some if self.declared.narrow_statistics else ():
+            for bucket in some if self.spec.narrow_statistics else ():
                 bucket.found.clear()  # with what has been opened
             stepped += some
         ratios = self._graft_ratios(unit, stepped, found)
@@ -161,21 +161,21 @@ class SONew(ShardedOptimizer):
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
 
     def _opened_at_once(self, buckets: list[Bucket]) -> Iterator[list[Bucket]]:
-        opened = len(self.declared.narrow_statistics)
+        opened = len(self.spec.narrow_statistics)
         return portions(buckets, lambda entry, grad: opened * grad.numel()) if opened else iter([buckets])
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
-        """For each cut fragment, the neighbours of gradient, momentum, diagonal and covariances."""
+        """For each cut shard, the neighbours of gradient, momentum, diagonal and covariances."""
         halo = unit.halo
         assert halo is not None
         if halo.empty:
             return {}
-        found = halo(parts_of(unit, buckets, self.declared.statistics))
+        found = halo(parts_of(unit, buckets, self.spec.statistics))
         return {
             entry.index: [halos[entry.index] for halos in found]
             for bucket in buckets
             for entry in bucket.entries
-            if not entry.fragment.is_whole
+            if not entry.shard.is_whole
         }
 
     def _grad_norms(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor:
@@ -190,13 +190,13 @@ class SONew(ShardedOptimizer):
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
-        fields = [bucket.grads, *(bucket.state(name) for name in self.declared.statistics)]
+        fields = [bucket.grads, *(bucket.state(name) for name in self.spec.statistics)]
         fused = directions_for(unit.device, unit.dtype)
-        in_blocks = any(entry.fragment.columns is not None for entry in bucket.entries)
+        in_blocks = any(entry.shard.columns is not None for entry in bucket.entries)
         if fused is None or in_blocks or self.options.graft == "rmsprop":
             rms: list[Tensor] | None = bucket.state("graft_sq") if self.options.graft == "rmsprop" else None
             found, grafts = windowed_directions(
-                [entry.fragment for entry in bucket.entries],
+                [entry.shard for entry in bucket.entries],
                 fields,
                 [halos.get(entry.index) for entry in bucket.entries],
                 chain=self.options.chain,
@@ -209,16 +209,16 @@ class SONew(ShardedOptimizer):
             return _Directions(found, torch.stack(both))
         runs, margins = [], []
         for entry in bucket.entries:
-            fragment = entry.fragment
-            by_row = self.options.chain == "row" and len(fragment.shape) > 1
-            runs.append(Run(fragment.start, fragment.shape[-1] if by_row else None))
+            shard = entry.shard
+            by_row = self.options.chain == "row" and len(shard.shape) > 1
+            runs.append(Run(shard.start, shard.shape[-1] if by_row else None))
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
         out = _buffers(unit, bucket, start)
         return _Directions(out, fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:
-        """Per fragment, the factor that gives its whole parameter's step the norm of the graft: one collective."""
+        """Per shard, the factor that gives its whole parameter's step the norm of the graft: one collective."""
         if self.options.graft == "none":
             return None
         entries = [entry for bucket in buckets for entry in bucket.entries]

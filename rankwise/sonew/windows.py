@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.sharding import Fragment, Halo
+from rankwise.sharding import Halo, Shard
 from rankwise.sonew import formulas as updates
 from rankwise.updates.adamw import Step, bias_corrections
 
@@ -15,7 +15,7 @@ __all__ = ["windowed_directions"]
 
 
 def windowed_directions(
-    fragments: Sequence[Fragment],
+    shards: Sequence[Shard],
     fields: Sequence[list[Tensor]],
     halos: Sequence[Sequence[Halo] | None],
     *,
@@ -29,19 +29,19 @@ def windowed_directions(
     graft: str,
     graft_eps: float,
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Advance the statistics of fragments in place.
+    """Advance the statistics of shards in place.
 
     Args:
-        fragments: Where each lies.
+        shards: Where each lies.
         fields: Gradients, momenta, diagonals and the edges of each distance, one list each.
-        halos: For each fragment its neighbours in every field, if it is cut.
+        halos: For each shard its neighbours in every field, if it is cut.
         chain: "row" or "tensor".
         rms: Second moments of the "rmsprop" graft.
-        grad_norms: (fragments,), norms of the whole parameters' gradients, for "rmsprop".
+        grad_norms: (shards,), norms of the whole parameters' gradients, for "rmsprop".
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
         gamma: Relative edge tolerance.
-        step: Number of this step, from 1; or (fragments,), a number for each.
+        step: Number of this step, from 1; or (shards,), a number for each.
         graft: One of :data:`rankwise.sonew.formulas.GRAFTS`.
         graft_eps: Added to the roots of the graft.
 
@@ -51,10 +51,10 @@ def windowed_directions(
     corrections = bias_corrections(betas, step)
     directions: list[Tensor] = []
     grafts: list[Tensor] = []
-    for index, fragment in enumerate(fragments):
+    for index, shard in enumerate(shards):
         correction1, correction2 = (of[index] if isinstance(of, Tensor) else of for of in corrections)
         grad, *states = (field[index] for field in fields)
-        window = _Window(fragment, chain, len(states) - 2)
+        window = _Window(shard, chain, len(states) - 2)
         embedded = window.embed((grad, *states), halos[index])
         momentum, diagonal, covariances = updates.statistics(embedded[0], embedded[1], embedded[2], embedded[3:], betas)
         # Bias corrections folded into the damping and the result: no pass over memory for them.
@@ -81,25 +81,25 @@ def windowed_directions(
 
 
 class _Window:
-    """Where a fragment sits in a block of whole chains: padded to full rows, or with a halo on either side.
+    """Where a shard sits in a block of whole chains: padded to full rows, or with a halo on either side.
 
     In a block of columns every row is a window of its own chain, with a halo at both ends.
     """
 
-    def __init__(self, fragment: Fragment, chain: str, width: int) -> None:
-        self._numel = fragment.numel
+    def __init__(self, shard: Shard, chain: str, width: int) -> None:
+        self._numel = shard.numel
         self._width = width
-        by_row = fragment.columns is not None or (chain == "row" and len(fragment.shape) > 1)
-        self._margin = width if fragment.columns is not None else 0
+        by_row = shard.columns is not None or (chain == "row" and len(shard.shape) > 1)
+        self._margin = width if shard.columns is not None else 0
         if by_row:
-            length = fragment.row_length
-            first = fragment.start // length
-            rows = -(-fragment.end // length) - first
+            length = shard.row_length
+            first = shard.start // length
+            rows = -(-shard.end // length) - first
             self._shape: tuple[int, ...] = (rows, length)
-            self._start = fragment.start - first * length
+            self._start = shard.start - first * length
             self._size = rows * length
         else:
-            margin = 0 if fragment.is_whole else width
+            margin = 0 if shard.is_whole else width
             self._start = margin
             self._size = self._numel + 2 * margin
             self._shape = (self._size,)
@@ -125,7 +125,7 @@ class _Window:
         return torch.cat([strips[:, 0], block, strips[:, 1]], dim=1)
 
     def extract(self, block: Tensor) -> Tensor:
-        """The fragment's own elements, 1-D."""
+        """The shard's own elements, 1-D."""
         if self._margin:
             block = block[:, self._margin : -self._margin]
         return block.reshape(-1)[self._start : self._start + self._numel]

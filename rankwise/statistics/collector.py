@@ -13,16 +13,16 @@ from torch.distributed import ProcessGroup
 
 from rankwise.kernels.host_copies import HostCopy
 from rankwise.options.validation import OptionError
+from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planner
-from rankwise.planning.table import Groups, ParameterTable
-from rankwise.planning.unit import StepUnit
+from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import Traffic
-from rankwise.sharding.sources import framework_advice
-from rankwise.statistics.early import BackwardReduction, twin_group
+from rankwise.sharding.layout_source import framework_advice
+from rankwise.statistics.backward_reduction import BackwardReduction, twin_group
+from rankwise.statistics.factor_vectors import LayerVectors, layer_vectors, reduce_statistics
+from rankwise.statistics.grad_scalers import watch_gradient_scalers
 from rankwise.statistics.hooks import Capture, Describe
-from rankwise.statistics.scalers import watch_gradient_scalers
-from rankwise.statistics.vectors import LayerVectors, layer_vectors, reduce_statistics
-from rankwise.statistics.views import seen_by, views_of
+from rankwise.statistics.linear_views import seen_by, views_of
 from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["Collector", "Reduced"]
@@ -49,7 +49,7 @@ class Collector:
 
     Attributes:
         hooks: Those of the captured model; None before :meth:`capture`.
-        records: Of every captured matrix, by the name of its parameter.
+        records: Records of every captured matrix, by the name of its parameter.
         early: Where statistics travel while the backward pass runs; None: within the step.
     """
 
@@ -176,7 +176,7 @@ class Collector:
         return None if self.hooks is None else self.hooks.window_id()
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
-        """See :class:`rankwise.statistics.scalers.HearsOfScalers`."""
+        """See :class:`rankwise.statistics.grad_scalers.HearsOfScalers`."""
         self._unscaled_by = scale
         if self.hooks is not None:
             self.hooks.is_over = is_over

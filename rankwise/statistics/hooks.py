@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.sharding.shards import is_sharded
-from rankwise.statistics.views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
+from rankwise.sharding.dtensors import is_sharded
+from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
 from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record, clear
 
 __all__ = ["Capture", "Describe", "has_compiled"]

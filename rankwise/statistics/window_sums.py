@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rankwise.statistics.views import LinearShape, SummedPart
+from rankwise.statistics.linear_views import LinearShape, SummedPart
 
 __all__ = ["CommitListener", "ModuleCall", "Record", "clear", "hand_over"]
 

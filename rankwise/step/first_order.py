@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rankwise.kernels.passes import STATES, Pass, Scalars
-from rankwise.planning.unit import Bucket, StepUnit, spans
+from rankwise.planning.step_unit import Bucket, StepUnit, spans
 from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction
@@ -17,7 +17,7 @@ __all__ = ["FirstOrder", "adamw_step", "fallback_step", "step_and_decay"]
 
 
 def adamw_step(unit: StepUnit, bucket: Bucket, factors: Tensor | None = None, **overrides: Any) -> None:
-    """AdamW on a bucket's fragments, with the element states ``exp_avg`` and ``exp_avg_sq``.
+    """AdamW on a bucket's shards, with the element states ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
         unit: The unit of the step.
@@ -37,7 +37,7 @@ def step_and_decay(unit: StepUnit, weights: list[Tensor], directions: list[Tenso
     Args:
         unit: The unit of the step.
         weights: Changed in place.
-        directions: Of the same shapes; used up.
+        directions: Directions of the same shapes; used up.
         group: As a step reads it.
     """
     scalars = Scalars(lr=group["lr"], weight_decay=group["weight_decay"])
@@ -53,7 +53,7 @@ def fallback_step(unit: StepUnit, buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 class FirstOrder:
-    """AdamW, LAMB or SGD on a bucket's fragments.
+    """AdamW, LAMB or SGD on a bucket's shards.
 
     Args:
         backend: "adamw", "lamb" (bias-corrected, unbounded trust ratio over whole parameters) or "sgd".

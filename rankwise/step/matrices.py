@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from rankwise.planning.unit import Bucket, StepUnit
+from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import Batch, BatchPlan, Gather, MatrixExchange, MatrixTask, Reply, Return
 from rankwise.step.health import Health
 
@@ -31,12 +31,12 @@ _NOTHING = nullcontext()
 class MatrixRule(ABC):
     """What becomes of a unit's matrices in one step; made for that step, and asked by :func:`step_matrices` alone.
 
-    Fragments are known by their index among the unit's entries. A rule finds weights and states by it; it knows no
+    Shards are known by their index among the unit's entries. A rule finds weights and states by it; it knows no
     message, no order and no form of the kernels.
 
     Args:
         unit: The unit of the step.
-        buckets: The fragments of all its matrices.
+        buckets: The shards of all its matrices.
         groups: Param groups by position.
         health: Counts the matrices that were updated, and what the rule itself reports.
     """
@@ -52,15 +52,15 @@ class MatrixRule(ABC):
 
     @cached_property
     def weights(self) -> dict[int, Tensor]:
-        """The weights of the fragments, by their index."""
+        """The weights of the shards, by their index."""
         return {
             entry.index: weight
             for bucket in self.buckets
             for entry, weight in zip(bucket.entries, bucket.weights, strict=True)
         }
 
-    def state_by_fragment(self, name: str) -> list[Tensor | None]:
-        """An element state of the buckets' fragments, as :meth:`gather` may return it."""
+    def state_by_shard(self, name: str) -> list[Tensor | None]:
+        """An element state of the buckets' shards, as :meth:`gather` may return it."""
         found: list[Tensor | None] = [None] * len(self.unit.entries)
         for bucket in self.buckets:
             for entry, value in zip(bucket.entries, bucket.state(name), strict=True):
@@ -69,13 +69,13 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def gather(self, in_place: Collection[int]) -> Sequence[Tensor | None]:
-        """What the owners need of every fragment; asked first, so that weights can be prepared.
+        """What the owners need of every shard; asked first, so that weights can be prepared.
 
         Args:
-            in_place: The fragments of matrices that :meth:`take` will be asked about.
+            in_place: The shards of matrices that :meth:`take` will be asked about.
 
         Returns:
-            Per local fragment its 1-D values, which must stay as they are; None for fragments of no matrix, and for
+            Per local shard its 1-D values, which must stay as they are; None for shards of no matrix, and for
             those without a gradient. A matrix without any values is left out of the step.
         """
 
@@ -99,11 +99,11 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
-        """Step fragments of this rank: all of a batch that were gathered, now that their results have arrived.
+        """Step shards of this rank: all of a batch that were gathered, now that their results have arrived.
 
         Args:
             batch: To which they belong.
-            indices: Of the fragments, at least one.
+            indices: Indices of the shards, at least one.
             results: What :meth:`reply` says, for each; valid during the call only.
         """
 
@@ -112,7 +112,7 @@ class MatrixRule(ABC):
 
         Args:
             task: The matrix.
-            indices: Of its fragments, part by part; each has the whole part.
+            indices: Indices of its shards, part by part; each has the whole part.
             values: What was gathered of them; zeros for a part without values.
 
         Returns:
@@ -143,7 +143,7 @@ def step_matrices(rule: MatrixRule) -> None:
         rule: What is to become of them.
 
     Raises:
-        RuntimeError: The rule gathers nothing of a fragment that another rank waits for.
+        RuntimeError: The rule gathers nothing of a shard that another rank waits for.
     """
     if rule.unit.exchange is not None:
         _MatrixStep(rule.unit.exchange, rule).run()
@@ -178,7 +178,7 @@ class _MatrixStep:
 
     def __init__(self, exchange: MatrixExchange, rule: MatrixRule) -> None:
         self._exchange, self._rule, self._taken = exchange, rule, 0
-        self._sources = rule.gather(exchange.in_place_fragments)
+        self._sources = rule.gather(exchange.in_place_shards)
         self._missing = rule.unit.missing()
 
     def run(self) -> None:
@@ -252,7 +252,7 @@ class _MatrixStep:
         """Matrices that lie whole here."""
         exchange, sources = self._exchange, self._sources
         rest: Sequence[BatchPlan] = exchange.in_place
-        if not [fragment for fragment in exchange.in_place_fragments if sources[fragment] is None]:
+        if not [shard for shard in exchange.in_place_shards if sources[shard] is None]:
             rest = self._rule.take_all(exchange.in_place)
             self._taken += len(exchange.in_place) - len(rest)
         for plan in rest:
@@ -263,7 +263,7 @@ class _MatrixStep:
 
     def _take(self, plan: BatchPlan) -> bool:
         """Whether nothing remains to be done for a matrix that lies whole here."""
-        indices = [piece.fragment for piece in plan.local]
+        indices = [piece.shard for piece in plan.local]
         values = self._values(plan, indices)
         if not values:
             return True

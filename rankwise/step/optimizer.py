@@ -17,27 +17,27 @@ from rankwise.kernels import graphs
 from rankwise.kernels.full_precision import full_precision
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError
-from rankwise.planning.declared import Declared
+from rankwise.planning.checkpoint_mismatch import InitialStates
 from rankwise.planning.element_states import StateTypes
-from rankwise.planning.live_groups import LiveGroups
+from rankwise.planning.group_changes import GroupChanges
+from rankwise.planning.group_values import GroupValues
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
-from rankwise.planning.misfits import InitialStates
-from rankwise.planning.narrow_weights import refuse_unless_narrow
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.param_remainders import refuse_unless_narrow
+from rankwise.planning.parameter_table import ParameterTable
 from rankwise.planning.planner import Planner
+from rankwise.planning.step_costs import StepCosts
 from rankwise.planning.step_groups import PEAK
-from rankwise.planning.table import ParameterTable
-from rankwise.planning.unit import Bucket, StepUnit
-from rankwise.planning.values import GroupValues
-from rankwise.planning.work import StepWork
+from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import EvenCuts, MatrixTask, Traffic
-from rankwise.sharding.sources import LayoutSource, TensorContents
-from rankwise.step.by_parameter import extras_of
-from rankwise.step.opening import Opening, are_deferred
+from rankwise.sharding.layout_source import LayoutSource, TensorContents
+from rankwise.step.rank_files import refuse_parts_of_others
 from rankwise.step.reports import Explanation, Reports, health_of
-from rankwise.step.saved import SavedStates
+from rankwise.step.saved_states import SavedStates
+from rankwise.step.states_by_parameter import extras_of
 from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
-from rankwise.step.written_by import refuse_parts_of_others
+from rankwise.step.working_tensors import WorkingTensors, are_deferred
 
 __all__ = ["ShardedOptimizer"]
 
@@ -61,7 +61,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     Attributes:
         options: See above.
-        declared: What follows from them for parameters and states.
+        spec: What follows from them for parameters and states.
         table: Names and rules of the parameters.
         matrix_states: States of the matrices this rank owns.
         health: Counters that steps add to.
@@ -76,12 +76,12 @@ class ShardedOptimizer(Optimizer, ABC):
     """
 
     options_type: ClassVar[type[Options]]
-    declares: ClassVar[type[Declared]]
+    spec_class: ClassVar[type[OptimizerSpec]]
     """What follows from the options for parameters and states."""
     instances: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
     """Every living optimizer, for frameworks to notice that one of ours was replaced."""
     held: ClassVar[tuple[str, ...]] = (
-        "declared",
+        "spec",
         "options",
         "table",
         "matrix_states",
@@ -98,30 +98,30 @@ class ShardedOptimizer(Optimizer, ABC):
     """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
 
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
-        declared = self.declares(type(self).__name__, options)
-        defaults = {name: getattr(declared.options, name) for name in declared.group_options}
-        if declared.step_groups.independent:
+        spec = self.spec_class(type(self).__name__, options)
+        defaults = {name: getattr(spec.options, name) for name in spec.group_options}
+        if spec.step_groups.independent:
             defaults[PEAK] = float(options.lr)
         super().__init__(params, {**defaults, **(extra_defaults or {})})
-        self.declared, self.options = declared, options
-        self.table = ParameterTable(declared)
+        self.spec, self.options = spec, options
+        self.table = ParameterTable(spec)
         self.matrix_states = MatrixStates()
-        self.health = health_of(declared)
-        self.values = GroupValues(declared, self.defaults)
-        self.undo = Undo(declared, self.matrix_states, self.health)
-        self.planner = Planner(declared, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.live = LiveGroups(declared, self.values, self.table, self.planner, self.matrix_states)
+        self.health = health_of(spec)
+        self.values = GroupValues(spec, self.defaults)
+        self.undo = Undo(spec, self.matrix_states, self.health)
+        self.planner = Planner(spec, self.table, self.values, self.matrix_states, self.undo.settle)
+        self.live = GroupChanges(spec, self.values, self.table, self.planner, self.matrix_states)
         self.transition = Transition()
-        self.opening = Opening(declared, self.planner, self.transition)
-        self.saved = SavedStates(declared, self.values, self.table, self.planner, self.matrix_states)
-        self.reports = Reports(declared, self.table, self.planner, self.matrix_states, self.health)
+        self.opening = WorkingTensors(spec, self.planner, self.transition)
+        self.saved = SavedStates(spec, self.values, self.table, self.planner, self.matrix_states)
+        self.reports = Reports(spec, self.table, self.planner, self.matrix_states, self.health)
         for index, group in enumerate(self.param_groups):
             self.values.validate(group)
             self._take_in(index)
         self.table.refuse_if_idle(unless_allowed=True)
         self.table.refuse_unmatched()
         if options.store_param_remainders:
-            refuse_unless_narrow(declared.name, self.table.parameters.values())
+            refuse_unless_narrow(spec.name, self.table.parameters.values())
         self.values.warn_of_tiny()
         ShardedOptimizer.instances.add(self)
 
@@ -162,9 +162,9 @@ class ShardedOptimizer(Optimizer, ABC):
     def plan(self, unit: StepUnit) -> None:
         """Plan the unit's own collectives once, with :attr:`planner` the owners of its matrices."""
 
-    def work(self, unit: StepUnit) -> StepWork:
+    def work(self, unit: StepUnit) -> StepCosts:
         """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""
-        return StepWork()
+        return StepCosts()
 
     def _before_step(self, unit: StepUnit) -> None:
         """Refuse a step before any state changes."""
@@ -216,7 +216,7 @@ class ShardedOptimizer(Optimizer, ABC):
     @property
     def step_groups(self) -> Sequence[dict[str, Any]]:
         """What a step reads in the param groups' place, see :class:`rankwise.planning.step_groups.StepGroups`."""
-        return self.declared.step_groups.views(self.param_groups)
+        return self.spec.step_groups.views(self.param_groups)
 
     def _take_in(self, index: int) -> None:
         group = self.param_groups[index]
@@ -379,7 +379,7 @@ class ShardedOptimizer(Optimizer, ABC):
     @property
     def identity(self) -> str:
         """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
-        return self.declared.identity
+        return self.spec.identity
 
     def settle(self) -> None:
         """Take back the counts of steps that were undone."""
@@ -432,7 +432,7 @@ class ShardedOptimizer(Optimizer, ABC):
         refuse_parts_of_others(self.identity, state_dict, self.planner.source)
         state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
         state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
-        before = self.declared.structures_of(self.param_groups)
+        before = self.spec.structures_of(self.param_groups)
         # They have been called: what is compared must be what is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         try:
@@ -441,7 +441,7 @@ class ShardedOptimizer(Optimizer, ABC):
             self._optimizer_load_state_dict_pre_hooks = hooks
         self.saved.restore(state_dict, self.param_groups, self.state)
         self.saved.mark(self.param_groups, self.state, states_too=by_parameter)
-        if self.declared.structures_of(self.param_groups) != before:
+        if self.spec.structures_of(self.param_groups) != before:
             self.planner.route_again(self.param_groups)
         self.saved.restore_matrices(state_dict)
         self.load_extra_state(state_dict)

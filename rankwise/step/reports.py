@@ -12,16 +12,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import blocks_of, is_coded
-from rankwise.planning.declared import Declared
+from rankwise.kernels.low_precision_runs import blocks_of, is_coded
 from rankwise.planning.element_states import States
 from rankwise.planning.logical_matrices import block_info
 from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.parameter_table import ParameterTable
 from rankwise.planning.planner import Planner
-from rankwise.planning.table import ParameterTable
-from rankwise.routing.unknown_parts import unknown_parts
+from rankwise.routing.unknown_fusions import unknown_parts
 from rankwise.sharding import Block, Traffic, cut_into_blocks
-from rankwise.sharding.shards import local_view
+from rankwise.sharding.dtensors import local_view
 from rankwise.step.health import Health
 
 __all__ = ["Explanation", "Reports", "health_of", "print_on_first_rank"]
@@ -54,16 +54,16 @@ def print_on_first_rank(text: str) -> None:
         print(text, flush=True)
 
 
-def health_of(declared: Declared) -> Health:
+def health_of(spec: OptimizerSpec) -> Health:
     """The counters that :class:`Reports` reads."""
-    return Health(declared.health_means, (*_PER_STEP, "skipped_steps", *declared.health_totals))
+    return Health(spec.health_means, (*_PER_STEP, "skipped_steps", *spec.health_totals))
 
 
 class Reports:
     """Reads what the others hold, and changes none of it.
 
     Args:
-        declared: The optimizer's options.
+        spec: The optimizer's options.
         table: Its parameters and their rules.
         planner: Its units and owners.
         matrix_states: Its matrix states.
@@ -76,14 +76,14 @@ class Reports:
 
     def __init__(
         self,
-        declared: Declared,
+        spec: OptimizerSpec,
         table: ParameterTable,
         planner: Planner,
         matrix_states: MatrixStates,
         health: Health,
     ) -> None:
-        self._held = declared, table, planner, matrix_states, health
-        self._declared, self._table, self._planner, self._matrix_states, self._health = self._held
+        self._held = spec, table, planner, matrix_states, health
+        self._spec, self._table, self._planner, self._matrix_states, self._health = self._held
         self.announce: Callable[[str], None] = logger.info
         self._announced = False
         self._reported = Traffic()
@@ -102,10 +102,10 @@ class Reports:
 
     def _unknown_parts(self) -> list[str]:
         """Of weights whose logical matrices would be matrices to the rule, if it were known how they lie."""
-        declared, table = self._declared, self._table
+        spec, table = self._spec, self._table
         matrices = [info for name, info in table.infos.items() if table.routes[name].rule == "matrix"]
-        infos = [info for info in matrices if declared.splits(info)]
-        return unknown_parts(declared.name, infos, getattr(declared.options, "blocks", None) or ())
+        infos = [info for info in matrices if spec.splits(info)]
+        return unknown_parts(spec.name, infos, getattr(spec.options, "blocks", None) or ())
 
     def read_health(self, further: Iterable[Traffic]) -> dict[str, float]:
         """What happened since the last reading; every data-parallel rank must call it.
@@ -145,7 +145,7 @@ class Reports:
         held = self.state_bytes(states)
         sent = sum(exchange.bytes_per_gather for exchange in exchanges)
         return (
-            f"rankwise {self._declared.name}: {self._shares()}{balance}{self._product_types()}; state on this rank "
+            f"rankwise {self._spec.name}: {self._shares()}{balance}{self._product_types()}; state on this rank "
             f"{held['element'] / 2**20:.1f} MiB by element and {held['matrix'] / 2**20:.1f} MiB in matrices; "
             f"{sent / 2**20:.2f} MiB sent to owners per step"
         )
@@ -168,14 +168,14 @@ class Reports:
         return f"{text}, the rest the first-order fallback ({rest})" if rest else text
 
     def _product_types(self) -> str:
-        declared = self._declared
-        found = [declared.product_type(unit.device, unit.dtype) for unit in self._planner.units.values()]
+        spec = self._spec
+        found = [spec.product_type(unit.device, unit.dtype) for unit in self._planner.units.values()]
         types = dict.fromkeys(dtype for dtype in found if dtype is not None)
         if not types:
             return ""
-        option = declared.product_option
+        option = spec.product_option
         chosen = " and ".join(str(dtype).removeprefix("torch.") for dtype in types)
-        return f"; products in {chosen} ({option}={getattr(declared.options, option)!r})"
+        return f"; products in {chosen} ({option}={getattr(spec.options, option)!r})"
 
     def explain(self, states: States) -> list[Explanation]:
         """One line per parameter, or block of one: rule, why, owner, bytes of optimizer state on this rank."""
@@ -206,7 +206,7 @@ class Reports:
     def _reason(self, name: str) -> str:
         reason, scale = (
             self._table.routes[name].reason,
-            self._declared.step_groups.scale(self._table.catalog[name][0].own_name),
+            self._spec.step_groups.scale(self._table.catalog[name][0].own_name),
         )
         return reason if scale == 1.0 else f"{reason}, lr times {scale:g}"
 
@@ -226,13 +226,13 @@ class Reports:
         found: dict[str, int] = {}
         for unit in self._planner.units.values():
             for entry in unit.stored_entries:
-                kept = _element_states(states.get(unit.tensors[entry.fragment.tensor], {}))
+                kept = _element_states(states.get(unit.tensors[entry.shard.tensor], {}))
                 own = [value for name, value in kept.items() if unit.states.offset(name, entry) is not None]
-                each, numel = sum(map(Tensor.element_size, own)), entry.fragment.numel
+                each, numel = sum(map(Tensor.element_size, own)), entry.shard.numel
                 # The exponents that elements have in common are the first line's.
-                shared = sum(blocks_of(entry.fragment.start, numel) for value in own if is_coded(value.dtype))
+                shared = sum(blocks_of(entry.shard.start, numel) for value in own if is_coded(value.dtype))
                 for line, block in self._blocks_of(self._table.base_name(entry.key)):
-                    parts = cut_into_blocks(entry.fragment, () if block is None else (block,))
+                    parts = cut_into_blocks(entry.shard, () if block is None else (block,))
                     found[line] = found.get(line, 0) + each * sum(part.numel for part in parts) + shared
                     shared = 0
         return found

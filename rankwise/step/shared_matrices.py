@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.unit import StepUnit
-from rankwise.planning.work import StepWork
+from rankwise.planning.step_costs import StepCosts
+from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import MatrixTask, gather_together
-from rankwise.sharding.shards import is_sharded
+from rankwise.sharding.dtensors import is_sharded
 
 __all__ = ["cut_evenly", "owned_parts", "whole_states"]
 
@@ -27,7 +27,7 @@ class _StatePart(NamedTuple):
     Attributes:
         task: The matrix, or a slice of it.
         axis: Along which slices have parts of the state; None where each has all of it.
-        number: Of the slice.
+        number: Number of the slice.
         slices: How many there are.
     """
 
@@ -45,7 +45,7 @@ class _StatePart(NamedTuple):
         return [size * self.slices if axis == self.axis else size for axis, size in enumerate(own)]
 
 
-def _parts(unit: StepUnit, work: StepWork, name: str, tasks: list[MatrixTask]) -> list[_StatePart]:
+def _parts(unit: StepUnit, work: StepCosts, name: str, tasks: list[MatrixTask]) -> list[_StatePart]:
     if tasks[0].whole is None:
         return [_StatePart(tasks[0], None, 0, 1)]
     matrix = unit.slices[tasks[0].whole]
@@ -65,7 +65,7 @@ def _tasks(unit: StepUnit) -> dict[str, list[MatrixTask]]:
 
 
 def whole_states(
-    unit: StepUnit, work: StepWork, present: Mapping[str, MatrixState]
+    unit: StepUnit, work: StepCosts, present: Mapping[str, MatrixState]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Every state of every matrix of a unit, whole on every rank, one after the other; a collective.
 
@@ -121,7 +121,7 @@ def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
     return found
 
 
-def owned_parts(unit: StepUnit, work: StepWork, saved: Mapping[str, MatrixState]) -> dict[str, MatrixState]:
+def owned_parts(unit: StepUnit, work: StepCosts, saved: Mapping[str, MatrixState]) -> dict[str, MatrixState]:
     """What this rank owns of saved states; a collective.
 
     Args:

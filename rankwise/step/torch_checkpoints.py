@@ -11,10 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rankwise.planning.narrow_weights import REMAINDER
-from rankwise.sharding.mapped import load_objects, mapped_tensors
-from rankwise.sharding.state import own_errors
-from rankwise.step.by_parameter import (
+from rankwise.planning.param_remainders import REMAINDER
+from rankwise.sharding.chunked_vectors import own_errors
+from rankwise.sharding.memory_mapped import load_objects, mapped_tensors
+from rankwise.step.named_checkpoint import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, of_another
+from rankwise.step.states_by_parameter import (
     MATRIX,
     RECORD,
     WITH_STATES,
@@ -24,7 +25,6 @@ from rankwise.step.by_parameter import (
     steps_taken,
     under_parameters,
 )
-from rankwise.step.named import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, of_another
 from rankwise.updates.remainders import join
 
 __all__ = ["is_torch_checkpoint", "read_torch", "write_torch"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.planning.unit import Bucket
+from rankwise.planning.step_unit import Bucket
 
 __all__ = ["Transition"]
 
@@ -64,7 +64,7 @@ class Transition:
         where the host knows no counts are the weights copied at every step.
 
         Args:
-            buckets: Of the step; their weights are changed while this lasts.
+            buckets: Buckets of the step; their weights are changed while this lasts.
         """
         held: list[tuple[Tensor, Tensor, float | Tensor]] = []
         for bucket in buckets if self.length else ():

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels.host_copies import HostCopy
-from rankwise.planning.declared import Declared
 from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.narrow_weights import REMAINDER
-from rankwise.planning.unit import StepUnit, UnitKey
-from rankwise.sharding.shards import local_view
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.param_remainders import REMAINDER
+from rankwise.planning.step_unit import StepUnit, UnitKey
+from rankwise.sharding.dtensors import local_view
 from rankwise.step.health import Health
 
 __all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
@@ -98,21 +98,21 @@ class Undo:
     """Takes steps back whose gradients are not finite.
 
     Args:
-        declared: Which matrix states the host works with.
+        spec: Which matrix states the host works with.
         matrix_states: The optimizer's.
         health: Counts the steps taken back.
 
     Attributes:
-        unsettled: Of the last step of every unit, what the host does not know yet.
+        unsettled: Unsettled of the last step of every unit, what the host does not know yet.
     """
 
-    def __init__(self, declared: Declared, matrix_states: MatrixStates, health: Health) -> None:
-        self._declared, self._matrix_states, self._health = declared, matrix_states, health
+    def __init__(self, spec: OptimizerSpec, matrix_states: MatrixStates, health: Health) -> None:
+        self._spec, self._matrix_states, self._health = spec, matrix_states, health
         self.unsettled: dict[UnitKey, Unsettled] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Optimizers are copied when all is settled.
-        return type(self), (self._declared, self._matrix_states, self._health)
+        return type(self), (self._spec, self._matrix_states, self._health)
 
     def settle(self, keys: Iterable[UnitKey] | None = None) -> None:
         """Take back the counts of steps that were undone; of all units, or some."""
@@ -135,7 +135,7 @@ class Undo:
         Args:
             unit: The unit of the step.
             states: The optimizer's element states.
-            weights: Of every tensor; None for one that takes no step.
+            weights: Weights of every tensor; None for one that takes no step.
             grads: Theirs.
             judged: What must be finite for the step to count.
             update: Does it, with these gradients.
@@ -154,6 +154,6 @@ class Undo:
         self._health.add("skipped_steps", broken)
         finite = zeroed_where(broken, grads)
         unsettled = Unsettled(HostCopy(broken), counts)
-        with undone_where(broken, changed, self._matrix_states, counts, self._declared.counted_states):
+        with undone_where(broken, changed, self._matrix_states, counts, self._spec.counted_states):
             update(finite)
         self.unsettled[unit.key] = unsettled

@@ -38,7 +38,7 @@ def newton_schulz(
         matrix: ``M`` (..., m, n), of any floating-point dtype and any orientation. Tall matrices are worked on
             transposed, so that the Gram matrix has the smaller side.
         steps: Number of iterations, at least 1.
-        dtype: Dtype of the products; ``torch.bfloat16`` leaves a relative error of 1 to 2 %. ``None`` keeps the
+        dtype: Type of the products; ``torch.bfloat16`` leaves a relative error of 1 to 2 %. ``None`` keeps the
             dtype of ``matrix``, in full precision unless TF32 was switched on for the process; in a step it never is.
         eps: Added to the norm, which is taken in the dtype of ``matrix``, or in float32 if that is narrower.
         coefficients: Name of the polynomials, one of :data:`rankwise.updates.polynomials.COEFFICIENT_SETS`.

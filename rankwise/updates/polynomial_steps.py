@@ -95,7 +95,7 @@ def scratch(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic])
     Args:
         short: m.
         long: n.
-        dtype: Of the matrix.
+        dtype: Type of the matrix.
         table: The polynomial of each step.
     """
     # Two of the matrix and a factor; or, on Gram matrices, what makes the next factors of the last ones.
@@ -112,7 +112,7 @@ def operations(short: int, long: int, steps: int, symmetric: float, on_gram: boo
     Args:
         short: m.
         long: n.
-        steps: Of the iteration.
+        steps: Steps of the iteration.
         symmetric: See :class:`Products`.
         on_gram: Which of the two forms.
     """

@@ -91,9 +91,9 @@ class Cell:
     Attributes:
         name: JSON type.
         model: A key of :data:`MODELS`.
-        stage: Of ZeRO.
+        stage: Stage of ZeRO.
         cut: Tensor-parallel ranks.
-        params: Of the type, beside those of the other tests.
+        params: Params of the type, beside those of the other tests.
         config: Further keys of DeepSpeed's configuration.
         dtype: "fp64", "fp32", "bf16" or "fp16".
         steps: Optimizer steps.
@@ -159,8 +159,8 @@ class Outcome:
 
     Attributes:
         whole: The model's weights at the end, put together by DeepSpeed.
-        losses: Of every micro-batch.
-        norms: Of the gradients of every step.
+        losses: Losses of every micro-batch.
+        norms: Norms of the gradients of every step.
         extra: What the test asked for.
     """
 
@@ -231,7 +231,7 @@ def one_process(cell: Cell, factor: float = 1.0, noise: float = 0.0) -> tuple[di
 
     Args:
         cell: What is trained.
-        factor: Of the gradients, before they are clipped.
+        factor: Factor of the gradients, before they are clipped.
         noise: Relative error of every element of them, to learn how the rule answers to rounding.
     """
     generator = torch.Generator().manual_seed(0)

@@ -105,7 +105,7 @@ class Job:
         checkpointing: Whether activations are recomputed.
         dtype: Type of the model's weights.
         steps: Optimizer steps.
-        seed: Of the first weights and of the samples.
+        seed: Seed of the first weights and of the samples.
     """
 
     name: str
@@ -200,16 +200,16 @@ def batches(steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 # --- what an engine hands to the optimizer --------------------------------------------------------------------------
 
-Piece = tuple[str, tuple[int, ...], int, np.ndarray]  # key, logical shape, first element, values
+PackedRun = tuple[str, tuple[int, ...], int, np.ndarray]  # key, logical shape, first element, values
 
 
 @dataclass
 class Record:
     """One rank's view of a run; whole tensors are put together by :func:`whole`."""
 
-    initial: list[Piece] = field(default_factory=list)
-    grads: list[list[Piece]] = field(default_factory=list)
-    final: list[Piece] = field(default_factory=list)
+    initial: list[PackedRun] = field(default_factory=list)
+    grads: list[list[PackedRun]] = field(default_factory=list)
+    final: list[PackedRun] = field(default_factory=list)
     model: dict[str, np.ndarray] = field(default_factory=dict)
     master: dict[str, np.ndarray] = field(default_factory=dict)
     lrs: list[dict[str, float]] = field(default_factory=list)
@@ -250,16 +250,16 @@ class Recorder:
         record.calls[-1] += 1
         for bucket in buckets:
             for entry, weight, grad in zip(bucket.entries, bucket.weights, bucket.grads, strict=True):
-                place = (entry.key, entry.fragment.shape, entry.fragment.start)
+                place = (entry.key, entry.shard.shape, entry.shard.start)
                 record.grads[-1].append((*place, grad.numpy().copy()))
-                group = self._optimizer.param_groups[unit.positions[entry.fragment.tensor]]
+                group = self._optimizer.param_groups[unit.positions[entry.shard.tensor]]
                 record.lrs[-1][entry.key] = float(group["lr"])
                 if len(record.grads) == 1:
                     record.initial.append((*place, weight.numpy().copy()))
         self._update(unit, buckets)
         for bucket in buckets:
             for entry, weight in zip(bucket.entries, bucket.weights, strict=True):
-                record.final.append((entry.key, entry.fragment.shape, entry.fragment.start, weight.numpy().copy()))
+                record.final.append((entry.key, entry.shard.shape, entry.shard.start, weight.numpy().copy()))
 
     def statistics(self, unit: Any, due: Any, groups: Any) -> Any:
         found = self._statistics(unit, due, groups)
@@ -273,7 +273,7 @@ class Recorder:
         return self._detect(loss)
 
 
-def whole(pieces: Iterable[Iterable[Piece]]) -> dict[str, np.ndarray]:
+def whole(pieces: Iterable[Iterable[PackedRun]]) -> dict[str, np.ndarray]:
     """Full tensors from all ranks' pieces; every element must be there, and where ranks overlap they must agree."""
     found: dict[str, np.ndarray] = {}
     for rank_pieces in pieces:
@@ -336,10 +336,10 @@ def digest(optimizer: Any) -> str:
     """A hash of every byte of optimizer state and of the weights the optimizer updates."""
     found = hashlib.sha256()
     for unit in optimizer.planner.units.values():
-        for fragment in (entry.fragment for entry in unit.stored_entries):
+        for shard in (entry.shard for entry in unit.stored_entries):
             # Not the whole tensor: ZeRO-3 pads with whatever the memory held.
-            run = slice(fragment.offset, fragment.offset + fragment.numel)
-            found.update(unit.tensors[fragment.tensor].detach().reshape(-1)[run].numpy().tobytes())
+            run = slice(shard.offset, shard.offset + shard.numel)
+            found.update(unit.tensors[shard.tensor].detach().reshape(-1)[run].numpy().tobytes())
     for state in optimizer.state.values():
         for name in sorted(state):
             values = torch.as_tensor(state[name]).detach().reshape(-1)
@@ -431,7 +431,7 @@ class Regime:
         idle_step: Half precision at stage 0 steps once on zero gradients; AdamW counts that step.
         matmul_linear: ZeRO-3 replaces ``linear`` by a product and a sum, each of them rounded.
         half_reduction: BF16_Optimizer sums micro-batches in fp32, but reduces the sum over ranks in bf16.
-        scales: Of every step, the loss scale of its backward pass and the one its gradients are divided by. They
+        scales: Scales of every step, the loss scale of its backward pass and the one its gradients are divided by. They
             differ where a dynamic scale grows: DeepSpeed lets it grow before it unscales.
     """
 
@@ -468,7 +468,7 @@ def run_plain(
     Args:
         job: What to train.
         noise: Relative error added to every gradient element, to learn how the rule answers to rounding.
-        seed: Of the noise.
+        seed: Seed of the noise.
         shares: Into how many equal parts each micro-batch is cut: the same samples, their gradients rounded otherwise.
         regime: What the wrapper does to the arithmetic on one rank already.
     """
@@ -681,7 +681,7 @@ def replay_error(job: Job, ranks: list[Record]) -> float:
 
 
 def mid_row_cuts(ranks: list[Record]) -> list[str]:
-    """Matrices that some fragment border cuts in the middle of a row."""
+    """Matrices that some shard border cuts in the middle of a row."""
     return sorted(
         {key for record in ranks for key, shape, start, _ in record.grads[0] if len(shape) > 1 and start % shape[-1]}
     )

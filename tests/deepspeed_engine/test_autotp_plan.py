@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from rankwise.launch.cli import app
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.figures import deepspeed_figures
 from rankwise.launch.planning.optimizers import Chosen
+from rankwise.launch.planning.rank_figures import deepspeed_figures
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "MARS-AdamW": {},

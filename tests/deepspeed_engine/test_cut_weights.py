@@ -20,10 +20,10 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import Tensor, nn
 
 from deepspeed_plugin.auto_tp import Uncut, _compare
-from deepspeed_plugin.cut_weights import Shard, shard_of
+from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard, tensor_parallel_shard
 from rankwise.routing.roles import ParameterInfo
 from rankwise.sharding import Layout, LayoutError
-from rankwise.sharding.layout import Fragment
+from rankwise.sharding.layout import Shard
 
 MAPS: dict[str, ParamAffineMap] = {
     "rows": contiguous_split_map((6, 4), [4, 2], 0),
@@ -38,12 +38,12 @@ MAPS: dict[str, ParamAffineMap] = {
 }
 
 
-def _shards(found: ParamAffineMap, shape: tuple[int, ...]) -> list[Shard]:
+def _shards(found: ParamAffineMap, shape: tuple[int, ...]) -> list[TensorParallelShard]:
     shards = []
     for rank in range(2):
         parameter = nn.Parameter(torch.empty(found.shard_shapes[rank]))
         setattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"affine_map": found.to_dict()}})
-        shards.append(shard_of("layer.weight", parameter, shape, rank, 2))
+        shards.append(tensor_parallel_shard("layer.weight", parameter, shape, rank, 2))
     return shards
 
 
@@ -58,24 +58,20 @@ def test_slices_are_what_deepspeed_cuts(name: str) -> None:
     found = MAPS[name]
     shape = _whole_shape(found)
     full = torch.arange(float(prod(shape))).view(found.logical_shape)
-    fragments: list[list[Fragment]] = []
+    shards: list[list[Shard]] = []
     for rank, shard in enumerate(_shards(found, shape)):
         held = found.extract(full, rank).flatten()
         for start, end in ((0, held.numel() // 3), (held.numel() // 3, held.numel())):
             pieces = shard.slices("w", start, end, 10) if start < end else []
-            fragments.append(
-                [
-                    Fragment("w", shape, p.start, p.end, 0, p.offset, p.columns, p.copy)
-                    for p in pieces
-                    if p.end > p.start
-                ]
+            shards.append(
+                [Shard("w", shape, p.start, p.end, 0, p.offset, p.columns, p.copy) for p in pieces if p.end > p.start]
             )
-            for piece in fragments[-1]:
+            for piece in shards[-1]:
                 here = held[start + piece.offset - 10 :][: piece.numel]
                 there = torch.cat([place.of(full.flatten()).flatten() for place in piece.places])
                 assert torch.equal(here, there)
                 assert shard.local(piece.start) == start + piece.offset - 10
-    Layout(tuple(map(tuple, fragments)))  # they tile the parameter
+    Layout(tuple(map(tuple, shards)))  # they tile the parameter
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -98,14 +94,14 @@ def test_what_cannot_be_followed_is_refused_by_name(meta: dict[str, Any], words:
     if meta:
         setattr(parameter, DS_AUTOTP_UC_META, {"conversion": meta})
     with pytest.raises(LayoutError, match=words) as refusal:
-        shard_of("h.0.attn.weight", parameter, (6, 4), 0, 2)
+        tensor_parallel_shard("h.0.attn.weight", parameter, (6, 4), 0, 2)
     assert "'h.0.attn.weight'" in str(refusal.value)
 
 
 @pytest.mark.parametrize(("runs", "columns"), [(((4, 8), (20, 4)), None), (None, (1, 3))])
 def test_a_shard_that_is_not_what_its_map_says_is_seen(runs: Any, columns: Any) -> None:
     full = torch.randn(6, 4)
-    shard = Shard((6, 4), 1, 2, runs, columns, (1, 2))
+    shard = TensorParallelShard((6, 4), 1, 2, runs, columns, (1, 2))
     right = full[:, 1:3].contiguous() if columns else torch.cat([full.flatten()[4:12], full.flatten()[20:24]])
     before = _seen(full)
     _compare(before, nn.Parameter(right), shard)

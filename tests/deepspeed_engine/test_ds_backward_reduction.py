@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from ranks import run_ranks
 
-from rankwise.statistics import early as backward_reduction
+from rankwise.statistics import backward_reduction as backward_reduction
 
 STAGES = (0, 1, 2, 3)
 SMALL_BUCKETS = 30

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from deepspeed_plugin.checkpoints.decide import Present, Saved, Universal, Wanted, Way, decide
+from deepspeed_plugin.checkpoints.load_plan import Present, Saved, Universal, Wanted, Way, decide
 
 SAVED = Saved(name="tag", latest="tag", author="SONew", stage=2, ranks=2, groups=1)
 HERE = Present(identity="SONew", optimizer="SONew", stage=2, ranks=2, groups=1)

@@ -18,9 +18,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from ranks import run_ranks
 
-from deepspeed_plugin.checkpoints import CheckpointError, moving
-from deepspeed_plugin.checkpoints.decide import Wanted
-from deepspeed_plugin.checkpoints.restoring import client_state_of, restore_engine
+from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.checkpoints import other_layouts as moving
+from deepspeed_plugin.checkpoints.engine_state import client_state_of, restore_engine
+from deepspeed_plugin.checkpoints.load_plan import Wanted
 
 
 def _job(name: str, stage: int, **config: Any) -> ds.Job:

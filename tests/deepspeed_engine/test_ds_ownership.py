@@ -14,8 +14,8 @@ from ranks import run_ranks
 
 from rankwise.launch.models import build_model
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.figures import deepspeed_figures
 from rankwise.launch.planning.optimizers import Chosen
+from rankwise.launch.planning.rank_figures import deepspeed_figures
 
 LARGEST_SHARE = 1.25
 

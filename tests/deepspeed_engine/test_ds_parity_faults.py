@@ -16,7 +16,7 @@ from rankwise.step.matrices import _MatrixStep
 
 
 def lose_halo(rank: int) -> None:
-    """SONew's chains end at every fragment border."""
+    """SONew's chains end at every shard border."""
     sound = HaloExchange.__call__
 
     def zero(self: HaloExchange, fields: Any) -> Any:

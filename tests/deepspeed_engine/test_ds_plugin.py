@@ -155,7 +155,7 @@ def _trainer(rank: int, world: int, config: str, folder: str) -> tuple[str, dict
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     group = {key: optimizer.param_groups[0][key] for key in ("betas", "weight_decay", "eps")}
     # The joined projections are three matrices where each has an owner.
-    matrices = 6 if optimizer.declared.owns_blocks else 4
+    matrices = 6 if optimizer.spec.owns_blocks else 4
     assert sum(len(unit.keys("matrix")) for unit in optimizer.planner.units.values()) == matrices
     return type(optimizer).__name__, group, losses[0], losses[-1]
 

@@ -60,7 +60,7 @@ class _Fed:
         given = {(key, start): values for key, _, start, values in self._record.grads[self.step]}
         for bucket in buckets:
             for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
-                wanted = torch.from_numpy(given[entry.key, entry.fragment.start])
+                wanted = torch.from_numpy(given[entry.key, entry.shard.start])
                 self.alike.append(torch.equal(grad, wanted))
                 grad.copy_(wanted)
         self._update(unit, buckets)

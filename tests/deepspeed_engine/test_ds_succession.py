@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from rankwise.step.portable import stored_fragments
+from rankwise.step.named_vectors import stored_shards
 
 HALF = 4
 TYPES = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR")
@@ -132,9 +132,9 @@ def _train(rank: int, world: int, cells: list[str], folder: str) -> dict[str, An
 
 def _pieces(engine: Any) -> list[tuple[str, str, int, np.ndarray]]:
     """Weights and moments on this rank."""
-    parts = stored_fragments(engine.basic_optimizer)
+    parts = stored_shards(engine.basic_optimizer)
     return [
-        (part.fragment.key, name, part.fragment.start, values.numpy().copy())
+        (part.shard.key, name, part.shard.start, values.numpy().copy())
         for part in parts
         for name, values in {"weight": part.weight, **part.states}.items()
         if name in (*MOMENTS, "weight")

@@ -144,7 +144,7 @@ def test_health_reaches_the_monitor(tmp_path: Path) -> None:
         if name == "MKOR-H":
             continue  # its matrices end at the switch
         if "MARS" in name or name == "SONew":
-            # Element-wise rules count fragments: a cut matrix is updated in parts.
+            # Element-wise rules count shards: a cut matrix is updated in parts.
             assert all(value >= count for value in values)
         elif name == "MKOR":
             # The first step has the layer that no input reaches among its matrices, the later ones have not.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import deepspeed_plugin
-from deepspeed_plugin.blocks import resolve
+from deepspeed_plugin.optimizer_block import resolve
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 
 MODULE = "transformers.integrations.deepspeed"

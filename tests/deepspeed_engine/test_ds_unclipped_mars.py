@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from rankwise import MARS
 from rankwise.launch.convert import convert_checkpoint
-from rankwise.mars.declared import MARSDeclared
+from rankwise.mars.spec import MARSSpec
 
 HALF, STEPS = 3, 6
 TYPES = {
@@ -32,7 +32,7 @@ def _run(
 ) -> list[tuple[Weights, set[str]]]:
     """Weights, and the names of states, of both types at every stage; not folded as an earlier version did it."""
     if not folds:
-        MARSDeclared.folds = lambda *given: False  # type: ignore[method-assign, assignment]
+        MARSSpec.folds = lambda *given: False  # type: ignore[method-assign, assignment]
     deepspeed.init_distributed("gloo")
     found = []
     for stage in stages:
@@ -84,7 +84,7 @@ def test_rankwise_convert_writes_what_is_kept_now(tmp_path: Path, monkeypatch: p
         return model, MARS(list(model.named_parameters()), variant="muon", clip=None, gamma=0.3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MARSDeclared, "folds", lambda *given: False)
+        patch.setattr(MARSSpec, "folds", lambda *given: False)
         model, mars = made()
         for _ in range(3):
             model(torch.randn(4, 6)).square().sum().backward()

@@ -15,7 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 import deepspeed_plugin
-from deepspeed_plugin.blocks import JSON_TYPES, types_by_spelling
+from deepspeed_plugin.optimizer_block import JSON_TYPES, types_by_spelling
 from deepspeed_plugin.registry import build
 from rankwise.configs import deepspeed_config_path
 from rankwise.options.validation import OptionError

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from rankwise import MKOR
-from rankwise.statistics import early as backward_reduction
+from rankwise.statistics import backward_reduction as backward_reduction
 
 STEPS, MICRO_BATCHES, TOKENS, WORLD = 6, 2, 4, 3
 INTERVAL = 2

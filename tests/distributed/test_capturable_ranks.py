@@ -12,7 +12,7 @@ from simulated import CASES, Framework, gradients, world_group
 from torch import Tensor
 
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
 from rankwise.sharding import MatrixExchange
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import recorded
-from random_layouts import random_fragments
+from random_layouts import random_shards
 from ranks import run_ranks
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import BLOCK
-from rankwise.planning.coded_wire import CodedFormat, wire_of
+from rankwise.kernels.low_precision_runs import BLOCK
+from rankwise.planning.quantized_messages import QuantizedFormat, wire_of
 from rankwise.sharding import (
     Batch,
-    Fragment,
     Layout,
     MatrixExchange,
     MatrixTask,
     Reply,
+    Shard,
     WireFormat,
     matrix_volume,
     plan_matrices,
@@ -102,7 +102,7 @@ def _step(
 def _in_halves(rank: int, count: int = 4) -> tuple[Layout, list[MatrixTask]]:
     """Matrices cut in two within a block."""
     cuts = (0, 300), (300, prod(SHAPE))
-    ranks = [tuple(Fragment(f"m{i}", SHAPE, *cut, 0, 0) for i in range(count)) for cut in cuts]
+    ranks = [tuple(Shard(f"m{i}", SHAPE, *cut, 0, 0) for i in range(count)) for cut in cuts]
     tasks = [MatrixTask(f"m{i}", (f"m{i}",), (), 1.0) for i in range(count)]
     return Layout(tuple(ranks), rank, dist.group.WORLD), tasks
 
@@ -199,7 +199,7 @@ def _whole_numbers(rank: int, world: int) -> list[tuple[bool, int, int]]:
                 shapes[f"m{index}.weight"] = rng.choice([(4, 5), (9, 31), (1, 64), (70, 3)])
                 if rng.random() < 0.5:
                     shapes[f"m{index}.bias"] = shapes[f"m{index}.weight"][:1]
-            layout = Layout(random_fragments(shapes, world, seed, replicated), rank, dist.group.WORLD, replicated)
+            layout = Layout(random_shards(shapes, world, seed, replicated), rank, dist.group.WORLD, replicated)
             generator = torch.Generator().manual_seed(seed)
             whole = {
                 key: torch.randint(-127, 128, (prod(shape),), generator=generator).float()
@@ -231,7 +231,7 @@ def test_random_layouts_and_sizes_as_planned(world: int) -> None:
 
 def _copies(rank: int, world: int) -> list[Tensor]:
     shapes = {f"m{index}": SHAPE for index in range(3)}
-    ranks = tuple(tuple(Fragment(key, SHAPE, 0, prod(SHAPE), 0, 0) for key in shapes) for _ in range(world))
+    ranks = tuple(tuple(Shard(key, SHAPE, 0, prod(SHAPE), 0, 0) for key in shapes) for _ in range(world))
     layout = Layout(ranks, rank, dist.group.WORLD, True)
     tasks = [MatrixTask(key, (key,), (), 1.0) for key in shapes]
     generator = torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ def test_results_of_several_sizes_come_back_in_bfloat16() -> None:
 
 
 def test_the_cheaper_bytes_are_those_of_codes_and_exponents() -> None:
-    wire = CodedFormat(torch.float32)
+    wire = QuantizedFormat(torch.float32)
     assert [wire.bytes_of(count) for count in (0, 1, 64, 65, 6400)] == [0, 65, 65, 130, 6500]
     assert wire.back(Reply(), False) is wire and wire.dtype == torch.int8
     for back in (wire.back(Reply(), True), wire.back(Reply(values=2), False), wire.back(Reply(whole=9), False)):
@@ -276,7 +276,7 @@ def test_the_cheaper_bytes_are_those_of_codes_and_exponents() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_huge_tiny_and_zero_blocks(dtype: torch.dtype) -> None:
-    wire = CodedFormat(dtype)
+    wire = QuantizedFormat(dtype)
     values = torch.zeros(4 * BLOCK, dtype=dtype)
     values[0], values[BLOCK], values[2 * BLOCK] = 2.0**120, 2.0**-140, -(2.0**-126)
     back = wire.read(wire.write(values))

@@ -21,8 +21,8 @@ from torch import Tensor
 from rankwise.estimate import estimate
 from rankwise.planning import state_memory
 from rankwise.sharding import keepers_of
-from rankwise.sharding.state import save_vectors
-from rankwise.step.portable import owned_states, restore, saved_vectors
+from rankwise.sharding.chunked_vectors import save_vectors
+from rankwise.step.named_vectors import owned_states, restore, saved_vectors
 
 F64 = torch.float64
 CASE = "mkor-official-adamw"

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import estimate
 from rankwise.kernels import blocked
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 WIDTH, BLOCKS, VOCABULARY = 32, 80, 256

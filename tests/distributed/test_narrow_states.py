@@ -17,8 +17,8 @@ from simulated import Case, Framework, run_of, world_group
 from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.planning import declared
-from rankwise.sharding.sources import Slice
+from rankwise.planning import optimizer_spec as spec
+from rankwise.sharding.layout_source import Slice
 
 STEPS = 5
 BLOCKS: dict[str, Any] = {"c.weight": {"q": 3, "k": 3, "groups": 2}}
@@ -51,7 +51,7 @@ Alone = dict[tuple[str, torch.dtype], dict[str, Tensor]]
 
 
 def _follow(rank: int, world: int, cases: Sequence[Case], dtype: torch.dtype, layouts: Sequence[str]) -> list[Held]:
-    declared.FEWEST_CODED = 1
+    spec.FEWEST_CODED = 1
     found = []
     for case in cases:
         for layout in layouts:
@@ -64,9 +64,9 @@ def _follow(rank: int, world: int, cases: Sequence[Case], dtype: torch.dtype, la
 
 @pytest.fixture(scope="module", autouse=True)
 def _codes_for_all() -> Any:
-    before, declared.FEWEST_CODED = declared.FEWEST_CODED, 1
+    before, spec.FEWEST_CODED = spec.FEWEST_CODED, 1
     yield
-    declared.FEWEST_CODED = before
+    spec.FEWEST_CODED = before
 
 
 @pytest.fixture(scope="module")

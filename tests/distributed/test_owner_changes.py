@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR
 from rankwise.planning.matrix_states import MatrixStates
-from rankwise.sharding import Fragment, Layout, MatrixTask, plan_matrices
+from rankwise.sharding import Layout, MatrixTask, Shard, plan_matrices
 
 
 def _model() -> nn.Sequential:
@@ -75,8 +75,8 @@ def test_a_group_added_under_ddp_moves_no_owner() -> None:
 
 
 def test_given_owners_are_kept_and_carry_their_load() -> None:
-    fragments = tuple(Fragment(key, (4, 4), 0, 16, index, 0) for index, key in enumerate("abc"))
-    layout = Layout((fragments, fragments), replicated=True)
+    shards = tuple(Shard(key, (4, 4), 0, 16, index, 0) for index, key in enumerate("abc"))
+    layout = Layout((shards, shards), replicated=True)
     tasks = [MatrixTask(key, (key,), (), cost) for key, cost in (("a", 1.0), ("b", 2.0), ("c", 10.0))]
     assert plan_matrices(layout, tasks, [0.0, 0.0])[0].owners == {"c": 0, "b": 1, "a": 1}
     plan, loads = plan_matrices(layout, tasks, [0.0, 0.0], kept={"a": 0, "b": 0, "elsewhere": 5})

@@ -16,9 +16,9 @@ from simulated import LAYOUTS, Case, Framework, Model, gradients, run_of, world_
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.kernels.narrow_runs import SIGNED, NarrowRuns, blocks_of
+from rankwise.kernels.low_precision_runs import SIGNED, LowPrecisionRuns, blocks_of
 from rankwise.kernels.quantization import encode_
-from rankwise.sharding.sources import Slice
+from rankwise.sharding.layout_source import Slice
 
 STEPS = 6
 # Blocks with gaps between their rows.
@@ -92,7 +92,7 @@ def test_spent_gradients_are_what_is_quantized(layout: str) -> None:
     spent: dict[str, list[Tensor]] = {}
     kept: dict[str, list[Tensor]] = {}
     for entry in unit.stored_entries:
-        tensor, part = unit.tensors[entry.fragment.tensor], entry.fragment
+        tensor, part = unit.tensors[entry.shard.tensor], entry.shard
         if entry.route.rule == "matrix":
             spent.setdefault(entry.key, []).append(tensor.grad.view(-1)[part.offset : part.offset + part.numel])
             plan = unit.states.plan_codes("error", [(entry, slice(0, part.numel))])
@@ -102,7 +102,7 @@ def test_spent_gradients_are_what_is_quantized(layout: str) -> None:
         values = torch.cat(parts)
         codes = torch.zeros(values.numel(), dtype=SIGNED)
         exponents = torch.zeros(blocks_of(0, values.numel()), dtype=torch.int8)
-        encode_([values], NarrowRuns([codes], [exponents], [0], [0]))
+        encode_([values], LowPrecisionRuns([codes], [exponents], [0], [0]))
         assert torch.equal(torch.cat(kept[key]), codes), key
 
 

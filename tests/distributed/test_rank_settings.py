@@ -12,8 +12,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from simulated import CASES, Framework, world_group
 
-from rankwise.kernels import blocked, forms, native
-from rankwise.kernels.forms import using
+from rankwise.kernels import blocked, native
+from rankwise.kernels import dispatch as forms
+from rankwise.kernels.dispatch import using
 
 # What rank 1 has in its second param group.
 DIFFERENT: dict[str, tuple[str, Any]] = {
@@ -60,7 +61,7 @@ def _tensor_lr(rank: int, world: int) -> int:
 
 
 def test_comparing_takes_one_collective_for_each_plan() -> None:
-    assert run_ranks(2, _tensor_lr, timeout=60) == [4, 4]  # fragments and settings, for both groups
+    assert run_ranks(2, _tensor_lr, timeout=60) == [4, 4]  # shards and settings, for both groups
 
 
 def _with_other_kernels(rank: int, world: int) -> list[str]:

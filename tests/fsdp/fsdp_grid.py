@@ -65,7 +65,7 @@ class GridRun(Run):
         label: One of `TYPES`.
         setting: One of `SETTINGS`; None for one process.
         precision: ``fp32`` or ``bf16``.
-        seed: Of weights and samples.
+        seed: Seed of weights and samples.
         cuts: Into how many each micro-batch is cut: the same samples, their gradients rounded otherwise.
         noise: Relative error added to every gradient element.
     """

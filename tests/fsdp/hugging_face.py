@@ -161,9 +161,9 @@ class Accelerated:
     Args:
         case: One of `CLASSES`.
         kind: One of `MODELS`.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         micro: Micro-batches of a step.
-        clip: Of the gradients' norm; 0: none.
+        clip: Clip of the gradients' norm; 0: none.
         mixed: Type of the computation, as accelerate names it.
         plugin: Of the plugin.
     """

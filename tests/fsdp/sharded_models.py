@@ -105,9 +105,9 @@ class Run:
     Args:
         case: One of `CLASSES`, or another class and its options.
         setting: One of `SETTINGS`.
-        dtype: Of the weights.
-        seed: Of the first weights.
-        policy: Of `fully_shard`, for mixed precision.
+        dtype: Type of the weights.
+        seed: Seed of the first weights.
+        policy: Policy of `fully_shard`, for mixed precision.
         options: Others of the optimizer.
     """
 

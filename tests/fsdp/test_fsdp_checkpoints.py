@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rankwise import MARS
-from rankwise.planning import declared
+from rankwise.planning import optimizer_spec as spec
 
 BEFORE, AFTER = 3, 3
 Weights = dict[str, Tensor]
@@ -146,7 +146,7 @@ def test_goes_on_elsewhere(before: str | None, after: str | None, cases: list[st
 @pytest.mark.parametrize("setting", [None, "rows-3", pytest.param("tensor-4", marks=pytest.mark.exhaustive)])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_narrow_states_go_on_bitwise(setting: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(declared, "FEWEST_CODED", 1)
+    monkeypatch.setattr(spec, "FEWEST_CODED", 1)
     cases = [f"{case} in 8 bits" for case in NARROW]
     for name, case in zip(cases, NARROW, strict=True):
         kind, options = CLASSES[case]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rankwise.options.validation import OptionError
-from rankwise.sharding.shards import local_view
+from rankwise.sharding.dtensors import local_view
 from rankwise.step.torch_checkpoints import read_torch
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import BLOCK, ROOT, NarrowRuns, blocks_of, is_coded
+from rankwise.kernels.low_precision_runs import BLOCK, ROOT, LowPrecisionRuns, blocks_of, is_coded
 
 LENGTHS = (0, 1, 5, 63, 64, 65, 200, 1000, 5000, 4096 + 7, 3)
 FIRSTS = (7, 3, 62, 1, 64, 0, 130, 2**32 - 100, 2**33 + 5, 2**32 - 4096, 2**32 - 1)
@@ -32,24 +32,24 @@ def values_of(numel: int, dtype: torch.dtype, seed: int, is_finite: bool = False
 
 def runs_of(
     lengths: Sequence[int], firsts: Sequence[int], dtype: torch.dtype, step: int | Tensor | None = None
-) -> NarrowRuns:
+) -> LowPrecisionRuns:
     """Of codes that nothing was kept in yet."""
     places = list(zip(lengths, firsts, strict=True))
     exponents = [torch.full((blocks_of(first, numel),), 3, dtype=torch.int8) for numel, first in places]
     codes = [torch.zeros(numel, dtype=dtype) for numel in lengths]
     keys = [5 + at for at in range(len(lengths))]
-    return NarrowRuns(codes, exponents if is_coded(dtype) else [], list(firsts), keys, step)
+    return LowPrecisionRuns(codes, exponents if is_coded(dtype) else [], list(firsts), keys, step)
 
 
-def copy_of(runs: NarrowRuns) -> NarrowRuns:
+def copy_of(runs: LowPrecisionRuns) -> LowPrecisionRuns:
     """The same codes elsewhere."""
     codes, exponents = ([tensor.clone() for tensor in tensors] for tensors in (runs.codes, runs.exponents))
-    return NarrowRuns(codes, exponents, runs.firsts, runs.keys, runs.step)
+    return LowPrecisionRuns(codes, exponents, runs.firsts, runs.keys, runs.step)
 
 
-def assert_same(found: Sequence[Tensor] | NarrowRuns, expected: Sequence[Tensor] | NarrowRuns) -> None:
+def assert_same(found: Sequence[Tensor] | LowPrecisionRuns, expected: Sequence[Tensor] | LowPrecisionRuns) -> None:
     """To the bit, but for those of NaNs."""
-    if isinstance(found, NarrowRuns) and isinstance(expected, NarrowRuns):
+    if isinstance(found, LowPrecisionRuns) and isinstance(expected, LowPrecisionRuns):
         assert_same([*found.codes, *found.exponents], [*expected.codes, *expected.exponents])
         return
     torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0, equal_nan=True)

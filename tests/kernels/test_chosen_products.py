@@ -16,7 +16,7 @@ from benchmarks.compiled_kernels import compiled, recorded  # noqa: E402
 from benchmarks.launches import recorded_launches  # noqa: E402
 from rankwise import MARS  # noqa: E402
 from rankwise.kernels import graphs, triton  # noqa: E402
-from rankwise.kernels.forms import TIMED, newton_schulz_for, using  # noqa: E402
+from rankwise.kernels.dispatch import TIMED, newton_schulz_for, using  # noqa: E402
 from rankwise.kernels.triton import chosen_products, orthogonal_steps  # noqa: E402
 from rankwise.kernels.triton.chosen_products import Shape, by_shape, chosen  # noqa: E402
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED  # noqa: E402

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rankwise.kernels import lists, native, triton
-from rankwise.kernels.forms import using
-from rankwise.kernels.narrow_runs import BLOCK
-from rankwise.planning.coded_wire import CodedFormat
+from rankwise.kernels.dispatch import using
+from rankwise.kernels.low_precision_runs import BLOCK
+from rankwise.planning.quantized_messages import QuantizedFormat
 
 
 def _message(module: ModuleType, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with using(module):
-        wire = CodedFormat(torch.float32)
+        wire = QuantizedFormat(torch.float32)
         message = wire.write(values)
         return message, wire.read(message)
 

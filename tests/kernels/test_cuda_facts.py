@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.kernels import graphs, triton
-from rankwise.ldadam import forms
+from rankwise.ldadam import dispatch as forms
 
 
 @pytest.mark.parametrize(("asked", "captured"), [("cuda:0", False), ("cuda:1", True), ("cuda", False)])

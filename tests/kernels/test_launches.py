@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.sharding import MatrixExchange
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 # They only say how memory is to be read, and start nothing on a device.
 VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
@@ -63,9 +63,7 @@ def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> 
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         on_host = [state[name] for state in optimizer.state.values() for name in state if name == "step"]
-        on_host += [
-            state[name] for state in optimizer.matrix_states.values() for name in optimizer.declared.counted_states
-        ]
+        on_host += [state[name] for state in optimizer.matrix_states.values() for name in optimizer.spec.counted_states]
         with using(module), Launches(on_host) as counter:
             optimizer.step()
         assert step == 0 or counter.found
@@ -104,7 +102,7 @@ class Longest(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_count_on_the_device_is_read_once_for_all_fragments(interpreter: None) -> None:
+def test_a_count_on_the_device_is_read_once_for_all_shards(interpreter: None) -> None:
     class Flat(LayoutSource):
         group = None
 

@@ -1,4 +1,4 @@
-"""The in-place list forms against the pure functions, fragment by fragment."""
+"""The in-place list forms against the pure functions, shard by shard."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels import blocked, forms, native, triton
+from rankwise.kernels import blocked, native, triton
+from rankwise.kernels import dispatch as forms
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import kernels_for, using
-from rankwise.kernels.narrow_runs import NarrowRuns
+from rankwise.kernels.dispatch import kernels_for, using
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import formulas as updates_ldadam
 from rankwise.ldadam import native as native_ldadam
-from rankwise.ldadam.forms import step_for
+from rankwise.ldadam.dispatch import step_for
 from rankwise.mars import formulas as mars
 from rankwise.sonew import blocked as blocked_sonew
 from rankwise.sonew import native as native_sonew
-from rankwise.sonew.forms import directions_for
+from rankwise.sonew.dispatch import directions_for
 from rankwise.updates import adamw
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
@@ -38,14 +39,14 @@ FORMS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> Iterator[None]:
-    """So that the fragments of these tests take several."""
+    """So that the shards of these tests take several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK", 4)
         patch.setattr(elementwise, "_TILE", 4)
         yield
 
 
-def fragments(sizes: list[int], dtype: torch.dtype, seed: int) -> list[Tensor]:
+def shards(sizes: list[int], dtype: torch.dtype, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, dtype=dtype, generator=generator) for size in sizes]
 
@@ -84,10 +85,10 @@ common = given(
 def test_adamw(form, sizes, dtype, tensor_lr, decay, seed):
     betas, eps = (0.9, 0.95), 1e-3
     lr = as_lr(0.02, tensor_lr, dtype)
-    x, m, v = fragments(sizes, dtype, seed), zeros(sizes, dtype), zeros(sizes, dtype)
+    x, m, v = shards(sizes, dtype, seed), zeros(sizes, dtype), zeros(sizes, dtype)
     pure = clones(x), clones(m), clones(v)
     for step in range(1, STEPS + 1):
-        grads = fragments(sizes, dtype, seed + step)
+        grads = shards(sizes, dtype, seed + step)
         kept = clones(grads)
         scalars = Scalars(lr=lr, betas=betas, eps=eps, weight_decay=decay, step=step)
         form.run(Pass("adamw", {"param": x, "grad": grads, "exp_avg": m, "exp_avg_sq": v}, scalars))
@@ -114,11 +115,11 @@ def test_adamw(form, sizes, dtype, tensor_lr, decay, seed):
 def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
     betas, eps, gamma = (0.95, 0.99), 1e-3, 0.05
     lr, k = as_lr(0.02, tensor_lr, dtype), mars.correction_factor(gamma, betas[0])
-    x, m, v, last = fragments(sizes, dtype, seed), *(zeros(sizes, dtype) for _ in range(3))
+    x, m, v, last = shards(sizes, dtype, seed), *(zeros(sizes, dtype) for _ in range(3))
     pure_x, pure_m, pure_v, pure_last = (clones(s) for s in (x, m, v, last))
     buffers = zeros(sizes, dtype)
     for step in range(1, STEPS + 1):
-        for buffer, grad in zip(buffers, fragments(sizes, dtype, seed + step), strict=True):
+        for buffer, grad in zip(buffers, shards(sizes, dtype, seed + step), strict=True):
             buffer.copy_(grad)  # a framework refills its gradient buffers
         grads = clones(buffers)
         corrected = [oracles.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
@@ -163,7 +164,7 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
 @pytest.mark.parametrize("rule", ["momentum", "lion", "adamw"])
 def test_rules_without_a_reference(form, rule, scaled, sizes, dtype, tensor_lr, decay, seed):
     lr, betas, eps = as_lr(0.3, tensor_lr, dtype), (0.9, 0.95), 1e-3
-    x, g, m, v = (fragments(sizes, dtype, seed + i) for i in range(4))
+    x, g, m, v = (shards(sizes, dtype, seed + i) for i in range(4))
     v = [value.square() for value in v]
     factors = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed)) if scaled else None
     kept, scales = clones(g), factors if scaled else [1.0] * len(sizes)
@@ -190,14 +191,14 @@ def test_rules_without_a_reference(form, rule, scaled, sizes, dtype, tensor_lr, 
 
 @FORMS
 def test_equals_torch_adamw_in_place(form):
-    x = fragments([5, 0, 7], torch.float64, 0)
+    x = shards([5, 0, 7], torch.float64, 0)
     base = torch.cat(x)
-    views = list(base.split([5, 0, 7]))  # fragments are views of a flat buffer
+    views = list(base.split([5, 0, 7]))  # shards are views of a flat buffer
     reference = [p.clone().requires_grad_() for p in x]
     optimizer = torch.optim.AdamW(reference, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, foreach=True)
     m, v = zeros([5, 0, 7], torch.float64), zeros([5, 0, 7], torch.float64)
     for step in range(1, 7):
-        grads = fragments([5, 0, 7], torch.float64, step)
+        grads = shards([5, 0, 7], torch.float64, step)
         for p, g in zip(reference, grads, strict=True):
             p.grad = g.clone()
         optimizer.step()
@@ -207,7 +208,7 @@ def test_equals_torch_adamw_in_place(form):
 
 
 def test_corrected_gradients_are_new_tensors():
-    g, h = fragments([4, 6], torch.float64, 0), fragments([4, 6], torch.float64, 1)
+    g, h = shards([4, 6], torch.float64, 0), shards([4, 6], torch.float64, 1)
     kept = clones(g), clones(h)
     corrected = foreach.corrected(g, h, 0.475)
     foreach.scale_by_(corrected, torch.tensor([0.5, 2.0], dtype=torch.float64))
@@ -216,9 +217,9 @@ def test_corrected_gradients_are_new_tensors():
     assert all(torch.equal(a, b) for a, b in zip([*g, *h], [*kept[0], *kept[1]], strict=True))
 
 
-def test_fragments_of_one_parameter_share_a_coefficient():
-    """Views of a vector of all norms, in its own dtype, scale without changing the dtype of the fragments."""
-    c = fragments([3, 2, 4], torch.float32, 0)
+def test_shards_of_one_parameter_share_a_coefficient():
+    """Views of a vector of all norms, in its own dtype, scale without changing the dtype of the shards."""
+    c = shards([3, 2, 4], torch.float32, 0)
     expected = [c[0] * 0.25, c[1] * 0.25, c[2]]
     coefficients = torch.tensor([0.25, 1.0], dtype=torch.float64)
     foreach.scale_by_(c, [coefficients[0], coefficients[0], coefficients[1]])
@@ -240,7 +241,7 @@ def test_empty_lists(form):
 
 
 def test_bad_arguments():
-    x = fragments([3, 4], torch.float32, 0)
+    x = shards([3, 4], torch.float32, 0)
     fields = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), x)
     with pytest.raises(ValueError, match="coefficients has 1 entries for 2 tensors"):
         foreach.scale_by_(x, [torch.ones(())])
@@ -258,10 +259,10 @@ def test_bad_arguments():
 
 @FORMS
 def test_numbers_of_steps_may_be_tensors(form):
-    """Where the host does not know them: a number for every fragment."""
+    """Where the host does not know them: a number for every shard."""
     sizes, numbers = [5, 9], torch.tensor([2.0, 300.0])
-    together = [fragments(sizes, torch.float64, i) for i in range(3)] + [
-        [value.square() for value in fragments(sizes, torch.float64, 3)]
+    together = [shards(sizes, torch.float64, i) for i in range(3)] + [
+        [value.square() for value in shards(sizes, torch.float64, 3)]
     ]
     alone = [clones(field) for field in together]
     names = ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -278,7 +279,7 @@ def test_numbers_of_steps_may_be_tensors(form):
 @given(sizes=SIZES, dtype=DTYPES, seed=st.integers(0, 2**16))
 @settings(deadline=None, max_examples=20)
 def test_squared_norms_are_summed_in_double_precision(form, sizes, dtype, seed) -> None:
-    tensors = fragments(sizes, dtype, seed)
+    tensors = shards(sizes, dtype, seed)
     got = form.squared_norms(tensors)
     assert got.dtype == torch.float64 and got.shape == (len(sizes),)
     exact = torch.tensor([float(x.double().square().sum()) for x in tensors], dtype=torch.float64)
@@ -291,7 +292,7 @@ def test_squared_norms_are_summed_in_double_precision(form, sizes, dtype, seed) 
 @pytest.mark.parametrize("with_ratios", [True, False])
 def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) -> None:
     lr = as_lr(0.3, tensor_lr, dtype)
-    x, d = fragments(sizes, dtype, seed), fragments(sizes, dtype, seed + 1)
+    x, d = shards(sizes, dtype, seed), shards(sizes, dtype, seed + 1)
     ratios = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed))
     factors = ratios if with_ratios else torch.ones_like(ratios)
     expected = [oracles.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
@@ -338,9 +339,9 @@ def test_references_of_fewer_digits_are_rounded_to_the_nearest(form: ModuleType)
     numbers = [0.0, -0.0, 1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1e-40, 3.4e38, torch.inf, -torch.inf, torch.nan]
     grad = torch.cat([torch.tensor(numbers), torch.randn(100, generator=torch.Generator().manual_seed(0))])
     kept, momentum = torch.full((110,), 0.3, dtype=torch.bfloat16), torch.zeros(110)
-    reference = NarrowRuns([kept], [], [0], [1])
+    reference = LowPrecisionRuns([kept], [], [0], [1])
     corrected = grad + 0.5 * (grad - kept.float())
-    found = form.squared_norms([grad[10:]], NarrowRuns([kept[10:]], [], [0], [1]), 0.5)
+    found = form.squared_norms([grad[10:]], LowPrecisionRuns([kept[10:]], [], [0], [1]), 0.5)
     torch.testing.assert_close(found[0], corrected[10:].double().square().sum(), rtol=1e-6, atol=0.0)
     fields = {"grad": [grad], "exp_avg": [momentum], "reference": reference}
     form.run(Pass("momentum", fields, Scalars(betas=(0.9, 0.0), k=0.5, advance=True)))

@@ -17,8 +17,8 @@ from test_narrow_passes import copies, fields_of  # noqa: E402
 from rankwise import MARS, MKOR, LDAdam, SONew  # noqa: E402
 from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import quantization, triton  # noqa: E402
-from rankwise.kernels.forms import quantization_for, using  # noqa: E402
-from rankwise.kernels.narrow_runs import BFLOAT16, ROOT, SIGNED, NarrowRuns  # noqa: E402
+from rankwise.kernels.dispatch import quantization_for, using  # noqa: E402
+from rankwise.kernels.low_precision_runs import BFLOAT16, ROOT, SIGNED, LowPrecisionRuns  # noqa: E402
 from rankwise.kernels.opened_passes import run_opened  # noqa: E402
 from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
 
@@ -29,16 +29,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def there(field: Any) -> Any:
     """On the device."""
-    if isinstance(field, NarrowRuns):
+    if isinstance(field, LowPrecisionRuns):
         step = field.step.to(DEVICE) if isinstance(field.step, Tensor) else field.step
         codes, exponents = (there(tensors) for tensors in (field.codes, field.exponents))
-        return NarrowRuns(codes, exponents, field.firsts, field.keys, step)
+        return LowPrecisionRuns(codes, exponents, field.firsts, field.keys, step)
     return [value.to(DEVICE) for value in field]
 
 
 def back(field: Any) -> Any:
-    if isinstance(field, NarrowRuns):
-        return NarrowRuns(back(field.codes), back(field.exponents), field.firsts, field.keys, field.step)
+    if isinstance(field, LowPrecisionRuns):
+        return LowPrecisionRuns(back(field.codes), back(field.exponents), field.firsts, field.keys, field.step)
     return [value.cpu() for value in field]
 
 

@@ -11,7 +11,7 @@ import torch
 from narrow_cases import BEGINNINGS, FIRSTS, LENGTHS, assert_same, copy_of, runs_of, values_of
 
 from rankwise.kernels import native
-from rankwise.kernels.narrow_runs import BFLOAT16, ROOT, SIGNED, NarrowRuns
+from rankwise.kernels.low_precision_runs import BFLOAT16, ROOT, SIGNED, LowPrecisionRuns
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
 from rankwise.kernels.quantization import encode_
@@ -41,7 +41,7 @@ def fields_of(
 
 def copies(fields: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: copy_of(field) if isinstance(field, NarrowRuns) else [tensor.clone() for tensor in field]
+        name: copy_of(field) if isinstance(field, LowPrecisionRuns) else [tensor.clone() for tensor in field]
         for name, field in fields.items()
     }
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import rankwise
-from rankwise.kernels import blocked, forms, native
+from rankwise.kernels import blocked, native
+from rankwise.kernels import dispatch as forms
 from rankwise.kernels.native import building
 
 ROOT = Path(__file__).parents[2]

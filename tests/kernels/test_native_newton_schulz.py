@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import blocked, native
-from rankwise.kernels.forms import newton_schulz_for, using
+from rankwise.kernels.dispatch import newton_schulz_for, using
 from rankwise.kernels.native import building
 from rankwise.kernels.native import products as library
 from rankwise.kernels.native import tiled_newton_schulz as tiles

@@ -14,7 +14,7 @@ from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.kernels import lists, triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 
 pytest.importorskip("triton")
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise import MARS, MKOR
-from rankwise.kernels import blocked, forms, lists, native, product_types
-from rankwise.kernels.forms import product_dtype_for, using
+from rankwise.kernels import blocked, lists, native, product_types
+from rankwise.kernels import dispatch as forms
+from rankwise.kernels.dispatch import product_dtype_for, using
 from rankwise.step.optimizer import ShardedOptimizer
 
 CPU = torch.device("cpu")

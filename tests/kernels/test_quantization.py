@@ -12,8 +12,8 @@ from narrow_cases import FIRSTS, LENGTHS, assert_same, copy_of, runs_of, values_
 from oracles import codes_by_search
 
 from rankwise.kernels import blocked, native, quantization
-from rankwise.kernels.forms import quantization_for, using
-from rankwise.kernels.narrow_runs import BFLOAT16, BLOCK, ROOT, SIGNED, NarrowRuns
+from rankwise.kernels.dispatch import quantization_for, using
+from rankwise.kernels.low_precision_runs import BFLOAT16, BLOCK, ROOT, SIGNED, LowPrecisionRuns
 from rankwise.kernels.native import compiled_quantization as compiled
 from rankwise.kernels.quantization import BROKEN, CODED
 
@@ -144,12 +144,12 @@ def test_the_noise_knows_no_cuts(form: ModuleType, dtype: torch.dtype) -> None:
     whole = runs_of([sum(cuts)], [first], dtype, 9)
     form.encode_([values], whole)
     parts = runs_of(cuts, [first, first + BLOCK, first + 6 * BLOCK], dtype, 9)
-    parts = NarrowRuns(parts.codes, parts.exponents, parts.firsts, [5, 5, 5], 9)
+    parts = LowPrecisionRuns(parts.codes, parts.exponents, parts.firsts, [5, 5, 5], 9)
     form.encode_(list(values.split(cuts)), parts)
     assert_same([torch.cat(list(parts.codes))], whole.codes)
     if dtype != BFLOAT16:
         assert_same([torch.cat(list(parts.exponents))], whole.exponents)
-    form.encode_([values], other := NarrowRuns(copy_of(whole).codes, whole.exponents, [first], [5], 10))
+    form.encode_([values], other := LowPrecisionRuns(copy_of(whole).codes, whole.exponents, [first], [5], 10))
     assert not torch.equal(other.codes[0], whole.codes[0])
 
 
@@ -171,7 +171,10 @@ def test_stochastic_rounding_is_unbiased(dtype: torch.dtype) -> None:
 @FORMS
 def test_other_lengths_are_refused(form: ModuleType, dtype: torch.dtype) -> None:
     kept = runs_of([65], [0], dtype)
-    for given, runs in ((torch.zeros(64), kept), (torch.zeros(65), NarrowRuns(kept.codes, [torch.zeros(3)], [0], [1]))):
+    for given, runs in (
+        (torch.zeros(64), kept),
+        (torch.zeros(65), LowPrecisionRuns(kept.codes, [torch.zeros(3)], [0], [1])),
+    ):
         with pytest.raises(ValueError, match="it must have a code for each"):
             form.encode_([given], runs)
         with pytest.raises(ValueError, match="it must have a code for each"):

@@ -16,7 +16,7 @@ from triton_runs import assert_runs_close, runs
 from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.ldadam import formulas as updates
 from rankwise.sharding import MatrixExchange

@@ -20,7 +20,7 @@ from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 from rankwise import MARS, LDAdam, SONew  # noqa: E402
 from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
-from rankwise.kernels.forms import using  # noqa: E402
+from rankwise.kernels.dispatch import using  # noqa: E402
 from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
 from rankwise.ldadam import formulas as ldadam  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402

@@ -11,7 +11,7 @@ from torch import nn
 from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 
 pytest.importorskip("triton")
 

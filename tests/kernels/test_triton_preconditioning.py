@@ -17,9 +17,9 @@ from simulated import Conv1D  # noqa: E402
 from rankwise import MKOR  # noqa: E402
 from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
-from rankwise.kernels.forms import using  # noqa: E402
-from rankwise.mkor import arrangement  # noqa: E402
+from rankwise.kernels.dispatch import using  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
+from rankwise.mkor import product_groups as arrangement  # noqa: E402
 from rankwise.mkor.preconditioning import Gradient  # noqa: E402
 from rankwise.mkor.rule import MKORRule  # noqa: E402
 

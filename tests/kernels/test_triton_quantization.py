@@ -14,8 +14,8 @@ from test_narrow_passes import assert_as_opened, fields_of  # noqa: E402
 from test_quantization import assert_same_bits  # noqa: E402
 
 from rankwise.kernels import triton  # noqa: E402
-from rankwise.kernels.forms import quantization_for, using  # noqa: E402
-from rankwise.kernels.narrow_runs import BFLOAT16, ROOT, SIGNED  # noqa: E402
+from rankwise.kernels.dispatch import quantization_for, using  # noqa: E402
+from rankwise.kernels.low_precision_runs import BFLOAT16, ROOT, SIGNED  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

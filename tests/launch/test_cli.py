@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from rankwise.launch import environment, shim
-from rankwise.launch.choices import CHOICES, as_markdown
 from rankwise.launch.cli import app
+from rankwise.launch.optimizer_guide import CHOICES, as_markdown
 from rankwise.launch.planning.optimizers import built, chosen
 from rankwise.names import BY_SPELLING
 from rankwise.version import __version__

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from rankwise.launch.cli import app
 from rankwise.launch.planning.advice import why_unbalanced
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.described import KNOWN, build
-from rankwise.launch.planning.figures import deepspeed_figures, megatron_figures
+from rankwise.launch.planning.model_shapes import KNOWN, build
 from rankwise.launch.planning.optimizers import Chosen
+from rankwise.launch.planning.rank_figures import deepspeed_figures, megatron_figures
 from rankwise.launch.report import plot_curves
 
 pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rankwise.launch.cli import app
-from rankwise.launch.comparing.logged import Curve, LogError
+from rankwise.launch.comparing.logged_run import Curve, LogError
 from rankwise.launch.comparing.logs import read_runs
 from rankwise.launch.comparing.side_by_side import as_rows
 

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 from rankwise.launch.comparing.logs import read_runs
 from rankwise.launch.comparing.side_by_side import as_rows
 from rankwise.launch.environment import missing_build_tools, rank_environment
-from rankwise.launch.plan import Overrides, planned_configs
+from rankwise.launch.run_configs import Overrides, planned_configs
 from rankwise.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from rankwise.estimate import RankEstimate, estimate
 from rankwise.launch.cli import app
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.figures import deepspeed_figures, fsdp_figures
 from rankwise.launch.planning.fsdp import contents_on_mesh, tensor_parallel_dims
 from rankwise.launch.planning.mesh import Mesh
 from rankwise.launch.planning.optimizers import Chosen, built
+from rankwise.launch.planning.rank_figures import deepspeed_figures, fsdp_figures
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mars-adamw": {},

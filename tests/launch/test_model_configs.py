@@ -12,8 +12,8 @@ import pytest
 from rankwise.configs import OPTIMIZERS, model_config_path
 from rankwise.configs.for_models import MODELS, contents, recipe
 from rankwise.launch.flags import read_flags
-from rankwise.launch.planning.asked import Question, answered
-from rankwise.launch.planning.described import KNOWN
+from rankwise.launch.planning.model_shapes import KNOWN
+from rankwise.launch.planning.plan_request import Question, answered
 
 NAMES = [name for name in OPTIMIZERS if name != "mars"]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from rankwise.launch.planning.overlap import BatchLoad, Pipeline, Span, Speeds, pipeline_of, run_through
-from rankwise.planning.work import StepWork
-from rankwise.sharding import Batch, BatchVolume, Flow, Fragment, Layout, MatrixExchange, MatrixTask, plan_matrices
+from rankwise.planning.step_costs import StepCosts
+from rankwise.sharding import Batch, BatchVolume, Flow, Layout, MatrixExchange, MatrixTask, Shard, plan_matrices
 from rankwise.step.matrices import MatrixRule, step_matrices
 
 SHAPES = {f"m{index}": (4, 6) for index in range(8)}
@@ -47,8 +47,7 @@ def _exchange(rank: int, group: Any) -> MatrixExchange:
     """Eight matrices, each cut in two: four batches of one for each rank."""
     ranks = [
         tuple(
-            Fragment(key, shape, 12 * holder, 12 * holder + 12, 0, 12 * i)
-            for i, (key, shape) in enumerate(SHAPES.items())
+            Shard(key, shape, 12 * holder, 12 * holder + 12, 0, 12 * i) for i, (key, shape) in enumerate(SHAPES.items())
         )
         for holder in range(2)
     ]
@@ -89,7 +88,7 @@ def _recorded(rank: int, world: int) -> tuple[list[tuple[str, int]], list[tuple[
 
 def _simulated(speeds: Speeds) -> list[Span]:
     exchange = _exchange(0, None)
-    pipeline = pipeline_of(exchange, StepWork(), range(2))
+    pipeline = pipeline_of(exchange, StepCosts(), range(2))
     assert len(pipeline.batches) == 4 and all(flow.sent for load in pipeline.batches for flow in load.volume)
     return run_through(pipeline, [0.0, 0.0], speeds)
 

@@ -9,7 +9,7 @@ import torch
 from rankwise.configs import OPTIMIZERS, deepspeed_config
 from rankwise.launch.loop import learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.models import build_model
-from rankwise.launch.plan import Overrides, check_framework, planned_configs, read_config, split_names
+from rankwise.launch.run_configs import Overrides, check_framework, planned_configs, read_config, split_names
 from rankwise.launch.settings import Settings
 from rankwise.launch.spawn import choose_device
 

@@ -586,7 +586,7 @@ def test_inputs_are_left_alone(step: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 
-# --- fragments ------------------------------------------------------------------------------------------------------
+# --- shards ------------------------------------------------------------------------------------------------------
 
 
 @given(rows=st.integers(1, 9), cols=st.integers(1, 9), r=st.integers(1, 3), data=st.data())

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from rankwise import MARS
 from rankwise.kernels import blocked, lists, native
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.mars import optimizer as module
 from rankwise.mars.formulas import gradient_average, orthogonal_direction
 from rankwise.options.validation import OptionError
-from rankwise.planning import declared, unit
+from rankwise.planning import optimizer_spec as spec
+from rankwise.planning import step_unit as unit
 from rankwise.updates.remainders import join
 
 F64 = torch.float64
@@ -170,7 +171,7 @@ def test_bytes_of_state(variant: str, kept: str | None, most: float) -> None:
 @VARIANTS
 def test_codes_are_those_of_a_float32_average(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The momentum of a step is made before the average is rounded: the first step is the same to the bit."""
-    monkeypatch.setattr(declared, "FEWEST_CODED", 1)
+    monkeypatch.setattr(spec, "FEWEST_CODED", 1)
     (wide, plain), (narrow, coded) = (_made(torch.float32, variant=variant, state_dtype=d) for d in (None, "int8"))
     _train(wide, plain, range(1))
     _train(narrow, coded, range(1))
@@ -333,7 +334,7 @@ def _earlier(optimizer: MARS) -> dict[str, Any]:
 @VARIANTS
 @pytest.mark.parametrize("after", [None, "int8"])
 def test_earlier_checkpoints_go_on(variant: str, after: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(declared, "FEWEST_CODED", 1)
+    monkeypatch.setattr(spec, "FEWEST_CODED", 1)
     weights, optimizer = _made(variant=variant, clip=1e6)
     _train(weights, optimizer, range(5))
     twins, twin = _made(variant=variant, state_dtype=after)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rankwise import MARS
 from rankwise.kernels import blocked, lists, native, triton
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.mars.formulas import orthogonal_direction, shape_factor
 from rankwise.options.validation import OptionError
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 
 LR = 0.5
@@ -35,7 +35,7 @@ def _parameters(dtype: torch.dtype) -> dict[str, Tensor]:
     for name, shape in SHAPES.items():
         parameter = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype))
         parameter.grad = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
-        fused = Fused((("q", 16), ("k", 8), ("v", 8))) if name == "qkv" else None
+        fused = FusedShape((("q", 16), ("k", 8), ("v", 8))) if name == "qkv" else None
         attach_info(parameter, ParameterInfo(name, shape, Role.LINEAR, name == "conv1d", fused=fused))
         found[name] = parameter
     found["vector"] = torch.nn.Parameter(torch.ones(5, dtype=dtype))

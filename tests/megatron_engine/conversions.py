@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_patches.cpu import cpu_megatron
 from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.step.named_vectors import owned_states, stored_shards
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.portable import owned_states, stored_fragments
 
 BEFORE, AFTER = 3, 2
 CASES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
@@ -57,7 +57,7 @@ class Job(NamedTuple):
         case: One of `CASES`.
         load: Where it goes on from; None to begin.
         save: Where it is saved after :data:`BEFORE` steps; None if it is not.
-        stage: Of ZeRO.
+        stage: Stage of ZeRO.
     """
 
     case: str
@@ -116,7 +116,7 @@ def assembled(ranks: list[Values]) -> Values:
 def _held(optimizer: ShardedOptimizer) -> Values:
     """This rank's part of weights and states, where one optimizer's tensors are runs."""
     found: Values = {}
-    for part, _, weight, states in stored_fragments(optimizer):
+    for part, _, weight, states in stored_shards(optimizer):
         for name, values in {"weight": weight, **states}.items():
             found[f"{part.key}.{name}@{part.start}/{prod(part.shape)}"] = values.clone()
     for key, state in owned_states(optimizer).items():

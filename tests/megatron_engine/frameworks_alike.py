@@ -170,7 +170,7 @@ def check_alike(name: str, ours: Figures, stock: Figures, response: float = 0.0)
     """Within ten times of what AdamW shows, or the rule itself.
 
     Args:
-        name: Of the optimizer.
+        name: Name of the optimizer.
         ours: Its figures.
         stock: AdamW's.
         response: What rounding does to the rule in one process, over the largest change.

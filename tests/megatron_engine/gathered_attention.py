@@ -39,7 +39,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, group: di
         query: (tokens of this rank, sequences, heads, width of a head).
         key: The same of fewer heads, perhaps, each of which serves a run of the queries'.
         value: As the keys, of another width, perhaps.
-        scale: Of the products.
+        scale: Scale of the products.
         group: The context-parallel ranks; None if there is one.
 
     Returns:

@@ -42,7 +42,7 @@ class Cell:
         precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale); ``fp64`` where Megatron is told that it is fp32.
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
         moe: Number of experts, two of which are chosen per token; 0 for a dense model.
-        dense_layers: Of a model with experts, first layers that have none.
+        dense_layers: Dense layers of a model with experts, first layers that have none.
         aux_loss: Coefficient of the load-balancing loss, which depends on how the batch is split.
         swiglu: SwiGLU, RMSNorm and no bias; otherwise GELU, LayerNorm and biases.
         gqa: Whether two heads share a key and value.

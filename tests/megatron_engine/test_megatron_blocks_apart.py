@@ -128,7 +128,7 @@ class _Twin:
     def follow_rate(self) -> None:
         """Of the weights' group, before a step."""
         group = max(self.inner.param_groups, key=lambda group: group["weight_decay"])
-        self.optimizer.param_groups[0].update({key: group[key] for key in self.inner.declared.group_options})
+        self.optimizer.param_groups[0].update({key: group[key] for key in self.inner.spec.group_options})
 
     def change(self, start: dict[str, Tensor]) -> float:
         """The largest of all weights."""

@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
-from rankwise.mars.declared import MARSDeclared
+from rankwise.mars.spec import MARSSpec
 
 SAME: dict[str, tuple[int, Cell]] = {
     "DP2": (2, Cell()),
@@ -205,11 +205,11 @@ def _earlier(rank: int, world: int, folder: Path) -> str:
     cell, make = Cell(precision="bf16", **DISTRIBUTED), maker("mars-m", clip=None)
     megatron_patches.apply()
     with cpu_megatron():
-        folds, MARSDeclared.folds = MARSDeclared.folds, lambda *given: False  # type: ignore[method-assign, assignment]
+        folds, MARSSpec.folds = MARSSpec.folds, lambda *given: False  # type: ignore[method-assign, assignment]
         with opened(cell, make) as trainer:
             trained(trainer, 1)
             trainer.save(folder)
-        MARSDeclared.folds = folds  # type: ignore[method-assign]
+        MARSSpec.folds = folds  # type: ignore[method-assign]
         with opened(cell, make) as trainer:
             trained(trainer, 1)
             with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is looked at below

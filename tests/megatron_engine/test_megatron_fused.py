@@ -22,7 +22,7 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter, describe_chunks
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 
 # Four heads of eight share two keys; with them, the latent sizes of attention are all different.
 WIDTH, INNER = 32, 24
@@ -48,18 +48,18 @@ MOE: dict[str, Any] = {
     **{"num_moe_experts": 2, "moe_ffn_hidden_size": INNER, "moe_token_dispatcher_type": "alltoall"},
     **{"moe_shared_expert_intermediate_size": 2 * INNER},
 }
-GROUPED = Fused((("q", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 1, 1))
-GATES = Fused((("q", 16), ("gate", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 2, 1, 1))
-HALVES = Fused((("gate", INNER), ("up", INNER)))
+GROUPED = FusedShape((("q", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 1, 1))
+GATES = FusedShape((("q", 16), ("gate", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 2, 1, 1))
+HALVES = FusedShape((("gate", INNER), ("up", INNER)))
 LATENTS = {
-    "self_attention.linear_kv_down_proj.weight": Fused((("kv", 10), ("k_rope", 4))),
-    "self_attention.linear_kv_up_proj.weight": Fused((("k", 6), ("v", 8)), groups=4, heads=(1, 1)),
+    "self_attention.linear_kv_down_proj.weight": FusedShape((("kv", 10), ("k_rope", 4))),
+    "self_attention.linear_kv_up_proj.weight": FusedShape((("k", 6), ("v", 8)), groups=4, heads=(1, 1)),
 }
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Fused]]] = {
+MODELS: dict[str, tuple[dict[str, Any], dict[str, FusedShape]]] = {
     "groups": ({}, {"self_attention.linear_qkv.weight": GROUPED, "mlp.linear_fc1.weight": HALVES}),
     "one group": (
         {"num_query_groups": 1, "gated_linear_unit": False},
-        {"self_attention.linear_qkv.weight": Fused((("q", 32), ("k", 8), ("v", 8)), heads=(4, 1, 1))},
+        {"self_attention.linear_qkv.weight": FusedShape((("q", 32), ("k", 8), ("v", 8)), heads=(4, 1, 1))},
     ),
     "output gates": (
         {"attention_output_gate": True},
@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Fused]]] = {
             "self_attention.linear_qkv.weight": GROUPED,
             "mlp.experts.local_experts.0.linear_fc1.weight": HALVES,
             "mlp.experts.local_experts.1.linear_fc1.weight": HALVES,
-            "mlp.shared_experts.linear_fc1.weight": Fused((("gate", 2 * INNER), ("up", 2 * INNER))),
+            "mlp.shared_experts.linear_fc1.weight": FusedShape((("gate", 2 * INNER), ("up", 2 * INNER))),
         },
     ),
 }
@@ -190,14 +190,14 @@ def test_what_megatron_reads(world: int) -> None:
     run_ranks(world, _checked)
 
 
-def _shards(rank: int, world: int) -> dict[str, Fused]:
+def _shards(rank: int, world: int) -> dict[str, FusedShape]:
     with cpu_megatron(), built({}, world, blocks=True) as (_, described):
         return {name: each.info.fused for name, each in described.items() if each.info.fused is not None}
 
 
 def test_shards_that_are_matrices_of_their_own() -> None:
-    half = Fused(GROUPED.parts, groups=1, heads=GROUPED.heads)
-    gated = Fused((("gate", INNER // 2), ("up", INNER // 2)))
+    half = FusedShape(GROUPED.parts, groups=1, heads=GROUPED.heads)
+    gated = FusedShape((("gate", INNER // 2), ("up", INNER // 2)))
     table = {"self_attention.linear_qkv.weight": half, "mlp.linear_fc1.weight": gated}
     assert run_ranks(2, _shards) == [{PREFIX + name: fused for name, fused in table.items()}] * 2
 
@@ -209,16 +209,16 @@ def owner(**values: Any) -> Any:
 def test_layers_that_cannot_be_built_here() -> None:
     mixer = SimpleNamespace(config=None, d_inner_local_tp=8, ngroups_local_tp=1, nheads_local_tp=2, d_state=3)
     parts = (("z", 8), ("x", 8), ("B", 3), ("C", 3), ("dt", 2))
-    assert fused_parts("in_proj", mixer, (48, 4), 2, 1) == Fused(parts, groups=2, heads=(2, 2, 1, 1, 0))
+    assert fused_parts("in_proj", mixer, (48, 4), 2, 1) == FusedShape(parts, groups=2, heads=(2, 2, 1, 1, 0))
     delta = SimpleNamespace(config=None, qk_dim=8, v_dim=16, num_key_heads=2, num_value_heads=4, tp_size=2)
     parts = (("q", 4), ("k", 4), ("v", 8), ("gate", 8), ("beta", 2), ("alpha", 2))
-    assert fused_parts("in_proj", delta, (56, 4), 2, 1) == Fused(parts, groups=2, heads=(1, 1, 2, 2, 0, 0))
-    both = Fused((("k", 8), ("v", 8)), groups=4, heads=(1, 1))
+    assert fused_parts("in_proj", delta, (56, 4), 2, 1) == FusedShape(parts, groups=2, heads=(1, 1, 2, 2, 0, 0))
+    both = FusedShape((("k", 8), ("v", 8)), groups=4, heads=(1, 1))
     assert fused_parts("linear_kv", owner(), (64, 4), 2, 1) == both
     # Halves that Megatron does not mark: every rank has both.
     glu = owner(gated_linear_unit=True, ffn_hidden_size=12)
-    assert fused_parts("linear_fc1", glu, (24, 4), 2, 1) == Fused((("gate", 6), ("up", 6)), groups=2)
-    assert fused_parts("linear_fc1", glu, (24, 4), 2, 2) == Fused((("gate", 12), ("up", 12)))
+    assert fused_parts("linear_fc1", glu, (24, 4), 2, 1) == FusedShape((("gate", 6), ("up", 6)), groups=2)
+    assert fused_parts("linear_fc1", glu, (24, 4), 2, 2) == FusedShape((("gate", 12), ("up", 12)))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from megatron_patches.cpu import cpu_megatron
 from rankwise.estimate import RankEstimate, estimate, estimate_units
 from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.described import Sizes
 from rankwise.launch.planning.megatron import StageSource, rank_contents, stage_model, stage_parts, wrapped
+from rankwise.launch.planning.model_shapes import Sizes
 from rankwise.launch.planning.optimizers import Chosen, built
 
 NAMES = ("mars-m", "sonew", "ldadam", "mkor")

@@ -141,8 +141,8 @@ def _kept(inner: Any, tensor: Tensor, name: str) -> Tensor:
         for index, own in enumerate(unit.tensors):
             for entry, states in unit.states.of_entries(inner.state, index) if own is tensor else ():
                 if name in states:
-                    start = entry.fragment.offset
-                    found[start : start + entry.fragment.numel] = states[name]
+                    start = entry.shard.offset
+                    found[start : start + entry.shard.numel] = states[name]
     return found
 
 

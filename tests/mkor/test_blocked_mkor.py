@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rankwise import MKOR
 from rankwise.kernels import blocked, native, triton
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.mkor import blocked as blocked_mkor
 from rankwise.mkor import formulas as mkor
 from rankwise.mkor.workspace import Workspace

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from rankwise.mkor.switch import KneeDetector
+from rankwise.mkor.hybrid_switch import KneeDetector
 
 
 def kneed_loss(step: int, knee: int = 300) -> float:

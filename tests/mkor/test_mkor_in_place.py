@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rankwise import MKOR
 from rankwise.kernels import blocked
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.sharding import MatrixExchange
 from tests.ranks import run_ranks

@@ -7,10 +7,10 @@ import torch
 from preconditioning import BF16, assert_rounded_as_promised, preconditioned, problem
 
 from rankwise.kernels import blocked, native
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.kernels.native.products import products
 from rankwise.mkor import blocked as blocked_mkor
-from rankwise.mkor.forms import precondition_into_for
+from rankwise.mkor.dispatch import precondition_into_for
 from rankwise.mkor.native import precondition_into
 
 CPU = torch.device("cpu")

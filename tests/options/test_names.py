@@ -21,7 +21,7 @@ def network() -> nn.Module:
 
 
 def test_every_framework_reads_the_same_table() -> None:
-    blocks = pytest.importorskip("deepspeed_plugin.blocks")
+    blocks = pytest.importorskip("deepspeed_plugin.optimizer_block")
     registry = pytest.importorskip("megatron_patches.registry")
     from rankwise.configs import OPTIMIZERS
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from benchmarks.architectures import ARCHITECTURES, EQUAL, FEWER, GROUPED, PER_HEAD, Architecture
 from benchmarks.routing_page import routing_page
-from rankwise.routing.fused import Fused
-from rankwise.routing.recognised import looks_fused
+from rankwise.routing.fused_layers import looks_fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, describe, route
 
 MATRICES = RoutingPolicy(embeddings=False)
 
 
-def expected(architecture: Architecture, name: str) -> tuple[str, Fused | None] | None:
+def expected(architecture: Architecture, name: str) -> tuple[str, FusedShape | None] | None:
     for pattern, fused in architecture.blocks.items():
         if fnmatch(name, pattern):
             return "matrix", fused
@@ -30,7 +30,7 @@ def expected(architecture: Architecture, name: str) -> tuple[str, Fused | None] 
     return None
 
 
-def found(info: ParameterInfo) -> tuple[str, Fused | None]:
+def found(info: ParameterInfo) -> tuple[str, FusedShape | None]:
     return route(info, MATRICES).rule, info.fused
 
 
@@ -77,7 +77,7 @@ def attention(kind: str, outputs: int, fused: str = "qkv_proj", **members: Any) 
     return module
 
 
-def only_block(model: nn.Module) -> Fused | None:
+def only_block(model: nn.Module) -> FusedShape | None:
     (info,) = describe(model).values()
     return info.fused
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architectures import ARCHITECTURES
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, describe
 
 TOKENS = torch.arange(3, 9)[None]
 
 
-def heads_of(fused: Fused, name: str) -> list[list[tuple[int, int]]]:
+def heads_of(fused: FusedShape, name: str) -> list[list[tuple[int, int]]]:
     """Runs of rows of each head of a part, by its number of heads."""
     position = [part for part, _ in fused.parts].index(name)
     inside = fused.heads[position]
@@ -30,7 +30,7 @@ def heads_of(fused: Fused, name: str) -> list[list[tuple[int, int]]]:
     return found
 
 
-def emptied(weight: Tensor, fused: Fused, runs: list[tuple[int, int]]) -> None:
+def emptied(weight: Tensor, fused: FusedShape, runs: list[tuple[int, int]]) -> None:
     for start, end in runs:
         weight.narrow(fused.dim, start, end - start).zero_()
 

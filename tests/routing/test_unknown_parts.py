@@ -8,7 +8,7 @@ from torch import nn
 
 from rankwise import MARS
 from rankwise.routing.roles import ParameterInfo, Role, annotate, describe
-from rankwise.routing.unknown_parts import unknown_parts
+from rankwise.routing.unknown_fusions import unknown_parts
 
 
 class Strange(nn.Module):
@@ -51,7 +51,7 @@ def test_it_is_announced_once_by_rules_that_would_split(monkeypatch: pytest.Monk
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for variant, lines in (("muon", 2), ("adamw", 0)):
-        monkeypatch.setattr(MARS.declares, "splits", lambda self, info, lines=lines: lines > 0, raising=False)
+        monkeypatch.setattr(MARS.spec_class, "splits", lambda self, info, lines=lines: lines > 0, raising=False)
         said.clear()
         optimizer = MARS(model.named_parameters(), lr=0.1, variant=variant)
         optimizer.reports.announce = said.append

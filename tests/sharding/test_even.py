@@ -1,4 +1,4 @@
-"""Equal cuts that list no fragments, against the same cuts listed; owners against the rule written out."""
+"""Equal cuts that list no shards, against the same cuts listed; owners against the rule written out."""
 
 from __future__ import annotations
 

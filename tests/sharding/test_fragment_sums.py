@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import recorded
-from random_layouts import random_fragments
+from random_layouts import random_shards
 from ranks import run_ranks
 
-from rankwise.sharding import FragmentSums, Layout
+from rankwise.sharding import Layout, ShardSums
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"a": (4, 5), "b": (9,), "c": (3, 7), "d": (6,)}
@@ -21,9 +21,9 @@ def check(rank: int, world: int, group: object) -> list[int]:
     for seed in range(20):
         for replicated in (False, True) if world > 1 else (False,):
             for keys in ({"a", "b", "c", "d"}, {"a", "d"}, set()):
-                layout = Layout(random_fragments(SHAPES, world, seed, replicated), rank, group, replicated)  # type: ignore[arg-type]
-                sums = FragmentSums(layout, CPU, keys)
-                parts = [whole[fragment.key][fragment.start : fragment.end] for fragment in layout.mine]
+                layout = Layout(random_shards(SHAPES, world, seed, replicated), rank, group, replicated)  # type: ignore[arg-type]
+                sums = ShardSums(layout, CPU, keys)
+                parts = [whole[shard.key][shard.start : shard.end] for shard in layout.mine]
                 powers = [[(part**q).sum() for part in parts] for q in (1, 2, 3)]
                 partial = torch.tensor(powers, dtype=torch.float64).reshape(3, len(parts))
                 with recorded("all_reduce", "all_to_all_single") as calls:
@@ -31,10 +31,10 @@ def check(rank: int, world: int, group: object) -> list[int]:
                 assert len(calls["all_reduce"]) == int(bool(keys & set(layout.straddlers)))
                 assert sums.straddlers == len(keys & set(layout.straddlers))
                 assert not calls["all_to_all_single"]
-                for index, fragment in enumerate(layout.mine):
-                    summed = [fragment] if replicated else layout.holders[fragment.key][rank]
-                    local = torch.cat([whole[fragment.key][other.start : other.end] for other in summed])
-                    values = whole[fragment.key] if fragment.key in keys else local
+                for index, shard in enumerate(layout.mine):
+                    summed = [shard] if replicated else layout.holders[shard.key][rank]
+                    local = torch.cat([whole[shard.key][other.start : other.end] for other in summed])
+                    values = whole[shard.key] if shard.key in keys else local
                     expected = torch.stack([(values**q).sum() for q in (1, 2, 3)])
                     assert torch.equal(found[:, index], expected)  # integers: exact in any order
                 straddling.append(sums.straddlers)

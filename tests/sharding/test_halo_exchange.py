@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import recorded
-from random_layouts import random_fragments
+from random_layouts import random_shards
 from ranks import run_ranks
 from torch import Tensor
 
-from rankwise.sharding import Fragment, HaloExchange, Layout, ReadField
+from rankwise.sharding import HaloExchange, Layout, ReadField, Shard
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (3, 7), "e": (23,), "other": (6, 6)}
@@ -23,12 +23,12 @@ def _whole() -> dict[str, Tensor]:
     return {key: torch.randn(FIELDS, size, dtype=torch.float64, generator=generator) for key, size in sizes.items()}
 
 
-def _expected(whole: Tensor, fragment: Fragment, width: int, by_row: bool) -> tuple[Tensor, Tensor]:
-    row = fragment.shape[-1] if by_row and len(fragment.shape) > 1 else whole.shape[1]
+def _expected(whole: Tensor, shard: Shard, width: int, by_row: bool) -> tuple[Tensor, Tensor]:
+    row = shard.shape[-1] if by_row and len(shard.shape) > 1 else whole.shape[1]
     sides = []
     for elements, inside in (
-        (range(fragment.start - width, fragment.start), fragment.start),
-        (range(fragment.end, fragment.end + width), fragment.end - 1),
+        (range(shard.start - width, shard.start), shard.start),
+        (range(shard.end, shard.end + width), shard.end - 1),
     ):
         side = torch.zeros(FIELDS, width, dtype=torch.float64)
         for at, element in enumerate(elements):
@@ -67,19 +67,18 @@ def check(rank: int, world: int, group: object) -> list[bool]:
     for seed in range(16):
         for width in (0, 1, 2, 6):
             for by_row in (False, True):
-                layout = Layout(random_fragments(SHAPES, world, seed), rank, group)  # type: ignore[arg-type]
+                layout = Layout(random_shards(SHAPES, world, seed), rank, group)  # type: ignore[arg-type]
                 halo = HaloExchange(layout, width, keys, CPU, torch.float64, by_row)
                 fields = [
-                    [whole[fragment.key][f, fragment.start : fragment.end] for fragment in layout.mine]
-                    for f in range(FIELDS)
+                    [whole[shard.key][f, shard.start : shard.end] for shard in layout.mine] for f in range(FIELDS)
                 ]
                 with recorded("all_to_all_single") as calls:
                     found = halo([reader(field) for field in fields])
                 assert halo.active == _crosses(layout, keys, width, by_row)
                 assert len(calls["all_to_all_single"]) == int(halo.active)
-                for index, fragment in enumerate(layout.mine):
-                    selected = fragment.key in keys
-                    left, right = _expected(whole[fragment.key], fragment, width, by_row)
+                for index, shard in enumerate(layout.mine):
+                    selected = shard.key in keys
+                    left, right = _expected(whole[shard.key], shard, width, by_row)
                     for f in range(FIELDS):
                         assert torch.equal(found[f][index][0], left[f] * selected)
                         assert torch.equal(found[f][index][1], right[f] * selected)
@@ -97,8 +96,8 @@ def test_random_layouts(world: int) -> None:
 
 def _far(rank: int, world: int) -> list[Tensor]:
     # Two elements per rank and a halo of five: it spans three ranks.
-    fragment = Fragment("e", (2 * world,), 2 * rank, 2 * rank + 2, 0, 0)
-    layout = Layout.share([fragment], dist.group.WORLD)
+    shard = Shard("e", (2 * world,), 2 * rank, 2 * rank + 2, 0, 0)
+    layout = Layout.share([shard], dist.group.WORLD)
     halo = HaloExchange(layout, 5, ["e"], CPU, torch.float64)
     return list(halo([reader([torch.tensor([2.0 * rank, 2.0 * rank + 1], dtype=torch.float64)])])[0][0][:2])
 
@@ -111,20 +110,20 @@ def test_a_halo_may_span_several_ranks() -> None:
 
 
 def test_cuts_between_rows_need_nothing_when_chains_are_rows() -> None:
-    ranks = ((Fragment("w", (4, 6), 0, 12, 0, 0),), (Fragment("w", (4, 6), 12, 24, 0, 0),))
+    ranks = ((Shard("w", (4, 6), 0, 12, 0, 0),), (Shard("w", (4, 6), 12, 24, 0, 0),))
     by_tensor, by_row = (HaloExchange(Layout(ranks), 3, ["w"], CPU, torch.float64, by) for by in (False, True))
     assert by_tensor.active and not by_row.active and by_row.empty
 
 
 def test_replicas_need_nothing() -> None:
-    whole = (Fragment("w", (4, 6), 0, 24, 0, 0),)
+    whole = (Shard("w", (4, 6), 0, 24, 0, 0),)
     assert HaloExchange(Layout((whole, whole), replicated=True), 3, ["w"], CPU, torch.float64).empty
 
 
 def _narrow(rank: int, world: int) -> list[Tensor]:
     columns = ((0, 3), (3, 5))[rank]
     width = columns[1] - columns[0]
-    layout = Layout.share([Fragment("w", (4, 5), 0, 4 * width, 0, 0, columns)], dist.group.WORLD)
+    layout = Layout.share([Shard("w", (4, 5), 0, 4 * width, 0, 0, columns)], dist.group.WORLD)
     halo = HaloExchange(layout, 4, ["w"], CPU, torch.float64)
     values = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)[:, slice(*columns)]
     found = halo([reader([values.reshape(-1)])])[0][0].rows

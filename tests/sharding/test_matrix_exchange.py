@@ -18,19 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import recorded
-from random_layouts import random_fragments
+from random_layouts import random_shards
 from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from rankwise.sharding import (
     Batch,
-    Fragment,
     Layout,
     MatrixExchange,
     MatrixPlan,
     MatrixTask,
     Reply,
+    Shard,
     WireFormat,
     plan_matrices,
 )
@@ -107,8 +107,7 @@ class Probe(MatrixRule):
         self.offered = frozenset(in_place)
         used = {part for task in self.tasks for part in task.parts}
         self.sources = [
-            self.whole[fragment.key][fragment.start : fragment.end] if fragment.key in used else None
-            for fragment in self.layout.mine
+            self.whole[shard.key][shard.start : shard.end] if shard.key in used else None for shard in self.layout.mine
         ]
         return self.sources
 
@@ -130,10 +129,10 @@ class Probe(MatrixRule):
         tasks = {part: task for task in batch.tasks for part in task.parts}
         self.events.append(("step", sorted({tasks[self.layout.mine[index].key].key for index in indices})))
         for index, values in zip(indices, results, strict=True):
-            fragment = self.layout.mine[index]
-            task = tasks[fragment.key]
-            first = sum(self.whole[part].numel() for part in task.parts[: task.parts.index(fragment.key)])
-            own = slice(first + fragment.start, first + fragment.end)
+            shard = self.layout.mine[index]
+            task = tasks[shard.key]
+            first = sum(self.whole[part].numel() for part in task.parts[: task.parts.index(shard.key)])
+            own = slice(first + shard.start, first + shard.end)
             expected = self.matrix(task).square()[own]
             if self.answer == "two values":
                 expected = torch.cat([expected, -self.matrix(task)[own]])
@@ -168,7 +167,7 @@ class Probe(MatrixRule):
         with recorded("all_to_all_single", "all_reduce", log=self.events.append) as calls:
             self.updated = run_rule(self.exchange, self)
         used = {part for task in self.tasks for part in task.parts}
-        assert dict(self.stepped) == {i: 1 for i, fragment in enumerate(self.layout.mine) if fragment.key in used}
+        assert dict(self.stepped) == {i: 1 for i, shard in enumerate(self.layout.mine) if shard.key in used}
         owned = [task.key for task in self.exchange.owned()]
         assert dict(self.computed) == dict.fromkeys(owned, 1)
         assert self.updated == len(owned)
@@ -212,7 +211,7 @@ def _check(rank: int, world: int, group: Any) -> list[dict[str, Any]]:
         for replicated in (False, True) if world > 1 else (False,):
             for reply, at_once in itertools.product(REPLIES, (False, True)):
                 shapes = _shapes(seed)
-                layout = Layout(random_fragments(shapes, world, seed, replicated), rank, group, replicated)
+                layout = Layout(random_shards(shapes, world, seed, replicated), rank, group, replicated)
                 probe = Probe(layout, _tasks(shapes), _whole(shapes), at_once=at_once, declines=seed % 2)
                 calls = probe.run(reply)["all_to_all_single"]
                 travelling = sum(map(probe.crossing, probe.plan.batches))
@@ -255,7 +254,7 @@ def _check_in_world(rank: int, world: int) -> list[dict[str, Any]]:
 def _stay_at_home(rank: int, world: int) -> tuple[int, int]:
     shapes = {f"m{index}.weight": (4, 5) for index in range(2 * world)}
     ranks = [
-        tuple(Fragment(key, shape, 0, 20, 0, 0) for i, (key, shape) in enumerate(shapes.items()) if i % world == holder)
+        tuple(Shard(key, shape, 0, 20, 0, 0) for i, (key, shape) in enumerate(shapes.items()) if i % world == holder)
         for holder in range(world)
     ]
     probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes))
@@ -269,10 +268,10 @@ def test_matrices_whole_on_their_owners_send_nothing() -> None:
 def _pipeline(rank: int, world: int) -> list[Any]:
     # Each matrix is cut in the middle and every rank owns one of each batch.
     shapes = {f"m{index}.weight": (4, 5) for index in range(8)}
-    ranks: list[list[Fragment]] = [[], []]
+    ranks: list[list[Shard]] = [[], []]
     for key, shape in shapes.items():
-        ranks[0].append(Fragment(key, shape, 0, 9, 0, 0))
-        ranks[1].append(Fragment(key, shape, 9, 20, 0, 0))
+        ranks[0].append(Shard(key, shape, 0, 9, 0, 0))
+        ranks[1].append(Shard(key, shape, 9, 20, 0, 0))
     layout = Layout(tuple(map(tuple, ranks)), rank, dist.group.WORLD)
     probe = Probe(layout, _tasks(shapes), _whole(shapes), batch_elements=20)
     assert len(probe.plan.batches) == 4
@@ -322,22 +321,22 @@ class Toy(MatrixRule):
         return self.takes
 
 
-def _four_parameters() -> tuple[list[Fragment], Layout, dict[str, Tensor], MatrixPlan]:
+def _four_parameters() -> tuple[list[Shard], Layout, dict[str, Tensor], MatrixPlan]:
     shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
-    fragments = [Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
-    layout = Layout.single(fragments)
-    return fragments, layout, _whole(shapes), plan_matrices(layout, _tasks(shapes), [0.0])[0]
+    shards = [Shard(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
+    layout = Layout.single(shards)
+    return shards, layout, _whole(shapes), plan_matrices(layout, _tasks(shapes), [0.0])[0]
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_single_process_skips_tasks_without_gradient(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Fresh memory may happen to be zero.
     monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
-    fragments, layout, whole, plan = _four_parameters()
+    shards, layout, whole, plan = _four_parameters()
     exchange = MatrixExchange(layout, plan, CPU, torch.float64, one_by_one=one_by_one)
 
     def run(missing: set[str]) -> Toy:
-        toy = Toy([None if fragment.key in missing else whole[fragment.key] for fragment in fragments])
+        toy = Toy([None if shard.key in missing else whole[shard.key] for shard in shards])
         run_rule(exchange, toy)
         return toy
 
@@ -352,10 +351,10 @@ def test_a_single_process_skips_tasks_without_gradient(one_by_one: bool, monkeyp
 
 
 def test_a_part_without_gradient_is_taken_as_zero() -> None:
-    fragments, layout, whole, plan = _four_parameters()
+    shards, layout, whole, plan = _four_parameters()
     exchange = MatrixExchange(layout, plan, CPU, torch.float64)
     for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(whole)):
-        toy = Toy([None if fragment.key in missing else whole[fragment.key] for fragment in fragments], takes=True)
+        toy = Toy([None if shard.key in missing else whole[shard.key] for shard in shards], takes=True)
         run_rule(exchange, toy)
         assert not toy.stacks and not toy.stepped
         assert set(toy.taken) == {task.key for task in exchange.owned() if not missing.issuperset(task.parts)}
@@ -366,7 +365,7 @@ def test_a_part_without_gradient_is_taken_as_zero() -> None:
 
 def test_slices_are_never_taken() -> None:
     """They are computed together with those of other ranks, even one that is whole on its owner."""
-    layout = Layout.single([Fragment("m", (2, 3), 0, 6, 0, 0)])
+    layout = Layout.single([Shard("m", (2, 3), 0, 6, 0, 0)])
     task = MatrixTask("m", ("m",), (2, 3), 1.0, whole="matrix")
     plan = MatrixPlan({"m": 0}, (Batch((2, 3), (task,), partners=(0,)),))
     toy = Toy([torch.ones(6).double()], takes=True)
@@ -375,7 +374,7 @@ def test_slices_are_never_taken() -> None:
 
 
 def test_missing_values_on_several_ranks_are_refused() -> None:
-    ranks = ((Fragment("m.weight", (2, 2), 0, 3, 0, 0),), (Fragment("m.weight", (2, 2), 3, 4, 0, 0),))
+    ranks = ((Shard("m.weight", (2, 2), 0, 3, 0, 0),), (Shard("m.weight", (2, 2), 3, 4, 0, 0),))
     layout = Layout(ranks, rank=1)
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0, 5.0])
     with pytest.raises(RuntimeError, match="'m.weight' has no values on this rank"):
@@ -383,7 +382,7 @@ def test_missing_values_on_several_ranks_are_refused() -> None:
 
 
 def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
-    layout = Layout.single([Fragment("m.weight", (2, 2), 0, 4, 0, 0)])
+    layout = Layout.single([Shard("m.weight", (2, 2), 0, 4, 0, 0)])
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0])
     values = torch.tensor([1.0, 2.0, 3.0, 1.0 + 2**-30], dtype=torch.float64)
     toy = Toy([values], Tensor.double)
@@ -392,22 +391,21 @@ def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
 
 
 def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
-    """Per fragment: whether this rank owns it, its values, and what its owner, who changes nothing, gives back."""
+    """Per shard: whether this rank owns it, its values, and what its owner, who changes nothing, gives back."""
     cuts = ((0, 9), (9, 20))
     shapes = {f"m{index}.weight": (4, 5) for index in range(4)}
-    ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in cuts]
+    ranks = [tuple(Shard(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in cuts]
     layout = Layout(tuple(ranks), rank, dist.group.WORLD)
     plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
     exchange = MatrixExchange(layout, plan, CPU, torch.float32, WireFormat(torch.bfloat16))
     sources = [
-        torch.randn(fragment.numel, generator=torch.Generator().manual_seed(i))
-        for i, fragment in enumerate(layout.mine)
+        torch.randn(shard.numel, generator=torch.Generator().manual_seed(i)) for i, shard in enumerate(layout.mine)
     ]
     toy = Toy(list(sources), lambda stack: stack)
     with recorded("all_to_all_single") as calls:
         run_rule(exchange, toy)
     assert calls["all_to_all_single"][0] == exchange.bytes_per_gather
-    owners = [plan.owners[fragment.key] for fragment in layout.mine]
+    owners = [plan.owners[shard.key] for shard in layout.mine]
     return [(owners[index] == rank, sources[index], values) for index, values in toy.stepped.items()]
 
 
@@ -422,11 +420,11 @@ def test_only_what_crosses_ranks_is_rounded() -> None:
 def _sizes_of_stacks(rank: int, world: int) -> dict[tuple[bool, bool, bool], list[int]]:
     """For one by one or not, a rule that wishes it or not, slices or not: how many matrices each update was given."""
     shapes = {f"m{index}.weight": (4, 5) for index in range(4)}
-    ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
+    ranks = [tuple(Shard(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
     layout = Layout(tuple(ranks), rank, dist.group.WORLD)
     plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
     joint = MatrixPlan(plan.owners, tuple(replace(batch, partners=(0, 1)) for batch in plan.batches))
-    sources = [torch.full((fragment.numel,), 2.0, dtype=torch.float64) for fragment in layout.mine]
+    sources = [torch.full((shard.numel,), 2.0, dtype=torch.float64) for shard in layout.mine]
     found = {}
     for case in itertools.product((False, True), repeat=3):
         one_by_one, separately, slices = case
@@ -449,7 +447,7 @@ def test_what_travels_together_may_be_updated_separately() -> None:
 def _trace(rank: int, world: int) -> list[dict[str, Any]]:
     """The events of a profiled run of four batches that all travel."""
     shapes = {f"m{index}.weight": (4, 5) for index in range(8)}
-    ranks = [tuple(Fragment(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
+    ranks = [tuple(Shard(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
     probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes), batch_elements=20)
     with profile(activities=[ProfilerActivity.CPU]) as recorder:
         probe.run()

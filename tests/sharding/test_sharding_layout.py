@@ -8,17 +8,17 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_layouts import cuts, random_fragments
+from random_layouts import cuts, random_shards
 from ranks import run_ranks
 
-from rankwise.sharding import Fragment, Layout, LayoutError
+from rankwise.sharding import Layout, LayoutError, Shard
 
 SHAPES = {"w": (4, 6), "b": (5,), "s": ()}
 quick = settings(max_examples=40, deadline=None)
 
 
-def piece(start: int, end: int, key: str = "w", shape: tuple[int, ...] = (4, 6)) -> Fragment:
-    return Fragment(key, shape, start, end, 0, 0)
+def piece(start: int, end: int, key: str = "w", shape: tuple[int, ...] = (4, 6)) -> Shard:
+    return Shard(key, shape, start, end, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def piece(start: int, end: int, key: str = "w", shape: tuple[int, ...] = (4, 6))
     ],
     ids=["overlap", "gap", "late start", "two copies", "empty run"],
 )
-def test_fragments_must_tile(ranks: list[list[Fragment]], spans: str) -> None:
+def test_shards_must_tile(ranks: list[list[Shard]], spans: str) -> None:
     with pytest.raises(LayoutError) as error:
         Layout(tuple(map(tuple, ranks)))
     assert "'w'" in str(error.value) and spans in str(error.value) and "[0, 24)" in str(error.value)
 
 
 @pytest.mark.parametrize("end", [23, 25])
-def test_fragments_must_end_with_the_parameter(end: int) -> None:
+def test_shards_must_end_with_the_parameter(end: int) -> None:
     with pytest.raises(LayoutError, match=rf"'w' end at {end}, its shape \(4, 6\) has 24"):
         Layout(((piece(0, 7),), (piece(7, end),)))
 
@@ -57,15 +57,15 @@ def test_replicas_are_checked_rank_by_rank() -> None:
         Layout(((piece(0, 24), piece(0, 5, "b", (5,))), (piece(0, 24),)), replicated=True)
 
 
-def test_fragment_knows_its_size() -> None:
+def test_shard_knows_its_size() -> None:
     assert piece(3, 10).numel == 7 and not piece(3, 10).is_whole
-    assert piece(0, 24).is_whole and Fragment("s", (), 0, 1, 0, 0).is_whole
+    assert piece(0, 24).is_whole and Shard("s", (), 0, 1, 0, 0).is_whole
 
 
 @quick
 @given(world=st.integers(1, 5), seed=st.integers(0, 10**6))
 def test_holders_and_straddlers(world: int, seed: int) -> None:
-    ranks = random_fragments(SHAPES, world, seed)
+    ranks = random_shards(SHAPES, world, seed)
     for rank in range(world):
         layout = Layout(ranks, rank)
         assert layout.world_size == world and layout.mine == ranks[rank]
@@ -73,8 +73,8 @@ def test_holders_and_straddlers(world: int, seed: int) -> None:
         for key, shape in SHAPES.items():
             held = layout.holders[key]
             assert all(held.values())
-            assert sum(fragment.numel for pieces in held.values() for fragment in pieces) == prod(shape)
-            assert all(fragment in ranks[holder] for holder, pieces in held.items() for fragment in pieces)
+            assert sum(shard.numel for pieces in held.values() for shard in pieces) == prod(shape)
+            assert all(shard in ranks[holder] for holder, pieces in held.items() for shard in pieces)
             assert (key in layout.straddlers) == (len(held) > 1)
         assert list(layout.straddlers) == sorted(layout.straddlers)
 
@@ -92,14 +92,14 @@ def test_any_changed_border_is_noticed(numel: int, pieces: int, seed: int, data:
 
 
 def test_replicated_parameters_do_not_straddle() -> None:
-    layout = Layout(random_fragments(SHAPES, 3, 0, replicated=True), 1, replicated=True)
+    layout = Layout(random_shards(SHAPES, 3, 0, replicated=True), 1, replicated=True)
     assert layout.straddlers == () and set(layout.holders["w"]) == {0, 1, 2}
 
 
 def _share(rank: int, world: int) -> list[object]:
     import torch.distributed as dist
 
-    ranks = random_fragments(SHAPES, world, seed=3)
+    ranks = random_shards(SHAPES, world, seed=3)
     layout = Layout.share(ranks[rank], dist.group.WORLD)
     try:
         Layout.share(ranks[rank] if rank else (), dist.group.WORLD)

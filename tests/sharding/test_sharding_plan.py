@@ -8,9 +8,9 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_layouts import random_fragments
+from random_layouts import random_shards
 
-from rankwise.sharding import Fragment, Layout, MatrixTask, plan_matrices
+from rankwise.sharding import Layout, MatrixTask, Shard, plan_matrices
 from rankwise.sharding.owner_plan import IMBALANCE_TOLERANCE, assign_owners
 
 quick = settings(max_examples=60, deadline=None)
@@ -77,13 +77,13 @@ def _gpt(layers: int, width: int) -> dict[str, tuple[int, int]]:
 
 def _flat_partition(shapes: dict[str, tuple[int, int]], world: int) -> Layout:
     size = -(-sum(map(prod, shapes.values())) // world)
-    ranks: list[list[Fragment]] = [[] for _ in range(world)]
+    ranks: list[list[Shard]] = [[] for _ in range(world)]
     position = 0
     for key, shape in shapes.items():
         for rank in range(world):
             start, end = max(position, rank * size), min(position + prod(shape), (rank + 1) * size)
             if start < end:
-                ranks[rank].append(Fragment(key, shape, start - position, end - position, 0, start - rank * size))
+                ranks[rank].append(Shard(key, shape, start - position, end - position, 0, start - rank * size))
         position += prod(shape)
     return Layout(tuple(map(tuple, ranks)))
 
@@ -100,7 +100,7 @@ def test_gpt_matrices_are_balanced_and_mostly_stay(world: int, replicated: bool)
     shapes = _gpt(layers=12, width=16)
     layout = _flat_partition(shapes, world)
     if replicated:
-        whole = tuple(Fragment(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items())
+        whole = tuple(Shard(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items())
         layout = Layout((whole,) * world, replicated=True)
     plan, loads = plan_matrices(layout, _tasks(shapes), [0.0] * world)
     assert max(loads) <= 1.15 * sum(loads) / world
@@ -114,7 +114,7 @@ def test_gpt_matrices_are_balanced_and_mostly_stay(world: int, replicated: bool)
 def test_batches_hold_every_task_once(world: int, seed: int, limit: int) -> None:
     rng = random.Random(seed)
     shapes = {f"m{i}": rng.choice([(4, 5), (2, 10), (6, 6)]) for i in range(rng.randint(1, 12))}
-    layout = Layout(random_fragments(shapes, world, seed))
+    layout = Layout(random_shards(shapes, world, seed))
     tasks = _tasks(shapes)
     plan, _ = plan_matrices(layout, tasks, [0.0] * world, batch_elements=limit)
     assert sorted(task.key for batch in plan.batches for task in batch.tasks) == sorted(shapes)
@@ -148,7 +148,7 @@ def test_digest_tells_plans_apart() -> None:
 
 def test_loads_pass_from_one_group_to_the_next() -> None:
     shapes = {"a": (4, 4), "b": (4, 4)}
-    whole = tuple(Fragment(key, shape, 0, 16, 0, 0) for key, shape in shapes.items())
+    whole = tuple(Shard(key, shape, 0, 16, 0, 0) for key, shape in shapes.items())
     layout = Layout((whole, whole), replicated=True)
     tasks = _tasks(shapes)
     first, loads = plan_matrices(layout, tasks[:1], [0.0, 0.0])

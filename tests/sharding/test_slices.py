@@ -6,29 +6,29 @@ from math import prod
 
 import pytest
 
-from rankwise.sharding import Fragment, Layout, MatrixTask, SlicedMatrix, find_slices, in_slices, plan_matrices
+from rankwise.sharding import Layout, MatrixTask, Shard, SlicedMatrix, find_slices, in_slices, plan_matrices
 
 PAIR = ((0, 1),)
 
 
-def _rows(key: str, shape: tuple[int, int], *ranges: tuple[int, int], copy: int = 0) -> list[Fragment]:
-    """Fragments of whole rows, one behind the other in one tensor."""
+def _rows(key: str, shape: tuple[int, int], *ranges: tuple[int, int], copy: int = 0) -> list[Shard]:
+    """Shards of whole rows, one behind the other in one tensor."""
     width, position, found = shape[1], 0, []
     for first, last in ranges:
-        found.append(Fragment(key, shape, first * width, last * width, 0, position, copy=copy))
+        found.append(Shard(key, shape, first * width, last * width, 0, position, copy=copy))
         position += (last - first) * width
     return found
 
 
-def _columns(key: str, shape: tuple[int, int], first: int, last: int) -> list[Fragment]:
-    return [Fragment(key, shape, 0, shape[0] * (last - first), 0, 0, (first, last))]
+def _columns(key: str, shape: tuple[int, int], first: int, last: int) -> list[Shard]:
+    return [Shard(key, shape, 0, shape[0] * (last - first), 0, 0, (first, last))]
 
 
-def _run(key: str, shape: tuple[int, int], start: int, end: int, copy: int = 0) -> list[Fragment]:
-    return [Fragment(key, shape, start, end, 0, 0, copy=copy)]
+def _run(key: str, shape: tuple[int, int], start: int, end: int, copy: int = 0) -> list[Shard]:
+    return [Shard(key, shape, start, end, 0, 0, copy=copy)]
 
 
-def _layout(*ranks: list[Fragment]) -> Layout:
+def _layout(*ranks: list[Shard]) -> Layout:
     return Layout(tuple(map(tuple, ranks)))
 
 
@@ -78,7 +78,7 @@ def test_other_matrices_have_one_owner(layout: Layout) -> None:
 
 def test_slices_are_parameters_of_their_layout() -> None:
     layout = _layout(
-        [*_rows("w", (8, 3), (0, 2), (4, 6)), *_columns("c", (3, 8), 0, 4), Fragment("v", (5,), 0, 5, 1, 0)],
+        [*_rows("w", (8, 3), (0, 2), (4, 6)), *_columns("c", (3, 8), 0, 4), Shard("v", (5,), 0, 5, 1, 0)],
         [*_rows("w", (8, 3), (2, 4), (6, 8)), *_columns("c", (3, 8), 4, 8)],
     )
     sliced = in_slices(layout, find_slices(layout, ["w", "c"], PAIR))
@@ -88,8 +88,8 @@ def test_slices_are_parameters_of_their_layout() -> None:
         "v": (5,),
         **{f"w[{first}:{first + 2}]": (2, 3) for first in (0, 2, 4, 6)},
     }
-    assert not sliced.straddlers and all(fragment.is_whole for parts in sliced.ranks for fragment in parts)
-    # Each fragment keeps its place among the rank's, in its tensor, and its size.
+    assert not sliced.straddlers and all(shard.is_whole for parts in sliced.ranks for shard in parts)
+    # Each shard keeps its place among the rank's, in its tensor, and its size.
     for before, after in zip(layout.ranks, sliced.ranks, strict=True):
         assert [(f.tensor, f.offset, f.numel) for f in before] == [(f.tensor, f.offset, f.numel) for f in after]
 

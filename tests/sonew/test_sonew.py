@@ -408,7 +408,7 @@ def test_inputs_are_not_changed():
 
 
 def embedded(x: Tensor, lo: int, hi: int, halo: int, width: int) -> Tensor:
-    """The fragment [lo, hi) with `halo` elements on either side in a zero row of `width`, chain ends zero."""
+    """The shard [lo, hi) with `halo` elements on either side in a zero row of `width`, chain ends zero."""
     row = torch.zeros(width, dtype=x.dtype)
     for target, i in enumerate(range(lo - halo, hi + halo)):
         if 0 <= i < len(x):
@@ -417,7 +417,7 @@ def embedded(x: Tensor, lo: int, hi: int, halo: int, width: int) -> Tensor:
 
 
 def sharded(gradients: list[Tensor], band: int, halo: int, borders: list[int], eps: float, tolerance: float):
-    """Directions of all steps, each fragment evolving its own halo state from the halo of the gradients."""
+    """Directions of all steps, each shard evolving its own halo state from the halo of the gradients."""
     n = len(gradients[0])
     pieces = list(zip(borders, borders[1:], strict=False))
     width = max(hi - lo for lo, hi in pieces) + 2 * halo + 3
@@ -438,8 +438,8 @@ def sharded(gradients: list[Tensor], band: int, halo: int, borders: list[int], e
 
 @few
 @given(data=st.data())
-def test_fragments_with_a_halo_equal_the_whole_chain(data):
-    """Bit for bit, in both precisions, with dropped edges: cuts anywhere, fragments shorter than the band included."""
+def test_shards_with_a_halo_equal_the_whole_chain(data):
+    """Bit for bit, in both precisions, with dropped edges: cuts anywhere, shards shorter than the band included."""
     band = data.draw(st.integers(0, 5), "band")
     n = data.draw(st.integers(1, 40), "n")
     cuts = data.draw(st.lists(st.integers(0, n), max_size=6), "cuts")

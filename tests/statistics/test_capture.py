@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from rankwise.statistics.hooks import Capture, has_compiled
-from rankwise.statistics.views import LinearShape, describe_linear
+from rankwise.statistics.linear_views import LinearShape, describe_linear
 
 Sums = tuple[Tensor, int, Tensor]
 quick = settings(max_examples=15, deadline=None)

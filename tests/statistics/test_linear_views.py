@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.statistics.hooks import Capture
-from rankwise.statistics.views import LinearShape, LinearView, SummedPart
+from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart
 
 quick = settings(max_examples=30, deadline=None)
 FEATURES, TOKENS = 12, 7

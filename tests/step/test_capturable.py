@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rankwise import MKOR
 from rankwise.kernels import blocked, graphs
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
 from rankwise.sharding import MatrixExchange
 
@@ -80,7 +80,7 @@ class Run:
 
     def host_counts(self) -> list[Tensor]:
         states = self.optimizer.matrix_states.values()
-        counts = [state[name] for state in states for name in self.optimizer.declared.counted_states]
+        counts = [state[name] for state in states for name in self.optimizer.spec.counted_states]
         return counts + [state["step"] for state in self.optimizer.state.values()]
 
     def everything(self) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def test_a_graph_without_one_of_two_equal_matrices(name: str) -> None:
         each.model = nn.Sequential(*(nn.Linear(10, 10, bias=False, dtype=torch.float64) for _ in range(3)))
         each.model.load_state_dict({f"{layer}.weight": torch.eye(10) * (layer + 1) for layer in range(3)})
         each.optimizer = BY_NAME[name].build(
-            each.model.named_parameters(), lr=each.lr, capturable=each.optimizer.declared.capturable
+            each.model.named_parameters(), lr=each.lr, capturable=each.optimizer.spec.capturable
         )
         for parameter in each.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -138,8 +138,8 @@ def test_every_group_option_has_a_default_in_each_group(case: Case) -> None:
     optimizer = case.build([{"params": first}, {"params": second, "lr": 0.5}])
     assert [group["lr"] for group in optimizer.param_groups] == [case.options["lr"], 0.5]
     for group in optimizer.param_groups:
-        assert set(optimizer.declared.group_options) <= group.keys()
-    assert set(optimizer.declared.group_options) <= optimizer.defaults.keys()
+        assert set(optimizer.spec.group_options) <= group.keys()
+    assert set(optimizer.spec.group_options) <= optimizer.defaults.keys()
     assert "lr: 0.5" in repr(optimizer)
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from rankwise import MARS, LDAdam, SONew
 from rankwise.kernels import blocked, native
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import kernels_for, using
+from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
 from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import native as native_ldadam
-from rankwise.planning import unit
+from rankwise.planning import step_unit as unit
 from rankwise.sharding import MatrixExchange
 from rankwise.sonew import native as native_sonew
 

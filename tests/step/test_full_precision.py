@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankwise import MARS, MKOR, LDAdam
 from rankwise.kernels import full_precision as switches
 from rankwise.kernels import lists
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.kernels.full_precision import full_precision
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "linalg_solve_triangular", "linalg_cholesky_ex", "dot")

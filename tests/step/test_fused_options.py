@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam
 from rankwise.options.validation import OptionError
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 
 INPUTS = 10
 
 
-def weight(*shape: int, fused: Fused | None = None, name: str = "w") -> nn.Parameter:
+def weight(*shape: int, fused: FusedShape | None = None, name: str = "w") -> nn.Parameter:
     values = 0.1 * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     parameter = nn.Parameter(values)
     attach_info(parameter, ParameterInfo(name, tuple(shape), Role.LINEAR, fused=fused))
@@ -37,7 +37,7 @@ def stepped(kind: Any, parameters: list[nn.Parameter], grads: list[Tensor], **op
 def test_each_head_is_a_matrix(kind: Any, said: str) -> None:
     """Two groups of two query heads, a key and a value of four rows each."""
     options: dict[str, Any] = {"variant": "muon", "ns_dtype": "float64"} if kind is MARS else {"rank": 1}
-    fused = Fused((("q", 8), ("k", 4), ("v", 4)), -2, 2, (2, 1, 1))
+    fused = FusedShape((("q", 8), ("k", 4), ("v", 4)), -2, 2, (2, 1, 1))
     whole = weight(32, INPUTS, fused=None if said == "option" else fused)
     grad = torch.randn(32, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     heads = [nn.Parameter(part.clone()) for part in whole.detach().split(4)]
@@ -55,7 +55,7 @@ def test_each_head_is_a_matrix(kind: Any, said: str) -> None:
 def test_a_stack_of_fused_weights(kind: Any, dim: int) -> None:
     """Experts whose gate and other projection alternate, by rows or by columns."""
     options: dict[str, Any] = {"variant": "shampoo", "ns_dtype": "float64"} if kind is MARS else {"rank": 1}
-    fused = Fused((("gate", 1), ("up", 1)), dim, 6)
+    fused = FusedShape((("gate", 1), ("up", 1)), dim, 6)
     shape = (3, 12, INPUTS) if dim == -2 else (3, INPUTS, 12)
     stack = weight(*shape, fused=fused)
     grad = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -91,8 +91,8 @@ def test_what_does_not_fit_is_refused(blocks: Any, message: str) -> None:
 
 def test_a_weight_stays_whole_where_a_block_would_not_take_the_rule() -> None:
     """A rank of four saves nothing of a part of four rows: the weight is projected as it is stored."""
-    optimizer = LDAdam([weight(40, 40, fused=Fused((("q", 36), ("k", 4))))], rank=4)
+    optimizer = LDAdam([weight(40, 40, fused=FusedShape((("q", 36), ("k", 4))))], rank=4)
     assert not optimizer.table.blocks and optimizer.table.routes["w"].rule == "matrix"
-    assert MARS([weight(40, 40, fused=Fused((("q", 36), ("k", 4))))], variant="muon").table.blocks
-    assert MKOR([weight(40, 40, fused=Fused((("q", 36), ("k", 4))))]).table.blocks
-    assert not MARS([weight(40, 40, fused=Fused((("q", 36), ("k", 4))))]).table.blocks  # element by element
+    assert MARS([weight(40, 40, fused=FusedShape((("q", 36), ("k", 4))))], variant="muon").table.blocks
+    assert MKOR([weight(40, 40, fused=FusedShape((("q", 36), ("k", 4))))]).table.blocks
+    assert not MARS([weight(40, 40, fused=FusedShape((("q", 36), ("k", 4))))]).table.blocks  # element by element

@@ -9,7 +9,7 @@ import torch
 from fused_networks import CASES, LAYERS, Network, build, distance, train, with_a_row_moved
 
 from rankwise import MARS, LDAdam
-from rankwise.routing.fused import Fused
+from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, attach_info
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -57,8 +57,8 @@ class Experts(torch.nn.Module):
         torch.manual_seed(0)
         self.gate_up = torch.nn.Parameter(torch.randn(2, 24, 12))
         self.qkv = torch.nn.Parameter(torch.randn(22, 12))
-        parts = Fused((("q", 16), ("k", 3), ("v", 3)), heads=(2, 1, 1))
-        attach_info(self.gate_up, ParameterInfo("gate_up", (2, 24, 12), fused=Fused((("gate", 12), ("up", 12)))))
+        parts = FusedShape((("q", 16), ("k", 3), ("v", 3)), heads=(2, 1, 1))
+        attach_info(self.gate_up, ParameterInfo("gate_up", (2, 24, 12), fused=FusedShape((("gate", 12), ("up", 12)))))
         attach_info(self.qkv, ParameterInfo("qkv", (22, 12), fused=parts))
 
     def step(self, optimizer: ShardedOptimizer, seed: int) -> None:
@@ -108,7 +108,9 @@ def test_what_is_too_small_to_be_divided_says_so() -> None:
     assert set(reasons(1, split_heads=True)) == {"qkv[q.0]", "qkv[q.1]", "qkv[k.0]", "qkv[v.0]"}
     assert list(reasons(3)) == ["qkv"] and "undivided: k: rank 3 saves nothing" in reasons(3)["qkv"]
     wide = torch.nn.Parameter(torch.randn(36, 12))
-    attach_info(wide, ParameterInfo("wide", (36, 12), fused=Fused((("q", 12), ("k", 12), ("v", 12)), heads=(6, 6, 6))))
+    attach_info(
+        wide, ParameterInfo("wide", (36, 12), fused=FusedShape((("q", 12), ("k", 12), ("v", 12)), heads=(6, 6, 6)))
+    )
     sizes = {"q": 12, "k": 12, "v": 12, "heads": [6, 6, 6]}
     for heads in ({"split_heads": True}, {"blocks": {"wide": "heads"}}, {"blocks": {"wide": sizes}}):
         optimizer = LDAdam([("wide", wide)], rank=2, error_feedback=False, **heads)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rankwise import MKOR, SONew
 from rankwise.sharding import DeviceIndices, MatrixTask
-from rankwise.sharding.sources import WholeParameters
+from rankwise.sharding.layout_source import WholeParameters
 
 
 def model_of(layers: int) -> nn.Sequential:

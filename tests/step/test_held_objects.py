@@ -14,18 +14,18 @@ import torch
 from cases import Case, advance, cases, setup
 from torch import Tensor, nn
 
-from rankwise.mars.declared import MARSDeclared
 from rankwise.mars.options import MARSOptions
+from rankwise.mars.spec import MARSSpec
+from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
-from rankwise.mkor.switch import Switch
 from rankwise.options.validation import OptionError
-from rankwise.planning.live_groups import LiveGroups
+from rankwise.planning.group_changes import GroupChanges
+from rankwise.planning.group_values import GroupValues
 from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.parameter_table import ParameterTable
 from rankwise.planning.planner import Planner
-from rankwise.planning.table import ParameterTable
-from rankwise.planning.unit import StepUnit
-from rankwise.planning.values import GroupValues
-from rankwise.planning.work import StepWork
+from rankwise.planning.step_costs import StepCosts
+from rankwise.planning.step_unit import StepUnit
 from rankwise.statistics.collector import Collector
 from rankwise.step.reports import health_of
 from rankwise.step.undo import Undo
@@ -36,27 +36,27 @@ class Parts:
 
     def __init__(self, **options: Any) -> None:
         self.options = MARSOptions(variant="muon", **options)
-        self.declared = MARSDeclared("MARS", self.options)
-        defaults = {name: getattr(self.options, name) for name in self.declared.group_options}
+        self.spec = MARSSpec("MARS", self.options)
+        defaults = {name: getattr(self.options, name) for name in self.spec.group_options}
         self.weights = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6))]
         self.groups: list[dict[str, Any]] = [
             {"params": [weight], "param_names": [name], **defaults}
             for name, weight in zip(("wide", "bias"), self.weights, strict=True)
         ]
-        self.table = ParameterTable(self.declared)
-        self.values = GroupValues(self.declared, defaults)
+        self.table = ParameterTable(self.spec)
+        self.values = GroupValues(self.spec, defaults)
         self.matrix_states = MatrixStates()
-        self.undo = Undo(self.declared, self.matrix_states, health_of(self.declared))
-        self.planner = Planner(self.declared, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.live = LiveGroups(self.declared, self.values, self.table, self.planner, self.matrix_states)
+        self.undo = Undo(self.spec, self.matrix_states, health_of(self.spec))
+        self.planner = Planner(self.spec, self.table, self.values, self.matrix_states, self.undo.settle)
+        self.live = GroupChanges(self.spec, self.values, self.table, self.planner, self.matrix_states)
         for index in range(len(self.groups)):
             self.table.add_group(self.groups, index)
 
     def plan(self, unit: StepUnit) -> None:
         """As an optimizer without collectives of its own."""
 
-    def work(self, unit: StepUnit) -> StepWork:
-        return StepWork()
+    def work(self, unit: StepUnit) -> StepCosts:
+        return StepCosts()
 
 
 def test_the_table_names_and_routes() -> None:

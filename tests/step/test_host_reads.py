@@ -11,7 +11,7 @@ from cases import BY_NAME, advance, loss_of, setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,  # item(), float(t), bool(t)

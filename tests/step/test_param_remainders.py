@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam
 from rankwise.options.validation import OptionError
-from rankwise.sharding.sources import LayoutSource, Slice, TensorContents
+from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 BF16 = torch.bfloat16
 KEPT = {"store_param_remainders": True}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rankwise import MARS, MKOR
 from rankwise.kernels import blocked, lists
-from rankwise.kernels.forms import using
+from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
 
 NAMES = (

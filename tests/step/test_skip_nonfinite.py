@@ -16,8 +16,8 @@ from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
 from rankwise.kernels import lists as foreach
-from rankwise.kernels.forms import using
-from rankwise.step.portable import common_step
+from rankwise.kernels.dispatch import using
+from rankwise.step.named_vectors import common_step
 
 BROKEN = (torch.nan, torch.inf, -torch.inf)
 

@@ -12,7 +12,7 @@ from cases import Case, assert_same, cases, loss_of, net, weights
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.planning.succession import Heir, inherit
+from rankwise.planning.state_takeover import TakeoverTarget, plan_takeover
 
 ALL = cases(exact=False)
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
@@ -56,10 +56,10 @@ def test_goes_on_from_adamw(case: Case) -> None:
     assert_same(weights(model), before)
     assert "weights are kept" in told
     assert "over 20 steps" in told
-    heirs = optimizer.saved.succession.heirs(optimizer.param_groups)
-    assert {heir.rule for heir in heirs.values()} == {"matrix", "fallback"} or "1d" in case.name
+    targets = optimizer.saved.succession.targets(optimizer.param_groups)
+    assert {heir.rule for heir in targets.values()} == {"matrix", "fallback"} or "1d" in case.name
     for name, parameter in model.named_parameters():
-        for moment, own in heirs[name].moments.items():
+        for moment, own in targets[name].moments.items():
             assert torch.equal(moment_of(optimizer, parameter, own), moment_of(adamw, parameter, moment))
     assert case.name in (
         "mkor-sgd",
@@ -67,7 +67,7 @@ def test_goes_on_from_adamw(case: Case) -> None:
         "ldadam-no-feedback",
         "ldadam-bf16-error",
         "ldadam-int8-error",
-    ) or any(heir.moments for heir in heirs.values() if heir.rule == "matrix")
+    ) or any(heir.moments for heir in targets.values() if heir.rule == "matrix")
 
     at_once_model = copy.deepcopy(net(seed=1))
     at_once_model.load_state_dict(model.state_dict())
@@ -75,7 +75,7 @@ def test_goes_on_from_adamw(case: Case) -> None:
     at_once.continue_from(adamw.state_dict())
     train(model, optimizer, range(BEFORE, BEFORE + 1))
     train(at_once_model, at_once, range(BEFORE, BEFORE + 1))
-    fresh = {name for name, heir in heirs.items() if heir.rule == "matrix" or not heir.moments}
+    fresh = {name for name, heir in targets.items() if heir.rule == "matrix" or not heir.moments}
     assert fresh
     for name, full in weights(at_once_model).items():
         share = 1 / 20 if name in fresh else 1.0
@@ -98,10 +98,10 @@ def test_goes_on_from_adamw(case: Case) -> None:
     assert_same(weights(model), kept)
     assert back.param_groups[0]["lr"] == ADAMW["lr"]
     for name, parameter in model.named_parameters():
-        if len(heirs[name].moments) == 2:
+        if len(targets[name].moments) == 2:
             assert torch.equal(moment_of(back, parameter, "exp_avg_sq"), moment_of(optimizer, parameter, "exp_avg_sq"))
             assert int(moment_of(back, parameter, "step")) == BEFORE + 24
-        elif heirs[name].rule == "matrix" and case.name.startswith("ldadam"):
+        elif targets[name].rule == "matrix" and case.name.startswith("ldadam"):
             assert not moment_of(back, parameter, "exp_avg").any() and moment_of(back, parameter, "exp_avg_sq").any()
         else:
             assert parameter not in back.state
@@ -136,7 +136,7 @@ def test_the_fallback_goes_on_as_adamw_itself() -> None:
     other = copy.deepcopy(model)
     optimizer = LDAdam(other.named_parameters(), rank=2, **ADAMW)
     optimizer.continue_from(adamw.state_dict())
-    rules = {name: heir.rule for name, heir in optimizer.saved.succession.heirs(optimizer.param_groups).items()}
+    rules = {name: heir.rule for name, heir in optimizer.saved.succession.targets(optimizer.param_groups).items()}
     assert "fallback" in rules.values()
     for step in range(4):
         loss_of(model, step).backward()
@@ -168,11 +168,11 @@ def test_what_starts_afresh_starts_as_if_there_had_been_no_steps(case: Case) -> 
     optimizer = case.build(model.named_parameters(), model, transition_steps=0)
     optimizer.continue_from(adamw.state_dict())
     new = case.build(other.named_parameters(), other)
-    heirs = optimizer.saved.succession.heirs(optimizer.param_groups)
+    targets = optimizer.saved.succession.targets(optimizer.param_groups)
     for each, one in ((model, optimizer), (other, new)):
         train(each, one, range(1))
     for name, value in weights(model).items():
-        if heirs[name].rule == "matrix":
+        if targets[name].rule == "matrix":
             assert torch.equal(value, weights(other)[name])
 
 
@@ -245,12 +245,12 @@ def test_a_fused_weight_takes_the_moments_of_its_elements() -> None:
 
 def test_what_goes_on_is_decided_by_names_and_shapes() -> None:
     both, first = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}, {"exp_avg": "grad_avg"}
-    heirs = {
-        "w": Heir((4, 3), first, "matrix"),
-        "v": Heir((4, 3), both, "matrix"),
-        "b": Heir((4,), both, "fallback"),
-        "odd": Heir((5,), both, "fallback"),
-        "new": Heir((6, 6), {}, "matrix"),
+    targets = {
+        "w": TakeoverTarget((4, 3), first, "matrix"),
+        "v": TakeoverTarget((4, 3), both, "matrix"),
+        "b": TakeoverTarget((4,), both, "fallback"),
+        "odd": TakeoverTarget((5,), both, "fallback"),
+        "new": TakeoverTarget((6, 6), {}, "matrix"),
     }
     saved = {
         "w": {"exp_avg": (4, 3)},
@@ -259,7 +259,7 @@ def test_what_goes_on_is_decided_by_names_and_shapes() -> None:
         "odd": {"exp_avg": (4,), "exp_avg_sq": (4,)},
         "gone": {"exp_avg": (9,)},
     }
-    found = inherit(saved, heirs)
+    found = plan_takeover(saved, targets)
     assert found.carried == {"w": first, "b": both}
     assert found.afresh == ("v", "odd", "new")
     assert found.matrices == ("w",)

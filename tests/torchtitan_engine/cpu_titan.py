@@ -32,7 +32,7 @@ from torchtitan.distributed import fsdp
 from torchtitan.distributed import utils as distributed_utils
 from torchtitan.models.common.attention import FlexAttention
 
-__all__ = ["Rows", "NoTokenizer"]
+__all__ = ["NoTokenizer", "Rows"]
 
 assert tools.device_type == "cpu"
 

@@ -96,7 +96,7 @@ class Cell:
         batch: Rows of a rank and micro-batch; those of a step are always the same.
         whole: Whether every layer is computed again in the backward pass.
         length: Tokens of a row.
-        rows: Of a step.
+        rows: Rows of a step.
     """
 
     world: int

@@ -17,8 +17,8 @@ class Layer:
 
     Attributes:
         module: The module.
-        inputs: Of the last batch with a final 1, (samples, inputs + 1).
-        output_grads: Of the mean loss, (samples, outputs).
+        inputs: Inputs of the last batch with a final 1, (samples, inputs + 1).
+        output_grads: Output grads of the mean loss, (samples, outputs).
     """
 
     module: nn.Linear
@@ -56,9 +56,9 @@ class _Preconditioned:
     Args:
         model: All of whose parameters are linear layers'.
         lr: Learning rate.
-        momentum: Of SGD.
+        momentum: Momentum of SGD.
         interval: Steps between two updates of the statistics.
-        decay: Of their averages.
+        decay: Decay of their averages.
         damping: See the classes.
         scale: "norm": the gradient's norm, layer by layer, as MKOR does; "kl": as K-FAC and Eva are published, all
             layers by ``min(1, sqrt(0.001 / sum of lr^2 <direction, gradient>))``.

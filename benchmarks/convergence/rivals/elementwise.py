@@ -62,7 +62,7 @@ class Lion(torch.optim.Optimizer):
     Args:
         params: Parameters.
         lr: Learning rate.
-        betas: Of the interpolation and of the momentum.
+        betas: Betas of the interpolation and of the momentum.
         weight_decay: Decoupled.
     """
 

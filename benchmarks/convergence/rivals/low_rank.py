@@ -15,9 +15,9 @@ def equal_rank(shape: tuple[int, int], rank: int, buffer_bytes: float) -> int:
     """The rank at which a basis and two moments in fp32 take the bytes that they and an error buffer take at another.
 
     Args:
-        shape: Of the matrix.
+        shape: Shape of the matrix.
         rank: With the buffer.
-        buffer_bytes: Of the buffer, per element of the matrix.
+        buffer_bytes: Buffer bytes of the buffer, per element of the matrix.
     """
     short, long = sorted(shape)
     own = min(rank, short)
@@ -30,7 +30,7 @@ class _LowRank(torch.optim.Optimizer):
     Args:
         params: Matrices.
         lr: Learning rate.
-        rank: Of the projection.
+        rank: Rank of the projection.
         buffer_bytes: More rank, for as many bytes as an error buffer of so many per element, see :func:`equal_rank`.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.

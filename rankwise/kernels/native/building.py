@@ -55,7 +55,7 @@ def library(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
 
     Args:
         source: It; headers beside it and the shared ones may be included.
-        flags: Of the compiler, beside those that all have.
+        flags: Flags of the compiler, beside those that all have.
 
     Returns:
         The library; None where native forms are switched off, or there is no compiler that takes the source.

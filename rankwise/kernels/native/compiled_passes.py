@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import blocked
-from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, is_coded
+from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, is_coded
 from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
-from rankwise.kernels.native.narrow_arrays import in_c, takes
+from rankwise.kernels.native.low_precision_arrays import in_c, takes
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import FIELDS, Field, Pass, Rule, Tensors
 
@@ -91,7 +91,7 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
     """As :func:`rankwise.kernels.lists.squared_norms`, summed in a fixed order."""
     fields = {"grad": tensors, **({} if references is None else {"reference": references})}
     types = _types(fields) if tensors else None
-    if types is None and isinstance(references, NarrowRuns):
+    if types is None and isinstance(references, LowPrecisionRuns):
         return norms_with_opened(tensors, references, k, squared_norms)
     if types is None:
         return blocked.squared_norms(tensors, references, k)
@@ -102,17 +102,17 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
 
 def _types(fields: Mapping[str, Field]) -> str | None:
     """What the functions for these lists end with, or None where there are none."""
-    wide = [field for field in fields.values() if not isinstance(field, NarrowRuns)]
+    wide = [field for field in fields.values() if not isinstance(field, LowPrecisionRuns)]
     if not are_runs(*wide):
         return None
     grads = wide[0]
-    narrow = [field for field in fields.values() if isinstance(field, NarrowRuns)]
+    narrow = [field for field in fields.values() if isinstance(field, LowPrecisionRuns)]
     if narrow and not all(takes(grads, field) and _begin_with_blocks(field) for field in narrow):
         return None
     return SUFFIXES[grads[0].dtype]
 
 
-def _begin_with_blocks(runs: NarrowRuns) -> bool:
+def _begin_with_blocks(runs: LowPrecisionRuns) -> bool:
     """Whether tiles do not cut blocks either, where there are any."""
     return not is_coded(runs.dtype) or not any(first % BLOCK for first in runs.firsts)
 
@@ -121,13 +121,13 @@ def _call(
     name: str, fields: Mapping[str, Field], factors: Tensor | None, numbers: Mapping[str, float], *more: object
 ) -> None:
     own, first = library(_SOURCE, EXACT), fields["grad"]
-    assert own is not None and not isinstance(first, NarrowRuns)
+    assert own is not None and not isinstance(first, LowPrecisionRuns)
     # Kept until the call returns: C sees addresses only.
     arrays: dict[str, ctypes.Array[Any]] = {
-        field: addresses(tensors) for field, tensors in fields.items() if not isinstance(tensors, NarrowRuns)
+        field: addresses(tensors) for field, tensors in fields.items() if not isinstance(tensors, LowPrecisionRuns)
     }
     found = {field: _FieldInC(runs=ctypes.addressof(values)) for field, values in arrays.items()}
-    narrow = {field: in_c(runs) for field, runs in fields.items() if isinstance(runs, NarrowRuns)}
+    narrow = {field: in_c(runs) for field, runs in fields.items() if isinstance(runs, LowPrecisionRuns)}
     found |= {field: _FieldInC(narrow=ctypes.addressof(runs)) for field, runs in narrow.items()}
     lengths = integers([tensor.numel() for tensor in first])
     known = None if factors is None else doubles(factors.tolist())

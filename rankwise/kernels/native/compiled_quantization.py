@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import quantization
-from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
+from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, blocks_of, is_coded
 from rankwise.kernels.native.arrays import addresses, are_runs, integers
 from rankwise.kernels.native.building import EXACT, library
-from rankwise.kernels.native.narrow_arrays import NarrowInC, in_c, takes
+from rankwise.kernels.native.low_precision_arrays import LowPrecisionInC, in_c, takes
 
 __all__ = ["add_decoded", "decode_", "encode_", "exponents_of"]
 
@@ -26,13 +26,13 @@ class _RunsInC(ctypes.Structure):
     """As in the source."""
 
     _fields_ = [
-        ("kept", NarrowInC),
+        ("kept", LowPrecisionInC),
         *((name, ctypes.c_int64) for name in ("count", "tile", "threads")),
         *((name, ctypes.c_void_p) for name in ("lengths", "bases")),
     ]
 
 
-def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
+def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
     """As :func:`rankwise.kernels.quantization.decode_`."""
     if _takes(values, kept):
         _call("decode_runs", kept, addresses(values))
@@ -40,7 +40,7 @@ def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
         quantization.decode_(values, kept)
 
 
-def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tensor]) -> None:
+def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence[Tensor]) -> None:
     """As :func:`rankwise.kernels.quantization.add_decoded`."""
     if _takes(values, kept, sums):
         _call("add_decoded_runs", kept, addresses(values), addresses(sums))
@@ -48,7 +48,7 @@ def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tenso
         quantization.add_decoded(values, kept, sums)
 
 
-def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
+def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
     """As :func:`rankwise.kernels.quantization.exponents_of`."""
     if not _takes(values, kept) or not is_coded(kept.dtype):
         return quantization.exponents_of(values, kept)
@@ -57,7 +57,7 @@ def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
     return found
 
 
-def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None = None) -> None:
+def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
     """As :func:`rankwise.kernels.quantization.encode_`."""
     given = None if exponents is None else exponents.to(torch.int8).contiguous()
     fit = given is None or given.shape == (sum(_blocks(kept)),)
@@ -67,15 +67,15 @@ def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None
         quantization.encode_(values, kept, exponents)
 
 
-def _takes(values: Sequence[Tensor], kept: NarrowRuns, *more: Sequence[Tensor]) -> bool:
+def _takes(values: Sequence[Tensor], kept: LowPrecisionRuns, *more: Sequence[Tensor]) -> bool:
     return takes(values, kept) and are_runs(values, *more) and library(_SOURCE, EXACT) is not None
 
 
-def _blocks(kept: NarrowRuns) -> list[int]:
+def _blocks(kept: LowPrecisionRuns) -> list[int]:
     return [blocks_of(first, codes.numel()) for first, codes in zip(kept.firsts, kept.codes, strict=True)]
 
 
-def _call(name: str, kept: NarrowRuns, *pointers: object) -> None:
+def _call(name: str, kept: LowPrecisionRuns, *pointers: object) -> None:
     # Kept until the call returns: C sees addresses only.
     lengths = integers([codes.numel() for codes in kept.codes])
     bases = integers(list(accumulate(_blocks(kept), initial=0)))

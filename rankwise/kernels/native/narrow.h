@@ -12,7 +12,7 @@ constexpr int kBroken = 127;
 
 enum Kind { kBfloat16 = 0, kSigned = 1, kRoot = 2 };
 
-// As NarrowRuns in rankwise/kernels/narrow_runs.py; keys and the step count in 32 bits.
+// As NarrowRuns in rankwise/kernels/low_precision_runs.py; keys and the step count in 32 bits.
 struct NarrowRuns {
   int64_t kind, is_random, step;
   void* const* codes;

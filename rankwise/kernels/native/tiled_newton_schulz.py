@@ -57,7 +57,7 @@ def newton_schulz(
     Args:
         matrix: (..., m, n).
         steps: Iterations, at least 1.
-        dtype: Of the products.
+        dtype: Type of the products.
         eps: Added to the norm.
         coefficients: Name of the polynomials.
 

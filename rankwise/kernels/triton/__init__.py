@@ -1,7 +1,7 @@
 r"""Triton kernels for CUDA: what the shared updates do, over many tensors per launch and without host syncs.
 
 Importing this package needs no Triton. Everything is fp32 (others: use the plain functions), where not said otherwise.
-*Runs* are lists of contiguous 1-D tensors, one per fragment, of any lengths (0 too) and alignments; the number of
+*Runs* are lists of contiguous 1-D tensors, one per shard, of any lengths (0 too) and alignments; the number of
 launches does not depend on how many there are. Norms are fp64, summed in a fixed order and without atomics: two calls
 give the same bits. ``lr`` is a float or a 0-d tensor.
 

@@ -34,10 +34,10 @@ class Shape(NamedTuple):
     Attributes:
         kind: "square" or "polynomial".
         batch: Matrices.
-        rows: Of each.
-        columns: Of each.
+        rows: Rows of each.
+        columns: Columns of each.
         turned: Whether they lie transposed.
-        dtype: Of them.
+        dtype: Type of them.
         device: Where they lie.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from rankwise.kernels.narrow_runs import BLOCK as _BLOCK
+from rankwise.kernels.low_precision_runs import BLOCK as _BLOCK
 from rankwise.kernels.triton.language import jit
 from rankwise.kernels.triton.segments import WIDTH, read, write
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels import quantization
-from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, blocks_of, is_coded
+from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, blocks_of, is_coded
 from rankwise.kernels.triton.codes import (
     blocks_inside,
     exponents_at,
@@ -37,19 +37,19 @@ _WARPS = 4
 _LENGTH, _AT, _FIRST, _BASE, _COLUMNS = (tl.constexpr(column) for column in (3, 4, 5, 7, 8))
 
 
-def decode_(values: Sequence[Tensor], kept: NarrowRuns) -> None:
+def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
     """As :func:`rankwise.kernels.quantization.decode_`, of contiguous fp32 runs."""
     _launch(_decode_kernel, values, kept, values, ADD=False)
 
 
-def add_decoded(values: Sequence[Tensor], kept: NarrowRuns, sums: Sequence[Tensor]) -> None:
+def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence[Tensor]) -> None:
     """As :func:`rankwise.kernels.quantization.add_decoded`, of contiguous fp32 runs."""
     if [total.numel() for total in sums] != [value.numel() for value in values]:
         raise ValueError("the sums need one run per run of values, of its length")
     _launch(_decode_kernel, values, kept, sums, ADD=True)
 
 
-def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
+def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
     """As :func:`rankwise.kernels.quantization.exponents_of`, of contiguous fp32 runs."""
     if not values:
         return quantization.exponents_of(values, kept)
@@ -58,7 +58,7 @@ def exponents_of(values: Sequence[Tensor], kept: NarrowRuns) -> Tensor:
     return found
 
 
-def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None = None) -> None:
+def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
     """As :func:`rankwise.kernels.quantization.encode_`, of contiguous fp32 runs."""
     if not values:
         return
@@ -71,14 +71,14 @@ def encode_(values: Sequence[Tensor], kept: NarrowRuns, exponents: Tensor | None
     _launch(_encode_kernel, values, kept, values, given, count, GIVEN=exponents is not None, **random)
 
 
-def _blocks(kept: NarrowRuns) -> list[int]:
+def _blocks(kept: LowPrecisionRuns) -> list[int]:
     return [blocks_of(first, codes.numel()) for first, codes in zip(kept.firsts, kept.codes, strict=True)]
 
 
 def _launch(
     kernel: object,
     values: Sequence[Tensor],
-    kept: NarrowRuns,
+    kept: LowPrecisionRuns,
     sums: Sequence[Tensor],
     *more: object,
     **constants: object,

@@ -100,10 +100,10 @@ def normalised(
 
     Args:
         matrices: Contiguous fp32 runs.
-        shape: Of each.
+        shape: Shape of each.
         squares: (matrices,) fp64, of their norms.
         eps: Added to the norm.
-        dtype: Of the stack.
+        dtype: Type of the stack.
 
     Returns:
         (matrices, rows, columns).

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns, is_coded
+from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, is_coded
 from rankwise.kernels.passes import Field
 from rankwise.kernels.triton.codes import EXTRAS
 from rankwise.kernels.triton.language import CODES, ELEMENTS, count_of
@@ -21,7 +21,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "reference")
 
 def are_alike(fields: Mapping[str, Field]) -> bool:
     """Whether narrow fields are such as a launch takes: of whole blocks, and with the noise of one step, if any."""
-    narrow = [field for field in fields.values() if isinstance(field, NarrowRuns)]
+    narrow = [field for field in fields.values() if isinstance(field, LowPrecisionRuns)]
     steps = [field.step for field in narrow if field.step is not None]
     same = all(step is steps[0] or (type(step) is type(steps[0]) is int and step == steps[0]) for step in steps)
     return same and not any(first % BLOCK for field in narrow for first in field.firsts)
@@ -37,7 +37,7 @@ class PassFields:
 
     Attributes:
         runs: The tables.
-        types: Of the fields, as kernels call them.
+        types: Types of the fields, as kernels call them.
         count: The number of the step in noise, or one for each run on the device.
         constants: What the kernel wants to know of the states.
 
@@ -53,12 +53,12 @@ class PassFields:
         places, random = dict.fromkeys(_STATES, 0), dict.fromkeys(_STATES, False)
         step: int | Tensor | None = None
         for name, field in fields.items():
-            if not isinstance(field, NarrowRuns):
+            if not isinstance(field, LowPrecisionRuns):
                 dtype = field[0].dtype if name in narrow else torch.float32
                 lists.append(field)
                 types.append(dtype if dtype in ELEMENTS else torch.float32)
                 continue
-            assert not isinstance(first, NarrowRuns)
+            assert not isinstance(first, LowPrecisionRuns)
             field.check(first)
             places[name], random[name] = len(fields) + 1 + len(columns), field.step is not None
             step = step if field.step is None else field.step

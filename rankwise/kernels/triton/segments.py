@@ -28,11 +28,11 @@ from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Row, Table, table_here
 
 __all__ = [
+    "WIDTH",
     "Extras",
     "PlannedColumns",
     "Runs",
     "Tiles",
-    "WIDTH",
     "addresses",
     "lanes_of",
     "moved",
@@ -56,7 +56,7 @@ class Tiles:
     """The table of tiles, and the first program of each run.
 
     Args:
-        lengths: Of the runs.
+        lengths: Lengths of the runs.
         tile: Elements per program.
         device: Where the tables are wanted.
 
@@ -171,7 +171,7 @@ class Runs:
         fields: Lists of contiguous 1-D tensors, one list per field and one tensor per run.
         tile: Elements per program.
         extras: Lists of further integers, one per run; or what is known of them.
-        types: Of the fields; None: all are fp32.
+        types: Types of the fields; None: all are fp32.
 
     Attributes:
         table: (runs, fields + 1 + extras) int64: addresses, length, extras.
@@ -179,7 +179,7 @@ class Runs:
         bounds: (runs + 1) int64: first program of each run.
         count: Number of programs.
         runs: Number of runs.
-        device: Of all of them.
+        device: Device of all of them.
 
     Raises:
         ValueError: If the lists differ in length, or the tensors of a run do; or a tensor is of another kind.
@@ -219,7 +219,7 @@ def run_sums(runs: Runs, partials: Tensor) -> Tensor:
     """Add the programs' partial sums up, always in the same order: no atomics.
 
     Args:
-        runs: Of the launch that wrote them.
+        runs: Runs of the launch that wrote them.
         partials: (programs, quantities) fp64.
 
     Returns:

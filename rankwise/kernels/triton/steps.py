@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.narrow_runs import BLOCK, NarrowRuns
+from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import Field, Pass, Rule, Tensors
 from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, store
@@ -36,7 +36,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
 
     Args:
         update: Its tensors are contiguous fp32 runs; gradients may be narrower, states and references narrow.
-        scale: Of a "step": what its directions are multiplied by.
+        scale: Scale of a "step": what its directions are multiplied by.
 
     Raises:
         ValueError: One is of another kind, or the lists do not fit together.
@@ -101,7 +101,7 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
     lists: dict[str, Field] = {"grad": tensors}
     if references is not None:
         lists["reference"] = references
-    if isinstance(references, NarrowRuns) and not are_alike(lists):
+    if isinstance(references, LowPrecisionRuns) and not are_alike(lists):
         return norms_with_opened(tensors, references, k, squared_norms)
     fields = PassFields(lists, TILE, ("reference",))
     runs = fields.runs

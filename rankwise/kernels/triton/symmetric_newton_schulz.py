@@ -35,7 +35,7 @@ def newton_schulz(
     Args:
         matrix: (..., m, n).
         steps: Iterations, at least 1.
-        dtype: Of the products, accumulated in float32; None that of ``matrix``.
+        dtype: Type of the products, accumulated in float32; None that of ``matrix``.
         eps: Added to the norm.
         coefficients: Name of the polynomials.
         timed: See :func:`.chosen_products.chosen`.

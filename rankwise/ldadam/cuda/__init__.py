@@ -1,1 +1,1 @@
-"""LDAdam's Triton kernels: moments of one stack, whole matrices where they lie (``grouped``), the step on fragments."""
+"""LDAdam's Triton kernels: moments of one stack, whole matrices where they lie (``grouped``), the step on shards."""

@@ -31,7 +31,7 @@ def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> 
     """Whether :func:`ldadam_matrices_` takes matrices of this rank, made of these tensors.
 
     Args:
-        rank: Of the subspace.
+        rank: Rank of the subspace.
         tensors: Weights, gradients, states: contiguous and float32.
         error: An error buffer of its own, contiguous, in float32 or bfloat16.
     """
@@ -49,7 +49,7 @@ def ldadam_matrices_(jobs: Sequence[LowRankStep], precision: str) -> InPlace:
 
     Args:
         jobs: The matrices; :func:`takes_matrices` must say yes to the tensors of each.
-        precision: Of the products, as :func:`rankwise.ldadam.cuda.grouped_products.grouped_product_` takes it.
+        precision: That of the products, as :func:`rankwise.ldadam.cuda.grouped_products.grouped_product_` takes it.
     """
     late = [job for job in jobs if job.gradient is not None]
     add_([job.source for job in late], [job.gradient for job in late if job.gradient is not None])
@@ -89,7 +89,7 @@ class _Family:
 
     Attributes:
         rank: r.
-        elements: Of all their coordinates.
+        elements: Elements of all their coordinates.
         place: Where they are among those that are computed together.
     """
 

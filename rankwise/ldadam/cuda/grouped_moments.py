@@ -47,7 +47,7 @@ def advance_moments_(
         betas: Decays of the two moments.
         eps: Added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
-        precision: Of the products.
+        precision: Precision of the products.
 
     Raises:
         ValueError: If the rank is above :data:`MAX_RANK`, or a moment is not contiguous fp32.

@@ -33,7 +33,7 @@ class Operand(NamedTuple):
 
     Attributes:
         places: Addresses, one for each pair; a range or a tuple.
-        strides: Of a row and of a column, in elements.
+        strides: Strides of a row and of a column, in elements.
     """
 
     places: Sequence[int]

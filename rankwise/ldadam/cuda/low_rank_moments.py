@@ -51,7 +51,7 @@ def low_rank_moments(
         eps: Added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
         written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
-        precision: Of the products: "ieee" or "tf32x3".
+        precision: Precision of the products: "ieee" or "tf32x3".
 
     Returns:
         ``M``, ``V`` and the direction ``D``, (b, r, n) each, new.

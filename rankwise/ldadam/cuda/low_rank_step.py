@@ -1,6 +1,6 @@
-r"""LDAdam's step on fragments: ``W -= lr U D`` and ``F = C - U Z``.
+r"""LDAdam's step on shards: ``W -= lr U D`` and ``F = C - U Z``.
 
-Bytes (fp32) per element of a fragment: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
+Bytes (fp32) per element of a shard: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
 buffer: 2) written; neither product of factors ever lies in memory.
 
 Products are in full fp32: the error buffer is a difference of them. On an H200 tensor cores, which take them apart, are
@@ -34,10 +34,10 @@ _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Factors(NamedTuple):
-    """What the owner of a matrix returns for one fragment; contiguous fp32, m <= n the sides of the matrix.
+    """What the owner of a matrix returns for one shard; contiguous fp32, m <= n the sides of the matrix.
 
     Attributes:
-        start: Flat index of the fragment's first element in its (rows, cols) parameter.
+        start: Flat index of the shard's first element in its (rows, cols) parameter.
         basis: ``U`` (m, r).
         direction: ``D`` (r, n).
         kept: ``Z`` (r, n), what the error buffer loses; None without error feedback.
@@ -60,14 +60,14 @@ def low_rank_step_(
     lr: Scalar,
     weight_decay: float,
 ) -> None:
-    r"""``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on fragments of matrices of one shape.
+    r"""``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on shards of matrices of one shape.
 
     Args:
-        params: Fragments of the weights, updated in place.
-        factors: Those of each fragment's matrix.
-        sources: ``C = G + F`` of each fragment; None without error feedback.
+        params: Shards of the weights, updated in place.
+        factors: Those of each shard's matrix.
+        sources: ``C = G + F`` of each shard; None without error feedback.
         errors: ``F``, fp32 or bfloat16, overwritten; may be ``sources`` themselves. None without error feedback.
-        cols: Columns of the parameters, or of the block of columns the fragments are cut from.
+        cols: Columns of the parameters, or of the block of columns the shards are cut from.
         right: Whether the parameters are projected from the right, that is tall: the products enter transposed.
         lr: Learning rate, a float or a 0-d tensor.
         weight_decay: Decoupled decay rate; 0 where it was applied before.
@@ -79,11 +79,11 @@ def low_rank_step_(
         return
     feedback = errors is not None and sources is not None
     if (errors is None) != (sources is None) or feedback != all(part.kept is not None for part in factors):
-        raise ValueError("error feedback needs sources, errors and every fragment's kept factor; pass all or none")
+        raise ValueError("error feedback needs sources, errors and every shard's kept factor; pass all or none")
     device = params[0].device
     rank, long = factors[0].direction.shape
     error_dtype = errors[0].dtype if errors else torch.float32
-    rows = _fragment_rows(params, factors, sources, errors, error_dtype)
+    rows = _shard_rows(params, factors, sources, errors, error_dtype)
     table = table_here(tuple(chain.from_iterable(rows)), device)
     aligned = reduce(or_, chain.from_iterable(rows), cols) % 16 == 0
     ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
@@ -115,21 +115,21 @@ def low_rank_step_(
     )
 
 
-def _fragment_rows(
+def _shard_rows(
     params: Sequence[Tensor],
     factors: Sequence[Factors],
     sources: Sequence[Tensor] | None,
     errors: Sequence[Tensor] | None,
     error_dtype: torch.dtype,
 ) -> list[tuple[int, ...]]:
-    """(weight, source, error, basis, direction, kept, length, start) of every fragment."""
+    """(weight, source, error, basis, direction, kept, length, start) of every shard."""
     if error_dtype not in _ERROR_TYPES:
         raise ValueError(f"error buffers must be float32 or bfloat16, got {error_dtype}; use the plain functions")
     none = [0] * len(params)
     lengths = [param.numel() for param in params]
     for tensors in (sources, errors):
         if tensors is not None and [tensor.numel() for tensor in tensors] != lengths:
-            raise ValueError("sources and errors need one run per fragment, of its length")
+            raise ValueError("sources and errors need one run per shard, of its length")
     shapes = {(part.basis.shape, part.direction.shape) for part in factors}
     if len(shapes) != 1 or any(part.kept is not None and part.kept.shape != part.direction.shape for part in factors):
         raise ValueError("the factors of one launch must have the same shapes; call once per shape")
@@ -186,7 +186,7 @@ def _step_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows[:, None] * cols + columns[None, :] - start
     inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
-    # Rows before the fragment's first and after its last are read, too: only those of the matrix exist.
+    # Rows before the shard's first and after its last are read, too: only those of the matrix exist.
     some = (rows * cols + cols > start) & (rows * cols < start + length)
     moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)

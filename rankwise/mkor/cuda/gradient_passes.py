@@ -19,7 +19,7 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ELEMENTS, jit, launch
 from rankwise.kernels.triton.segments import Extras, Runs, lanes_of, place_of, read, wide, write
 from rankwise.kernels.triton.tables import table_here
-from rankwise.mkor.arrangement import Arrangement
+from rankwise.mkor.product_groups import ProductGroups
 
 __all__ = ["GradientPasses"]
 
@@ -44,7 +44,7 @@ class GradientPasses:
     def __init__(
         self,
         sources: Sequence[Tensor],
-        arrangement: Arrangement,
+        arrangement: ProductGroups,
         space: Tensor,
         results: Sequence[Tensor],
         out: Sequence[Tensor] | None,

@@ -1,7 +1,7 @@
 """MKOR: the gradients of many matrices, preconditioned together on the device.
 
 Two products a matrix, and a few passes over all of them (:mod:`.gradient_passes`), in memory that is laid out by
-:mod:`rankwise.mkor.arrangement`.
+:mod:`rankwise.mkor.product_groups`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ELEMENTS
-from rankwise.mkor.arrangement import Arrangement, ProductForm, ProductGroup, aligned
 from rankwise.mkor.cuda.gradient_passes import GradientPasses
 from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
+from rankwise.mkor.product_groups import ProductForm, ProductGroup, ProductGroups, aligned
 
 __all__ = ["AT_ONCE", "precondition_into", "preconditioned", "preconditioned_as", "takes"]
 
@@ -46,7 +46,7 @@ def preconditioned(gradients: Sequence[Gradient], product: torch.dtype, rescale:
 
 
 def preconditioned_as(
-    arrangement: Arrangement,
+    arrangement: ProductGroups,
     runs: Sequence[Tensor],
     lefts: Sequence[Tensor | None],
     rights: Sequence[Tensor | None],
@@ -57,8 +57,8 @@ def preconditioned_as(
 
     Args:
         arrangement: Theirs.
-        runs: Of all gradients, in order.
-        lefts: Of every gradient, its factor for the rows.
+        runs: Runs of all gradients, in order.
+        lefts: Lefts of every gradient, its factor for the rows.
         rights: For the columns, alike.
         product: Alike.
         rescale: Alike.
@@ -107,8 +107,8 @@ def _at_once(gradients: Sequence[Gradient]) -> Iterator[list[int]]:
         yield places
 
 
-def _arranged(gradients: Sequence[Gradient]) -> Arrangement:
-    return Arrangement([gradient.form for gradient in gradients])
+def _arranged(gradients: Sequence[Gradient]) -> ProductGroups:
+    return ProductGroups([gradient.form for gradient in gradients])
 
 
 def _sides(gradients: Sequence[Gradient]) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -120,18 +120,18 @@ class _Work:
 
     Args:
         arrangement: Theirs.
-        runs: Of all of them.
+        runs: Runs of all of them.
         lefts: Their factors for the rows.
         rights: For the columns.
         product: Type of the products.
 
     Attributes:
-        results: Of the runs, 1-D, valid once :meth:`multiply` has been called.
+        results: Results of the runs, 1-D, valid once :meth:`multiply` has been called.
     """
 
     def __init__(
         self,
-        arrangement: Arrangement,
+        arrangement: ProductGroups,
         runs: Sequence[Tensor],
         lefts: Sequence[Tensor | None],
         rights: Sequence[Tensor | None],
@@ -146,7 +146,7 @@ class _Work:
 
         Args:
             measured: Whether the gradients are to be measured, too.
-            out: Of the passes.
+            out: Out of the passes.
 
         Returns:
             What can be done with the results.

@@ -1,0 +1,184 @@
+"""Which part of a weight this rank holds where AutoTP has cut it: as DeepSpeed's own map of the weight says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from torch import Tensor
+
+from rankwise.sharding import LayoutError
+from rankwise.sharding.layout_source import Slice
+
+__all__ = ["TensorParallelShard", "tensor_parallel_shard"]
+
+
+@dataclass(frozen=True)
+class TensorParallelShard:
+    """What this rank holds of a parameter.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        rank: This rank's place among the tensor-parallel ranks.
+        ways: Their number.
+        runs: First elements and lengths of the runs of the flattened parameter, one behind the other in the shard; None
+            where every tensor-parallel rank holds the parameter whole.
+        columns: The block of columns [first, last) that is held instead, of all rows.
+        share: This rank's place among those that hold any of it, and their number; one that holds nothing comes last.
+            (Where there are fewer heads than ranks, no gradient reaches the layers of the others.)
+    """
+
+    shape: tuple[int, ...]
+    rank: int = 0
+    ways: int = 1
+    runs: tuple[tuple[int, int], ...] | None = None
+    columns: tuple[int, int] | None = None
+    share: tuple[int, int] = (0, 1)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor-parallel rank holds the parameter whole."""
+        return self.runs is None and self.columns is None
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...] | None:
+        """The rows [start, end) of a matrix that are held; None for all."""
+        if self.runs is None:
+            return None
+        width = prod(self.shape[1:])
+        return tuple((start // width, (start + length) // width) for start, length in self.runs)
+
+    def slices(self, name: str, start: int, end: int, offset: int, copy: int = 0) -> list[Slice]:
+        """The elements [start, end) of the flattened shard, in terms of the parameter.
+
+        Args:
+            name: Name of the parameter.
+            start: First element.
+            end: One past the last.
+            offset: Where the first one is stored.
+            copy: Which of the data-parallel copies it is.
+        """
+        if self.is_whole:
+            return [Slice(name, start, end, offset, None, copy * self.ways + self.rank)]
+        if self.columns is not None:
+            return [Slice(name, start, end, offset, self.columns, copy)]
+        found = []
+        for first, before, length in self._placed_runs():
+            low, high = max(start, before), min(end, before + length)
+            if low < high:
+                found.append(Slice(name, low + first - before, high + first - before, offset + low - start, None, copy))
+        return found
+
+    def local(self, position: int) -> int:
+        """Where an element lies in the flattened shard.
+
+        Args:
+            position: As of a slice: in the flattened parameter, or in its block of columns.
+        """
+        for first, before, length in self._placed_runs():
+            if first <= position < first + length:
+                return position - first + before
+        return position
+
+    def positions(self) -> Iterator[tuple[int, int, int]]:
+        """First elements of the runs in the parameter and in the shard, and their lengths; of columns row by row."""
+        if self.columns is None:
+            yield from self._placed_runs()
+            return
+        first, last = self.columns
+        for row in range(prod(self.shape[:-1])):
+            yield row * self.shape[-1] + first, row * (last - first), last - first
+
+    def _placed_runs(self) -> Iterator[tuple[int, int, int]]:
+        before = 0
+        for first, length in self.runs or ():
+            yield first, before, length
+            before += length
+
+
+def tensor_parallel_shard(
+    name: str, parameter: Tensor, shape: Sequence[int], rank: int, ways: int
+) -> TensorParallelShard:
+    """What a rank holds of a parameter.
+
+    Args:
+        name: For messages.
+        parameter: As AutoTP has left it.
+        shape: Shape of the parameter before that.
+        rank: This rank's place among the tensor-parallel ranks.
+        ways: Their number.
+
+    Raises:
+        LayoutError: DeepSpeed does not say how it is cut, or it is cut in a way that cannot be followed.
+    """
+    meta: dict[str, Any] = getattr(parameter, DS_AUTOTP_UC_META, None) or {}
+    local = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    whole = TensorParallelShard(tuple(shape), rank, ways, share=(rank, ways))
+    if not meta and local == whole.shape:
+        return whole
+    conversion = meta.get("conversion") or {}
+    encoded = conversion.get("affine_map")
+    if encoded is None:
+        _refuse(name, local, shape, conversion.get("unsupported_reason") or "DeepSpeed does not say how")
+    everyone = ParamAffineMap.from_dict(encoded).pieces_by_rank
+    pieces = everyone[rank]
+    if all(len(piece.locations) == ways for piece in pieces) and local == whole.shape:
+        return whole
+    if any(len(piece.locations) != 1 or piece.scale != 1.0 for piece in pieces if piece.numel):
+        _refuse(name, local, shape, "some of it is held, or scaled, by several ranks")
+    holders = [other for other in range(ways) if any(piece.numel for piece in everyone[other])]
+    place = holders.index(rank) if rank in holders else len(holders)
+    return replace(_cut(name, whole, local, pieces), share=(place, len(holders)))
+
+
+def _cut(
+    name: str, whole: TensorParallelShard, local: tuple[int, ...], pieces: Sequence[AffinePiece]
+) -> TensorParallelShard:
+    """The shard of pieces that one rank alone holds."""
+    shape, places = (whole.shape, whole.rank, whole.ways), (piece for piece in pieces if piece.numel)
+    runs = sorted((run for piece in places for run in _runs(piece)), key=lambda run: run[1])
+    expected = 0
+    for _, before, length in runs:
+        if before != expected:
+            _refuse(name, local, whole.shape, "its parts lie apart in the shard")
+        expected += length
+    if expected != prod(local):
+        _refuse(name, local, whole.shape, f"the parts that DeepSpeed names have {expected} elements")
+    if not runs:
+        return (
+            TensorParallelShard(*shape, columns=(0, 0))
+            if len(local) > 1 and local[-1] == 0
+            else TensorParallelShard(*shape, runs=())
+        )
+    width = whole.shape[-1] if whole.shape else 1
+    if all(first % width == 0 and length % width == 0 for first, _, length in runs) or len(whole.shape) == 1:
+        return TensorParallelShard(*shape, runs=tuple((first, length) for first, _, length in runs))
+    left, length = runs[0][0], runs[0][2]
+    if [(row * width + left, length) for row in range(prod(whole.shape[:-1]))] != [(run[0], run[2]) for run in runs]:
+        _refuse(name, local, whole.shape, "they are neither rows nor one block of columns")
+    return TensorParallelShard(*shape, columns=(left, left + length))
+
+
+def _runs(piece: AffinePiece) -> Iterator[tuple[int, int, int]]:
+    """Runs that lie together in the parameter and in the shard: first elements there and here, and their lengths."""
+    sizes = list(zip(piece.shape, piece.source_strides, piece.dest_strides, strict=True))
+    length = 1
+    while sizes and (sizes[-1][0] == 1 or sizes[-1][1] == sizes[-1][2] == length):
+        length *= sizes.pop()[0]
+    for place in product(*(range(size) for size, _, _ in sizes)):
+        there = sum(at * stride for at, (_, stride, _) in zip(place, sizes, strict=True))
+        here = sum(at * stride for at, (_, _, stride) in zip(place, sizes, strict=True))
+        yield piece.source_offset + there, piece.dest_offset + here, length
+
+
+def _refuse(name: str, local: Sequence[int], shape: Sequence[int], reason: str) -> None:
+    raise LayoutError(
+        f"tensor_parallel cuts '{name}' of shape {tuple(shape)} into shards, {tuple(local)} here, that cannot be "
+        f"followed: {reason}. Leave the layer whole (a tensor_parallel.partition_config whose layer_specs do not "
+        "name it), or train the model without tensor_parallel."
+    )

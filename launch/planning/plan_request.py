@@ -1,0 +1,299 @@
+"""What is to be planned, from options, a DeepSpeed JSON and Megatron's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.mesh import Mesh
+from rankwise.launch.planning.model_shapes import KNOWN, Sizes, build, from_config, sizes_of, with_function
+from rankwise.launch.planning.optimizers import Chosen, chosen, flag_value
+from rankwise.launch.planning.rank_figures import Figures, deepspeed_figures, fsdp_figures, megatron_figures
+
+__all__ = ["ENGINES", "Asked", "Question", "answered"]
+
+ENGINES = ("deepspeed", "megatron", "fsdp")
+_BATCH_TOKENS = 1 << 22
+_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was typed; None for what was not.
+
+    Attributes:
+        config: A DeepSpeed JSON or a YAML file of Megatron's flags.
+        optimizer: A name, with its packaged options.
+        model: See :func:`rankwise.launch.planning.model_shapes.build`; or a family with the next four.
+        layers: Layers of a family.
+        hidden: Of a family.
+        heads: Heads of a family.
+        vocab_size: Vocab size of a family.
+        ranks: All; of a mesh, as many as it has, else 8.
+        stage: ZeRO stage.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        cp: Context-parallel ranks.
+        vpp: Model chunks of a pipeline stage.
+        ep: Expert-parallel ranks.
+        etp: Ranks an expert's matrix is cut over.
+        precision: Precision of the weights.
+        batch_tokens: Batch tokens of a global batch.
+        seq_len: Tokens of a sample.
+        flags: Megatron's.
+        engine: A name of :data:`ENGINES`; by default what the rest speaks of.
+        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.mesh.Mesh.read` reads it.
+    """
+
+    config: Path | None = None
+    optimizer: str | None = None
+    model: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab_size: int | None = None
+    ranks: int | None = None
+    stage: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    precision: str | None = None
+    batch_tokens: int | None = None
+    seq_len: int = 4096
+    flags: tuple[str, ...] = ()
+    engine: str | None = None
+    mesh: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        picked: The optimizer.
+        cluster: The ranks.
+        model: On the meta device, under DeepSpeed and FSDP2.
+        sizes: Sizes of the model, under Megatron.
+        tokens: Tokens of a global batch.
+        config: The model's of Hugging Face, if it has one.
+    """
+
+    picked: Chosen
+    cluster: Cluster
+    model: nn.Module | None
+    sizes: Sizes | None
+    tokens: int
+    config: Mapping[str, Any] | None = None
+
+    def figures(self) -> Figures:
+        """The plan."""
+        if self.sizes is not None:
+            return megatron_figures(self.picked, self.sizes, self.cluster)
+        assert self.model is not None
+        if self.cluster.mesh is not None:
+            return fsdp_figures(self.picked, self.model, self.cluster, self.config)
+        return deepspeed_figures(self.picked, self.model, self.cluster, self.config)
+
+    def changed(self, picked: Chosen, cluster: Cluster) -> Asked:
+        """The same with another optimizer or other ranks."""
+        return replace(self, picked=picked, cluster=cluster)
+
+
+def answered(question: Question) -> Asked:
+    """Put together what was asked.
+
+    Raises:
+        ValueError: Names the option, its value and what it must be.
+    """
+    picked = chosen(question.config, question.optimizer, list(question.flags))
+    words = picked.flags  # of the file and typed
+    question = replace(question, flags=words)
+    engine = _engine(question, picked)
+    if engine == "fsdp":
+        return _on_a_mesh(question, picked)
+    if engine == "megatron" and question.stage is not None:
+        raise ValueError(f"stage is {question.stage}, which is ZeRO's; under Megatron leave it out")
+    deepspeed = picked.deepspeed or {}
+    if engine == "deepspeed":
+        cluster = Cluster(
+            question.ranks or _RANKS,
+            _stage(deepspeed) if question.stage is None else question.stage,
+            tp=question.tp or _autotp(deepspeed),
+            precision=question.precision or _precision(deepspeed),
+        )
+        model, config = _model(question)
+        # Ranks of tensor parallelism see the same tokens.
+        tokens = _tokens(replace(question, ranks=cluster.dp), deepspeed)
+        return Asked(picked, cluster, model, None, tokens, config)
+    sizes, ways = _sizes(question), _ways(question)
+    cluster = Cluster(
+        question.ranks or _RANKS,
+        None,
+        **{**ways, "vpp": question.vpp or _chunks(words, sizes, ways["pp"])},
+        distributed=not words or "--use-distributed-optimizer" in words,
+        overlap="--overlap-grad-reduce" in words,
+        precision=question.precision or ("bf16" if not words or "--bf16" in words else "fp32"),
+    )
+    return Asked(picked, cluster, None, sizes, _tokens(question, deepspeed))
+
+
+def _engine(question: Question, picked: Chosen) -> str:
+    """What the run is under, typed or by what else was.
+
+    Raises:
+        ValueError: There is no such engine, or it has no use for something else that was typed.
+    """
+    ways = [name for name in _MEGATRON_WAYS if (getattr(question, name) or 1) > 1]
+    if question.engine == "deepspeed" and picked.deepspeed is not None:
+        ways = [name for name in ways if name != "tp"]  # AutoTP's
+    megatron = picked.deepspeed is None or bool(ways)
+    engine = question.engine or ("fsdp" if question.mesh is not None else "megatron" if megatron else "deepspeed")
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}: it must be one of {', '.join(ENGINES)}")
+    if question.mesh is not None and engine != "fsdp":
+        raise ValueError(f"mesh is {question.mesh!r} and engine is {engine!r}: it needs --engine fsdp")
+    if megatron and engine != "megatron":
+        given = ", ".join(f"{name} is {getattr(question, name)}" for name in ways) or "flags are given"
+        fix = "write tp into --mesh, count context-parallel ranks as dp" if engine == "fsdp" else "leave it out"
+        raise ValueError(f"engine is {engine!r} and {given}, which is Megatron's: {fix}, or name --engine megatron")
+    return engine
+
+
+def _on_a_mesh(question: Question, picked: Chosen) -> Asked:
+    """Under FSDP2; of a DeepSpeed JSON the optimizer and the batch count."""
+    if question.stage is not None:
+        raise ValueError(f"stage is {question.stage}, which is ZeRO's; under FSDP2 leave it out")
+    mesh = Mesh.read(f"dp={question.ranks or _RANKS}" if question.mesh is None else question.mesh)
+    if question.ranks not in (None, mesh.ranks):
+        raise ValueError(
+            f"ranks is {question.ranks} and mesh is {question.mesh!r}, which has {mesh.ranks}: leave ranks out"
+        )
+    model, config = _model(question)
+    cluster = Cluster(mesh.ranks, None, precision=question.precision or "fp32", mesh=mesh)
+    # Ranks of tensor parallelism see the same tokens.
+    tokens = _tokens(replace(question, ranks=mesh.ranks // mesh.tp), picked.deepspeed or {})
+    return Asked(picked, cluster, model, None, tokens, config)
+
+
+_MEGATRON_WAYS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+}
+
+
+def _ways(question: Question) -> dict[str, Any]:
+    """Over how many ranks things are cut, typed or by Megatron's flags."""
+    found: dict[str, Any] = {}
+    for name, flag in _MEGATRON_WAYS.items():
+        given = getattr(question, name) or flag_value(question.flags, flag)
+        if given:
+            found[name] = int(given)
+    return {"tp": 1, "pp": 1, **found}
+
+
+def _chunks(words: tuple[str, ...], sizes: Sizes, stages: int) -> int:
+    """Model chunks of a stage, which Megatron also takes as the number of layers in each."""
+    layers = flag_value(words, "--num-layers-per-virtual-pipeline-stage")
+    if not layers:
+        return int(flag_value(words, _MEGATRON_WAYS["vpp"]) or 1)
+    chunks, left = divmod(sizes.layers, stages * int(layers))
+    if left:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {layers}: times {stages} stages it must divide {sizes.layers} "
+            "layers"
+        )
+    return chunks
+
+
+def _stage(config: Mapping[str, Any]) -> int:
+    if not config:
+        return 2
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage is {stage!r}: it must be 0, 1, 2 or 3")
+    found: int = stage
+    return found
+
+
+def _autotp(config: Mapping[str, Any]) -> int:
+    return max(int((config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1)
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    enabled = [kind for kind in ("bf16", "fp16") if (config.get(kind) or {}).get("enabled")]
+    return enabled[0] if enabled else "fp32" if config else "bf16"
+
+
+def _tokens(question: Question, config: Mapping[str, Any]) -> int:
+    if question.batch_tokens:
+        return question.batch_tokens
+    samples: Any = config.get("train_batch_size") or flag_value(question.flags, "--global-batch-size")
+    micro = config.get("train_micro_batch_size_per_gpu")
+    if not samples and isinstance(micro, int):
+        samples = micro * int(config.get("gradient_accumulation_steps") or 1) * (question.ranks or _RANKS)
+    try:
+        return int(samples) * int(flag_value(question.flags, "--seq-length") or question.seq_len)
+    except (TypeError, ValueError):  # "auto", or nothing
+        return _BATCH_TOKENS
+
+
+def _family(question: Question) -> Sizes | None:
+    """The model of which sizes were given."""
+    words = question.flags
+    layers = question.layers or flag_value(words, "--num-layers")
+    hidden = question.hidden or flag_value(words, "--hidden-size")
+    heads = question.heads or flag_value(words, "--num-attention-heads")
+    given = [name for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads)) if value]
+    if not given and question.model not in ("gpt2", "llama"):
+        return None
+    if question.model in KNOWN and flag_value(words, "--num-layers"):
+        raise ValueError(f"model is {question.model!r}, and Megatron's flags have --num-layers: leave --model out")
+    if len(given) < 3 or question.model not in (None, "gpt2", "llama"):
+        raise ValueError("sizes are --model gpt2 or llama with all of --layers, --hidden and --heads")
+    llama = question.model == "llama" or (question.model is None and "--swiglu" in words)
+    wide, vocab = int(hidden or 0), question.vocab_size or int(flag_value(words, "--vocab-size") or 50257)
+    ffn = int(flag_value(words, "--ffn-hidden-size") or (-(-8 * wide // 3 // 32) * 32 if llama else 4 * wide))
+    kv = int(flag_value(words, "--num-query-groups") or heads or 0)
+    tied = "--untie-embeddings-and-output-weights" not in words if words else not llama
+    if wide % int(heads or 1):
+        raise ValueError(f"hidden is {wide} and heads is {heads}: hidden must be a multiple of heads")
+    family = "llama" if llama else "gpt2"
+    experts = int(flag_value(words, "--num-experts") or 0)
+    inner = int(flag_value(words, "--moe-ffn-hidden-size") or ffn) if experts else 0
+    chosen = int(flag_value(words, "--moe-router-topk") or 2)
+    positions = int(flag_value(words, "--max-position-embeddings") or question.seq_len)
+    return Sizes(
+        family, int(layers or 0), wide, int(heads or 0), kv, ffn, vocab, positions, tied, experts, inner, chosen
+    )
+
+
+def _sizes(question: Question) -> Sizes:
+    sizes = _family(question)
+    if sizes is not None:
+        return sizes
+    name = question.model or "gpt2-small"
+    if name in KNOWN:
+        return KNOWN[name]
+    if with_function(name):
+        raise ValueError(f"model is {name!r}: Megatron builds its own models; name sizes or a config.json")
+    _, config = build(name)
+    return sizes_of(config or {})
+
+
+def _model(question: Question) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    sizes = _family(question)
+    if sizes is None:
+        return build(question.model or "gpt2-small")
+    return from_config(sizes.config())

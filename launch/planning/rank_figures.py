@@ -1,0 +1,221 @@
+"""The plan of a run: of every rank what it holds, sends and computes, and who owns what."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankwise.estimate import RankEstimate, estimate_units, imagined_units
+from rankwise.launch.planning.autotp import contents_under_autotp, parts_under_autotp
+from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.fsdp import MeshSource, contents_on_mesh, tensor_parallel_dims
+from rankwise.launch.planning.megatron import StageSource, Wrapped, rank_contents, stage_model, stage_parts, wrapped
+from rankwise.launch.planning.model_shapes import Sizes, active_parameters
+from rankwise.launch.planning.optimizers import Chosen, built
+from rankwise.launch.planning.overlap import Pipeline, pipeline_of
+from rankwise.planning.step_unit import StepUnit
+from rankwise.step.optimizer import ShardedOptimizer
+
+__all__ = ["Figures", "deepspeed_figures", "fsdp_figures", "megatron_figures"]
+
+ADAMW = 8
+"""Bytes of AdamW's state for each element."""
+_MASTER = 4
+_DEEPSPEED_ALIGNMENT = 2
+
+
+@dataclass
+class Figures:
+    """What is known of a run before it.
+
+    Attributes:
+        ranks: Ranks of every rank, in the order of their numbers; under Megatron stage by stage.
+        weights: Bytes of the model's weights of every rank.
+        gradients: Bytes of gradients that are kept until the step.
+        master: Bytes of fp32 weights beside the model's.
+        owners: Rank by matrix.
+        lent: How many of their states other ranks keep between steps.
+        parameters: Elements of the whole model, each once.
+        active: Those that a token meets.
+        exchanging: Ranks among which an update's messages go; those of experts go among fewer.
+        adamw: Bytes of AdamW's state of every rank.
+        largest: Bytes of matrix states of the matrix that has most on one rank, and its name.
+        pipelines: The batches of every optimizer's step.
+    """
+
+    ranks: list[RankEstimate] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
+    master: list[int] = field(default_factory=list)
+    owners: dict[str, int] = field(default_factory=dict)
+    lent: int = 0
+    parameters: int = 0
+    active: float = 0.0
+    exchanging: int = 1
+    adamw: list[int] = field(default_factory=list)
+    largest: tuple[int, str] = (0, "")
+    pipelines: list[Pipeline] = field(default_factory=list)
+
+    def states(self) -> list[int]:
+        """Bytes of optimizer state of every rank."""
+        return [rank.state_bytes for rank in self.ranks]
+
+    @property
+    def fullest(self) -> float:
+        """The fullest rank's state over the mean."""
+        return max(self.states()) / fmean(self.states())
+
+    def mean(self, of: Callable[[RankEstimate], float]) -> float:
+        """Over ranks."""
+        return fmean(of(rank) for rank in self.ranks)
+
+
+def deepspeed_figures(
+    picked: Chosen, model: nn.Module, cluster: Cluster, config: Mapping[str, Any] | None = None
+) -> Figures:
+    """Under a ZeRO stage, all parameters in one param group.
+
+    Args:
+        picked: The optimizer.
+        model: On the meta device.
+        cluster: With a stage.
+        config: Config of Hugging Face, which says how many experts a token is sent to.
+    """
+    assert cluster.stage is not None
+    optimizer = built(picked, model)
+    found = Figures(exchanging=cluster.ranks)
+    found.parameters = sum(parameter.numel() for parameter in model.parameters())
+    found.active = active_parameters(model, config)
+    units, held = _units_of_zero(optimizer, model, cluster)
+    found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
+    elements = [rank.elements for rank in found.ranks]
+    whole = held * cluster.width
+    # Replicated weights that are fp32 already are their own masters; partitions are copies.
+    copied = cluster.stage > 0 or cluster.precision != "fp32"
+    # What a narrow master lacks is a state of the optimizer.
+    master = cluster.width if optimizer.options.store_param_remainders else _MASTER
+    found.master = [master * count * copied for count in elements]
+    found.weights = [count * cluster.width if cluster.stage == 3 else whole for count in elements]
+    found.gradients = [count * cluster.width if cluster.stage >= 2 else whole for count in elements]
+    found.adamw = [ADAMW * count for count in elements]
+    return found
+
+
+def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Cluster) -> tuple[list[StepUnit], int]:
+    """The steps of all ranks, and how many elements of the model one of them holds before ZeRO partitions them."""
+    assert cluster.stage is not None
+    parameters = optimizer.parameters_by_name
+    if cluster.tp == 1:
+        alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
+        units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
+        return units, sum(parameter.numel() for parameter in parameters.values())
+    parts = parts_under_autotp(model, parameters, cluster.tp)
+    optimizer.attach(StageSource(cluster))
+    units = optimizer.imagine([contents_under_autotp(parts, cluster, _DEEPSPEED_ALIGNMENT)])
+    for unit in units:
+        unit.spends_gradients = cluster.stage > 0
+    return units, sum(part.shard(cluster.tp) for part in parts)
+
+
+def fsdp_figures(
+    picked: Chosen, model: nn.Module, cluster: Cluster, config: Mapping[str, Any] | None = None
+) -> Figures:
+    """Under FSDP2: every layer and then the model given to ``fully_shard``, all parameters in one param group.
+
+    Args:
+        picked: The optimizer.
+        model: On the meta device.
+        cluster: With a mesh.
+        config: Config of Hugging Face, which says how many experts a token is sent to.
+
+    Raises:
+        ValueError: The mesh cannot cut the model.
+    """
+    assert cluster.mesh is not None
+    cuts = tensor_parallel_dims(model) if cluster.mesh.tp > 1 else {}
+    optimizer = built(picked, model)
+    parameters = optimizer.parameters_by_name
+    optimizer.attach(MeshSource(parameters, cuts, cluster.mesh))
+    found = Figures(exchanging=cluster.ranks)
+    found.parameters = sum(parameter.numel() for parameter in model.parameters())
+    found.active = active_parameters(model, config)
+    units = optimizer.imagine([contents_on_mesh(parameters, dict.fromkeys(parameters, 0), cuts, cluster.mesh)])
+    found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
+    for rank in found.ranks:
+        # Shards are their own masters; what is gathered for a layer's computation is not there at the step.
+        found.weights.append(rank.elements * cluster.width)
+        found.gradients.append(rank.elements * cluster.width)
+        found.master.append(0)
+        found.adamw.append(ADAMW * rank.elements)
+    return found
+
+
+def megatron_figures(picked: Chosen, sizes: Sizes, cluster: Cluster) -> Figures:
+    """Under Megatron, stage by stage.
+
+    Args:
+        picked: The optimizer.
+        sizes: Sizes of the model.
+        cluster: Without a ZeRO stage.
+    """
+    found = Figures(exchanging=cluster.tp * cluster.dp)
+    for stage in range(cluster.pp):
+        parts = stage_parts(sizes, cluster, stage)
+        first = len(found.ranks)
+        count = cluster.tp * cluster.dp
+        found.ranks += [RankEstimate() for _ in range(count)]
+        for sizes_of in (found.weights, found.gradients, found.master, found.adamw):
+            sizes_of += [0] * count
+        for one in wrapped(parts, cluster):
+            _add_wrapped(found, picked, one, stage, [first + place for place in one.places])
+        again = stage > 0 and sizes.tied
+        for part in parts:
+            if not (part.apart and again):
+                elements = math.prod(part.shape)
+                found.parameters += elements
+                found.active += elements * (1.0 if part.expert is None else sizes.per_token / sizes.experts)
+    return found
+
+
+def _add_wrapped(found: Figures, picked: Chosen, one: Wrapped, stage: int, places: Sequence[int]) -> None:
+    """What one optimizer of Megatron's adds to the ranks that share it."""
+    optimizer = built(picked, stage_model(one.parts), {part.name: part.fused for part in one.parts if part.fused})
+    optimizer.attach(StageSource(one.cluster))
+    groups = dict.fromkeys((part.name for part in one.parts), 0)
+    ranks = rank_contents(one.parts, groups, one.cluster, stage)
+    shard = sum(part.shard(one.cluster.tp) for part in one.parts)
+    copied = one.cluster.precision != "fp32"
+    for place, rank in zip(places, _estimates(found, optimizer, optimizer.imagine([ranks]), places), strict=True):
+        found.ranks[place] += rank
+        found.master[place] += _MASTER * rank.elements * copied
+        found.weights[place] += shard * one.cluster.width
+        found.gradients[place] += shard * 4  # main_grad is fp32
+        found.adamw[place] += ADAMW * rank.elements
+
+
+def _estimates(
+    found: Figures, optimizer: ShardedOptimizer, units: Sequence[StepUnit], places: Sequence[int]
+) -> list[RankEstimate]:
+    """What the units' ranks hold, which lie in these places; owners are entered."""
+    for unit in units:
+        if unit.exchange is None:
+            continue
+        plan, work = unit.exchange.plan, optimizer.work(unit)
+        found.pipelines.append(pipeline_of(unit.exchange, work, places))
+        found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
+        found.lent += len(plan.keepers)
+        for batch in plan.batches:
+            states = work.matrix_state(batch.tasks[0], torch.device("meta"))
+            for task in batch.tasks:
+                together: Counter[int] = Counter()
+                for name, state in states.items():
+                    together[plan.keepers.get((task.key, name), plan.owners[task.key])] += state.nbytes
+                found.largest = max(found.largest, (max(together.values(), default=0), task.key))
+    return estimate_units(optimizer, units)

@@ -1,0 +1,99 @@
+"""States in fewer than 32 bits: runs of codes in memory, and what is needed to read and to write them.
+
+A *code* is what is kept of one element, see :mod:`rankwise.kernels.quantization`. Elements count from the beginning of
+their parameter, and so do the blocks of :data:`BLOCK` that share an exponent: how a parameter is cut into runs changes
+no bit of what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BFLOAT16", "BLOCK", "ROOT", "SIGNED", "LowPrecisionRuns", "blocks_of", "is_coded", "is_narrow"]
+
+BLOCK = 64
+"""Elements that share an exponent."""
+
+SIGNED = torch.int8
+"""Type of the codes of values of either sign."""
+
+ROOT = torch.uint8
+"""Type of the codes of second moments, through their roots."""
+
+BFLOAT16 = torch.bfloat16
+
+
+def is_coded(dtype: torch.dtype | None) -> bool:
+    """Whether a state of this type has exponents beside its codes."""
+    return dtype in (SIGNED, ROOT)
+
+
+def is_narrow(dtype: torch.dtype | None) -> bool:
+    """Whether a state of this type is kept in fewer bits than it is computed in, and a pass opens and keeps it."""
+    return dtype == BFLOAT16 or is_coded(dtype)
+
+
+def blocks_of(first: int, numel: int) -> int:
+    """Blocks that so many elements lie in, of which the first is the element ``first`` of its parameter."""
+    return (first + numel - 1) // BLOCK - first // BLOCK + 1 if numel else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LowPrecisionRuns:
+    """The codes of some runs of one state; takes the place of a list of tensors in a pass.
+
+    Attributes:
+        codes: For each run, its codes, 1-D and contiguous: bfloat16 values, or :data:`SIGNED` or :data:`ROOT`.
+        exponents: For each run, an exponent for every block that it lies in, int8; empty where codes are bfloat16.
+        firsts: For each run, the place of its first element in its parameter.
+        keys: For each run, what tells its parameter and state apart in the noise of stochastic rounding, 32 bits.
+        step: The number of the step, to round stochastically: one for all, or (runs,) on the device; None: to the
+            nearest, halves to even.
+    """
+
+    codes: Sequence[Tensor]
+    exponents: Sequence[Tensor]
+    firsts: Sequence[int]
+    keys: Sequence[int]
+    step: int | Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes; there must be a run."""
+        return self.codes[0].dtype
+
+    def only(self, places: Sequence[int]) -> LowPrecisionRuns:
+        """Some of them, by their places."""
+        step = self.step
+        if isinstance(step, Tensor) and step.dim():
+            step = torch.stack([step[place] for place in places])
+        exponents = [self.exponents[place] for place in places] if self.exponents else ()
+        return LowPrecisionRuns(
+            [self.codes[place] for place in places],
+            exponents,
+            [self.firsts[place] for place in places],
+            [self.keys[place] for place in places],
+            step,
+        )
+
+    def check(self, values: Sequence[Tensor]) -> None:
+        """Refuse values that do not fit, of which compiled forms would read and write whatever lies there.
+
+        Raises:
+            ValueError: A run has another length than its values, or not one exponent for each of its blocks.
+        """
+        for at, (value, codes) in enumerate(zip(values, self.codes, strict=True)):
+            blocks = blocks_of(self.firsts[at], codes.numel()) if is_coded(codes.dtype) else 0
+            found = self.exponents[at].numel() if self.exponents else 0
+            if codes.numel() != value.numel() or found != blocks or not is_narrow(codes.dtype):
+                raise ValueError(
+                    f"run {at} has {value.numel()} values for {codes.numel()} codes of {codes.dtype} with {found} "
+                    f"exponents; it must have a code for each and {blocks} exponents"
+                )

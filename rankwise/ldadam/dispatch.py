@@ -1,0 +1,101 @@
+"""The forms of LDAdam's steps, on whole matrices and on shards, chosen by device and type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from rankwise.kernels import native, triton
+from rankwise.kernels.dispatch import kernels_for
+from rankwise.ldadam import formulas
+from rankwise.ldadam import native as compiled
+from rankwise.ldadam.in_place import StepsInPlace
+
+__all__ = [
+    "moments_for",
+    "shards_step_for",
+    "step_for",
+    "steps_in_place_for",
+    "subtract_for",
+]
+
+
+def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+    """LDAdam's step on the shards of many matrices at once, or None where there is no such form.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+
+    Returns:
+        As :func:`rankwise.ldadam.cuda.low_rank_step.low_rank_step_`.
+    """
+    if kernels_for(device, dtype) is not triton:
+        return None
+    from rankwise.ldadam.cuda.low_rank_step import low_rank_step_
+
+    return low_rank_step_
+
+
+def moments_for(device: torch.device, dtype: torch.dtype) -> formulas.Moments:
+    """:func:`rankwise.ldadam.formulas.low_rank_moments`, or its form in one launch.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    if kernels_for(device, dtype) is not triton:
+        return formulas.low_rank_moments
+    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
+
+    return partial(low_rank_moments, precision=_precision(device))
+
+
+def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """:func:`rankwise.ldadam.formulas.ldadam_step`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    if kernels_for(device, dtype) is native:
+        return compiled.ldadam_step
+    return partial(formulas.ldadam_step, moments=moments_for(device, dtype))
+
+
+def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
+    """What steps many whole matrices where they lie, or None where there is no such form.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    chosen = kernels_for(device, dtype)
+    if chosen is native:
+        return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place, in_stacks=False)
+    if chosen is not triton:
+        return None
+    from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
+
+    step = partial(ldadam_matrices_, precision=_precision(device))
+    return StepsInPlace(takes_matrices, step, in_stacks=True)
+
+
+def _precision(device: torch.device) -> str:
+    """Of products of float32 on tensor cores, which take them apart where there are any for it: NVIDIA's since 8.0."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
+
+
+def subtract_for(device: torch.device, dtype: torch.dtype) -> formulas.Subtract:
+    """:func:`rankwise.ldadam.formulas.subtract_product_`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the tensors lie.
+        dtype: Their type.
+    """
+    if kernels_for(device, dtype) is native:
+        return compiled.subtract_product_
+    return formulas.subtract_product_

@@ -1,0 +1,68 @@
+"""The forms of MKOR's products and factor updates, chosen by device and type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels import native, triton
+from rankwise.kernels.dispatch import is_for_cpus, kernels_for
+from rankwise.mkor import blocked
+from rankwise.mkor import native as compiled
+
+__all__ = ["factor_update_for", "precondition_into_for", "together_for"]
+
+
+def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+    """:func:`rankwise.mkor.blocked.precondition_into`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the gradients lie.
+        dtype: Their type.
+
+    Returns:
+        None where matrices are preconditioned in stacks: where reading a norm would make the host wait.
+    """
+    chosen = kernels_for(device, dtype)
+    if not is_for_cpus(chosen):
+        return None
+    return (compiled if chosen is native else blocked).precondition_into
+
+
+def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> Callable[..., Tensor] | None:
+    """:func:`rankwise.mkor.blocked.update_factors_`, or a form of it for what it runs on.
+
+    Args:
+        device: Where the factors lie.
+        dtype: The type of the vectors.
+        factor: The type of the factors.
+
+    Returns:
+        None where only the pure functions are left.
+    """
+    chosen = kernels_for(device, dtype)
+    if is_for_cpus(chosen):
+        return blocked.update_factors_
+    if chosen is not triton or factor == torch.float64:
+        return None
+    from rankwise.mkor.cuda.factor_updates import update_factors_
+
+    return update_factors_
+
+
+def together_for(device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
+    """The module :mod:`rankwise.mkor.cuda.preconditioning_together`, or None where it takes no such gradients.
+
+    Args:
+        device: Where the gradients lie.
+        dtype: Their type.
+        product: The type of the products.
+    """
+    if kernels_for(device, dtype) is not triton:
+        return None
+    from rankwise.mkor.cuda import preconditioning_together
+
+    return preconditioning_together if preconditioning_together.takes(dtype, product) else None

@@ -1,0 +1,137 @@
+"""Matrices that are preconditioned and stepped together where they lie: what follows from which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rankwise.kernels.run_views import RunPlace, RunPlan
+from rankwise.mkor.layer_signature import LayerSignature
+from rankwise.mkor.product_groups import GradientForm, ProductGroups
+from rankwise.planning.element_states import EntryRuns
+from rankwise.planning.entries import Entry
+from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.step_unit import WHOLE
+from rankwise.sharding import MatrixTask
+
+__all__ = ["LocalMatrix", "LocalMatrixPlan"]
+
+
+class LocalMatrix(NamedTuple):
+    """A matrix that is to be stepped where it lies; see :meth:`rankwise.step.matrices.MatrixRule.take`."""
+
+    task: MatrixTask
+    indices: Sequence[int]
+
+
+class _PartRun(NamedTuple):
+    """Some elements of a shard, by its index, which is that of so many parts."""
+
+    shard: int
+    part: int
+    own: slice
+
+
+class _Factored(NamedTuple):
+    """A gradient: which of the tasks' states have its factors, and by which names."""
+
+    form: GradientForm
+    place: int
+    left: str | None
+    right: str | None
+
+
+class LocalMatrixPlan:
+    """Of some matrices.
+
+    Args:
+        taken: Them.
+        states: Theirs: which sides have factors.
+
+    Attributes:
+        tasks: Tasks of the matrices.
+        alike: Places of the tasks that have one signature.
+        runs: Runs of their gradients: index and elements of a shard.
+        arrangement: Arrangement of their gradients.
+    """
+
+    def __init__(self, taken: Sequence[LocalMatrix], states: Sequence[MatrixState]) -> None:
+        self.tasks = [each.task for each in taken]
+        self.alike: dict[Any, list[int]] = {}
+        for place, task in enumerate(self.tasks):
+            self.alike.setdefault(task.signature, []).append(place)
+        self._gradients: list[_Factored] = []
+        self._runs: list[_PartRun] = []
+        first = 0
+        for place, (each, state) in enumerate(zip(taken, states, strict=True)):
+            for gradient, parts in _gradients_of(each.task.signature, place, state):
+                self._gradients.append(gradient)
+                self._runs += [_PartRun(each.indices[part], first + part, own) for part, own in parts]
+            first += len(each.indices)
+        self.runs = [(run.shard, run.own) for run in self._runs]
+        self.arrangement = ProductGroups([gradient.form for gradient in self._gradients])
+
+    def values(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The runs of the parts of all matrices."""
+        return [parts[run.part] if run.own == WHOLE else parts[run.part][run.own] for run in self._runs]
+
+    def places(self, entries: Sequence[Entry]) -> EntryRuns:
+        """Where the runs lie in the unit's weights and gradients."""
+        tensors: list[int] = []
+        places: list[list[RunPlace]] = []
+        for index, own in self.runs:
+            shard = entries[index].shard
+            if not tensors or tensors[-1] != shard.tensor:
+                tensors.append(shard.tensor)
+                places.append([])
+            start, stop, _ = own.indices(shard.numel)
+            places[-1].append(RunPlace(shard.offset + start, stop - start))
+        return EntryRuns(tuple(tensors), RunPlan(places))
+
+    def pieces(self, entries: Sequence[Entry]) -> tuple[list[int], list[tuple[int, slice]]]:
+        """Of the runs that are of these entries, their places here; and there, with the elements of the entry."""
+        place_of = {entry.index: place for place, entry in enumerate(entries)}
+        found = [position for position, (index, _) in enumerate(self.runs) if index in place_of]
+        return found, [(place_of[index], own) for index, own in map(self.runs.__getitem__, found)]
+
+    def factors(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Of every gradient, those for its rows and for its columns."""
+        lefts = [None if left is None else states[place][left] for _, place, left, _ in self._gradients]
+        rights = [None if right is None else states[place][right] for _, place, _, right in self._gradients]
+        return lefts, rights
+
+
+def _gradients_of(
+    signature: LayerSignature, place: int, state: MatrixState
+) -> Iterator[tuple[_Factored, list[tuple[int, slice]]]]:
+    """The matrices that a layer's gradient consists of: its blocks, or itself.
+
+    Yields:
+        A matrix, and where each of its runs is: in which of the layer's parts, and which of its elements.
+    """
+    if not signature.blocks:
+        lengths = [(size,) for size in signature.sizes]
+        yield _factored(signature, place, state, "left", *lengths), [(part, WHOLE) for part in range(len(lengths))]
+    for block in signature.blocks:
+        slices = signature.slices_of(block)
+        lengths = [tuple(own.stop - own.start for own in found) for found in slices]
+        runs = [(part, own) for part, found in enumerate(slices) for own in found]
+        yield _factored(signature.of_block(block), place, state, f"left[{block.name}]", *lengths), runs
+
+
+def _factored(
+    signature: LayerSignature,
+    place: int,
+    state: MatrixState,
+    name: str,
+    weights: tuple[int, ...],
+    biases: tuple[int, ...] = (),
+) -> _Factored:
+    left, right = (side if side in state else None for side in (name, "right"))
+    rows, columns = signature.outputs, signature.inputs
+    if signature.transposed:
+        left, right, rows, columns = right, left, columns, rows
+    sides = left is not None, right is not None
+    return _Factored(GradientForm(rows, columns, weights, biases, signature.transposed, *sides), place, left, right)

@@ -1,0 +1,79 @@
+"""Which parameters MKOR takes, and what states they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rankwise.mkor.factors import KroneckerFactors
+from rankwise.mkor.options import MKOROptions
+from rankwise.planning.element_states import StateTypes
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
+from rankwise.step.first_order import FirstOrder
+
+__all__ = ["MKORSpec"]
+
+
+class MKORSpec(OptimizerSpec):
+    """See the base class.
+
+    Attributes:
+        first_order: The backend.
+        factors: Knows the type of products.
+    """
+
+    options: MKOROptions
+    health_totals = ("factors_updated", "factors_skipped")
+    product_option = "product_dtype"
+    matrix_state_names = ("left", "right", "failures")
+    block_states = ("left",)
+    idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
+    sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
+
+    def __init__(self, name: str, options: MKOROptions) -> None:
+        super().__init__(name, options)
+        self.first_order = FirstOrder(options.backend, options.nesterov)
+        self.factors = KroneckerFactors(options)
+
+    @property
+    def identity(self) -> str:
+        """Class and backend: another backend has other element states."""
+        return f"MKOR-{self.options.backend}"
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Linear weights; embeddings and heads take the backend."""
+        return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
+
+    def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        """What cannot be captured, and matrices without a side for a factor, take the backend."""
+        if chosen.rule == "matrix" and info.role is Role.EXPERT:
+            # Their inputs are padded to a capacity that depends on how many ranks there are, and so does their mean.
+            return Route("fallback", "expert")
+        if chosen.rule == "matrix" and len(info.shape) != 2:
+            return Route("fallback", "only 2-D weights of linear modules are captured")
+        if chosen.rule == "matrix" and min(info.shape) > self.options.max_factor_dim:
+            return Route("fallback", f"both sides above {self.options.max_factor_dim}")
+        return chosen
+
+    def splits(self, info: ParameterInfo) -> bool:
+        """Those that divide the outputs: they have the inputs in common, and a factor of them."""
+        return len(info.shape) == 2 and (info.fused is None or (info.fused.dim == -1) == info.transposed)
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Those of the backend."""
+        return self.kept_as(self.first_order.states, info)
+
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """The factors (side, side); the right one has a column more where the bias rides along."""
+        outputs, inputs = info.logical_matrix_shape
+        return {"left": [(outputs, outputs)], "right": [(inputs, inputs), (inputs + 1, inputs + 1)]}
+
+    def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """See the base class."""
+        return self.factors.product_type(device, dtype)

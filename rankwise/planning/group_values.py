@@ -1,0 +1,192 @@
+"""Values of the param groups' options: judged when a group is added, and when somebody has written into one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.options.hints import OPTION_WORDS, nearest, shown
+from rankwise.options.validation import OptionError
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.step_groups import peak_of
+
+__all__ = ["GroupValues"]
+
+logger = logging.getLogger(__name__)
+_SMALLEST = torch.finfo(torch.float32).tiny
+# Schedulers' and frameworks' own keys of a param group that are spelt much like ours.
+_KEYS_OF_OTHERS = frozenset({"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name"})
+# Of schedules that change more than rates, such as OneCycleLR.
+_MOST_ACCEPTED = 64
+
+
+class GroupValues:
+    """Judges what param groups set.
+
+    Args:
+        spec: The optimizer's options, and which of them groups may set.
+        defaults: The optimizer's, by name, for groups that do not say otherwise.
+    """
+
+    def __init__(self, spec: OptimizerSpec, defaults: Mapping[str, Any]) -> None:
+        self._spec = spec
+        self._defaults = defaults
+        # Without their rates.
+        self._accepted: set[tuple[Any, ...]] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Values that cannot be compared are known by their place in memory.
+        return type(self), (self._spec, self._defaults)
+
+    def accept(self, group: Mapping[str, Any]) -> None:
+        """Take the present values of a group for valid."""
+        self._accepted.add(self._values_of(group))
+
+    def validate(self, group: Mapping[str, Any]) -> None:
+        """Judge a group as the constructor judges its options.
+
+        Raises:
+            OptionError: A value is outside its range, a key is misspelt, or it must be alike in all groups.
+        """
+        spec, options = self._spec, self._spec.options
+        self._refuse_misspelt(group)
+        values = {name: getattr(options, name) for name in options.names()}
+        # Those of the class: what a backend does not read is for the options to refuse, with the reason.
+        variable = options.per_group()
+        values.update({name: group[name] for name in variable if name in group})
+        type(options)(**values)
+        for name in options.names():
+            if name in group and name not in variable and group[name] != getattr(options, name):
+                raise OptionError(
+                    f"{spec.name}: {name}={group[name]!r} in a param group is invalid: it must be the same "
+                    f"for all groups; pass it to the constructor (groups may set {', '.join(spec.group_options)})"
+                )
+
+    def refuse_without_peak(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group whose decay would be a share of nothing.
+
+        Raises:
+            OptionError: Its rate is 0, and decay does not follow the schedule.
+        """
+        if self._spec.step_groups.independent and not peak_of(group):
+            raise OptionError(
+                f"{self._spec.name}: lr={group['lr']!r} is invalid with weight_decay_method='independent': it must "
+                "be above 0, because decay is a share of it; pass the peak lr and let the scheduler start from 0"
+            )
+
+    def warn_of_tiny(self) -> None:
+        """Say so where an option is nothing in the type of the computation."""
+        for key in ("eps", "graft_eps"):
+            value = getattr(self._spec.options, key, 1.0)
+            if value < _SMALLEST:
+                logger.warning(
+                    "%s: with %s=%g, nothing in float32, a weight whose gradients were all zero becomes 0 / 0.",
+                    self._spec.name,
+                    key,
+                    value,
+                )
+
+    def _refuse_misspelt(self, group: Mapping[str, Any]) -> None:
+        """Refuse a key that nobody reads but that looks like one of ours; other programs add keys of their own."""
+        spec = self._spec
+        valid = {*spec.group_options, "params", "param_names", "fallback", "rankwise"}
+        for key in group:
+            if key in valid or key in self._defaults or key in _KEYS_OF_OTHERS or key in spec.options.names():
+                continue
+            near = nearest(key, valid, OPTION_WORDS, cutoff=0.8)
+            if near is not None:
+                raise OptionError(
+                    f"{spec.name}: {shown(key)} in a param group is invalid: nothing reads it; did you mean '{near}'?"
+                )
+
+    def refuse_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Judge what was written into living groups: half a step may be done before it is met.
+
+        The rate alone is left to schedules, as in torch.
+
+        Raises:
+            OptionError: A value is outside its range, or may not change any more.
+        """
+        self._refuse_constants(groups)
+        for position, group in enumerate(groups):
+            values = self._values_of(group)
+            if values in self._accepted and "lr" in group:
+                continue
+            self.refuse_incomplete(position, group)
+            # Not the rate itself, a tensor perhaps, which would be read.
+            self.validate({**group, "lr": 0.0})
+            if len(self._accepted) >= _MOST_ACCEPTED:
+                self._accepted.clear()
+            self._accepted.add(values)
+
+    def _refuse_constants(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        constant = self._spec.constant_options
+        for position, group in enumerate(groups):
+            if constant.isdisjoint(group):
+                continue
+            for name in sorted(constant.intersection(group)):
+                self.refuse_edit(name, position, getattr(self._spec.options, name), group[name], "")
+
+    def refuse_edit(self, name: str, position: int, old: Any, new: Any, key: str) -> None:
+        """Refuse another value of an option that states depend on.
+
+        Args:
+            name: The option.
+            position: Position of the group that sets it.
+            old: What it was.
+            new: What it is.
+            key: The parameter that has been stepped with it; empty if it is the optimizer.
+        """
+        if old != new:
+            what = (
+                f" for {key!r}, which has been stepped with {name}={old!r}" if key else f" (it was built with {old!r})"
+            )
+            fix = "move the parameter back, or set the option back" if key else f"set it to {old!r}, or remove it"
+            raise OptionError(
+                f"{self._spec.name}: {name}={new!r} in param group {position} is invalid{what}: it must stay as it "
+                f"was, because the states depend on it; {fix}, or build a new optimizer"
+            )
+
+    def refuse_incomplete(self, position: int, group: Mapping[str, Any]) -> None:
+        """Refuse a group that was appended without the defaults."""
+        missing = [name for name in self._spec.group_options if name not in group]
+        if missing and group["params"]:
+            raise OptionError(
+                f"{self._spec.name}: param group {position} is invalid: it must have {missing[0]!r}; add groups "
+                "with add_param_group, which fills in the defaults"
+            )
+
+    def completed(
+        self, groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Groups of a dictionary, with the present values of what their version did not have."""
+        return [
+            {**theirs, **{name: group[name] for name in self._defaults if name in group and name not in theirs}}
+            for group, theirs in zip(groups, saved, strict=True)
+        ]
+
+    def in_words(self, groups: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+        """The options, and those of param groups by their position."""
+        options = self._spec.options
+        shared = set(options.names()).difference(self._spec.group_options, ("lr",))
+        found = {name: getattr(options, name) for name in sorted(shared)}
+        for position, group in groups.items():
+            names = [name for name in (*self._defaults, "fallback") if name in group]
+            found.update({f"param group {position}: {name}": group[name] for name in names})
+        # A tensor's text names its device, and would have to be waited for.
+        return {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
+
+    def _values_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a group sets besides its rate."""
+        return tuple(_comparable(group.get(name)) for name in self._spec.group_options if name != "lr")
+
+
+def _comparable(value: Any) -> Any:
+    """To tell one value of an option from another, without reading a device's."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return value if isinstance(value, bool | int | float | str | None) else id(value)

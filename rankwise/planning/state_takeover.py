@@ -1,0 +1,87 @@
+"""What an optimizer's states mean to its successor: a pure comparison of names and shapes, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["MOMENTS", "StateTakeover", "TakeoverTarget", "plan_takeover"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Averages of the gradient and of its square, under AdamW's names; Muon's momentum is the first."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TakeoverTarget:
+    """A parameter of the optimizer that takes over.
+
+    Attributes:
+        shape: Shape of the parameter.
+        moments: What those of :data:`MOMENTS` are called in its states that mean the same: all are taken, or none.
+        rule: "matrix" or "fallback".
+    """
+
+    shape: tuple[int, ...]
+    moments: Mapping[str, str]
+    rule: str
+
+
+@dataclass(frozen=True)
+class StateTakeover:
+    """What goes on and what starts afresh.
+
+    Attributes:
+        carried: Moments that go on, by parameter, and what they are called there.
+        afresh: Parameters of which none does; their counts start again.
+        matrices: Parameters among ``carried`` whose matrix rule has states of its own, which start afresh.
+    """
+
+    carried: Mapping[str, Mapping[str, str]]
+    afresh: tuple[str, ...]
+    matrices: tuple[str, ...]
+
+    def told(self, owner: str, author: str, ramp: int) -> str:
+        """One line for the user.
+
+        Args:
+            owner: The optimizer that takes over.
+            author: Whose states they were.
+            ramp: Steps over which updates of what starts afresh reach their size.
+        """
+        both = [name for name, moments in self.carried.items() if len(moments) == len(MOMENTS)]
+        first = [name for name in self.carried if name not in both]
+        parts = [
+            f"{text} of {_listed(names)}"
+            for text, names in (("both moments", both), ("the first moment", first))
+            if names
+        ]
+        fresh = [*self.matrices, *self.afresh]
+        start = "" if not fresh else f"; what else belongs to {_listed(fresh)} starts afresh"
+        gently = f", with updates that grow to their size over {ramp} steps" if fresh and ramp else ""
+        return (
+            f"{owner} goes on from {author}: weights are kept, {' and '.join(parts) or 'no state'} too{start}{gently}."
+        )
+
+
+def plan_takeover(saved: Mapping[str, Shapes], targets: Mapping[str, TakeoverTarget]) -> StateTakeover:
+    """Compare what was saved with what is wanted.
+
+    Args:
+        saved: Shapes of the saved moments by parameter, named as :data:`MOMENTS`.
+        targets: The parameters of the successor.
+    """
+    carried: dict[str, Mapping[str, str]] = {}
+    for name, heir in targets.items():
+        shapes = saved.get(name, {})
+        if heir.moments and all(shapes.get(moment) == heir.shape for moment in heir.moments):
+            carried[name] = heir.moments
+    afresh = tuple(name for name in targets if name not in carried)
+    matrices = tuple(name for name in carried if targets[name].rule == "matrix")
+    return StateTakeover(carried, afresh, matrices)
+
+
+def _listed(names: Collection[str]) -> str:
+    some: Sequence[str] = list(names)[:3]
+    return ", ".join(some) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

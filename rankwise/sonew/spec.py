@@ -1,0 +1,54 @@
+"""Which parameters SONew takes, and what states they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rankwise.kernels.low_precision_runs import ROOT
+from rankwise.planning.element_states import StateTypes
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
+from rankwise.sonew.options import SONewOptions
+
+__all__ = ["SONewSpec"]
+
+
+class SONewSpec(OptimizerSpec):
+    """See the base class."""
+
+    options: SONewOptions
+    health_means = ("graft_ratio",)
+    slow_states = ("exp_avg_sq", "covariance", "graft_sq")
+    # What is divided by differences of them must not be rounded by much.
+    codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": torch.bfloat16, "graft_sq": ROOT}
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """Every matrix, embeddings included, as published."""
+        return RoutingPolicy(embeddings=True, exclude=self.options.exclude)
+
+    @property
+    def covariance_names(self) -> list[str]:
+        """Of the element states: one for every distance on the band."""
+        return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The element states that neighbours read of each other."""
+        return ("exp_avg", "exp_avg_sq", *self.covariance_names)
+
+    @property
+    def narrow_statistics(self) -> list[str]:
+        """Those that a step opens."""
+        return [name for name in self.statistics if self.asked_type(name)]
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
+        names = ["exp_avg", "exp_avg_sq"]
+        if rule == "matrix":
+            names += self.covariance_names
+            names += ["graft_sq"] if self.options.graft == "rmsprop" else []
+        return self.kept_as(names, info)

@@ -1,0 +1,272 @@
+"""Whether saved states are those of an optimizer's parameters: compared before any of them is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rankwise.planning.checkpoint_mismatch import MisfitError, check_shape, refuse_strange
+from rankwise.planning.group_values import GroupValues
+from rankwise.planning.matrix_states import MatrixState
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.param_remainders import REMAINDER
+from rankwise.planning.parameter_table import Groups, ParameterTable
+from rankwise.planning.planner import Planned, Planner
+from rankwise.step.old_checkpoints import with_replaced
+from rankwise.step.states_by_parameter import COUNT, RECORD, WITH_STATES, matrices_of, steps_taken, without_matrices
+
+__all__ = ["CheckpointFit", "in_order_of", "same_groups"]
+
+Names = Sequence[Sequence[str | None]]
+"""Of the parameters of each param group, in order; None where it is not known."""
+
+
+def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are as many groups of as many parameters; torch itself refuses anything else."""
+    return [len(group["params"]) for group in state_dict["param_groups"]] == [len(group["params"]) for group in groups]
+
+
+def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
+    """A state dictionary with the parameters of each group in another order.
+
+    torch matches element states by position alone, which is right only if both sides list their parameters alike.
+
+    Args:
+        owner: Owner of the message: the optimizer.
+        state_dict: With as many groups of as many parameters as ``ours``.
+        ours: The names to put them in the order of.
+
+    Returns:
+        The dictionary with its own order where names are not known, or are other ones altogether: as in torch the place
+        counts then, for the states of matrices too, which are kept by name.
+
+    Raises:
+        MisfitError: The names show that the parameters are not the same ones.
+    """
+    result = dict(state_dict)
+    theirs = _saved_names(state_dict)
+    known = [name for names in (*ours, *theirs) for name in names]
+    if None in known or [list(names) for names in ours] == theirs:
+        return result
+    place = {name: (group, index) for group, names in enumerate(theirs) for index, name in enumerate(names)}
+    mine = {name: (group, index) for group, names in enumerate(ours) for index, name in enumerate(names)}
+    if any(set(names) != set(saved) for names, saved in zip(ours, theirs, strict=True)):
+        moved = next((name for name in mine if name in place and place[name] != mine[name]), None)
+        if moved is not None:
+            raise MisfitError(
+                f"{owner}: the checkpoint's parameters are invalid: they must be this optimizer's, in its groups, but "
+                f"{moved!r} is number {place[moved][1]} of group {place[moved][0]} there and number {mine[moved][1]} "
+                f"of group {mine[moved][0]} here; build the optimizer from the same named parameters in the same groups"
+            )
+        names_here = {name: ours[group][index] for name, (group, index) in place.items()}
+        result["matrix_states"] = _renamed(state_dict.get("matrix_states", {}), names_here)
+        return result
+    result["param_groups"] = [
+        _reordered(group, [place[name][1] for name in names])
+        for group, names in zip(state_dict["param_groups"], ours, strict=True)
+    ]
+    return result
+
+
+def _renamed(states: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """States by other names; those of one matrix of a stack have its place in brackets behind the name."""
+    found = {}
+    for key, state in states.items():
+        name = key
+        while name and name not in names:
+            name = name.rpartition("[")[0]
+        found[names[name] + key[len(name) :] if name else key] = state
+    return found
+
+
+def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    lists = {name: group[name] for name in ("params", "param_names") if len(group.get(name) or ()) == len(order)}
+    return {**group, **{name: [values[index] for index in order] for name, values in lists.items()}}
+
+
+def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
+    if "layout" not in state_dict and any(RECORD in group for group in state_dict["param_groups"]):
+        # torch's functions have put ours in the order of this optimizer, and left the saved list of names as it was.
+        return [[None] * len(group["params"]) for group in state_dict["param_groups"]]
+    found: list[list[str | None]] = []
+    records: Iterator[Mapping[str, Any]] = iter(state_dict.get("layout", ()))
+    for group in state_dict["param_groups"]:
+        count = len(group["params"])
+        recorded = [next(records, {}).get("name") for _ in range(count)]
+        listed = list(group.get("param_names") or ())
+        # Of checkpoints that were written before the layout had names.
+        found.append(listed if None in recorded and len(listed) == count else recorded)
+    return found
+
+
+class CheckpointFit:
+    """Whether a state dictionary is one of this optimizer's.
+
+    Args:
+        spec: The states that rules keep.
+        values: The options of groups.
+        table: The parameters and their rules.
+        planner: The units, whose owners expect states of their matrices.
+    """
+
+    def __init__(self, spec: OptimizerSpec, values: GroupValues, table: ParameterTable, planner: Planner) -> None:
+        self._spec, self._values, self._table, self._planner = spec, values, table, planner
+
+    def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
+        """A dictionary as this optimizer would have written it.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            state_dict: State dict of any optimizer.
+            groups: This one's.
+
+        Raises:
+            ValueError: Another optimizer has written it, or for other parameters.
+        """
+        self._refuse_foreign(state_dict)
+        if same_groups(state_dict, groups):
+            names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
+            state_dict = self._with_matrices(in_order_of(self._spec.identity, state_dict, names), names)
+            self._refuse_unknown_matrices(state_dict)
+            state_dict["state"] = self._with_present_states(state_dict, groups)
+            self._refuse_misfits(optimizer, state_dict, groups)
+            state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
+        return state_dict
+
+    def _with_matrices(self, state_dict: dict[str, Any], names: Names) -> dict[str, Any]:
+        """With the states of matrices beside those of parameters, which may stand among these."""
+        states = dict(state_dict["state"])
+        found: dict[str, MatrixState] = {}
+        for own, group in zip(names, state_dict["param_groups"], strict=True):
+            for name, key in zip(own, group["params"], strict=True):
+                found |= matrices_of(str(name), states.get(key, {}))
+                if key in states:
+                    states[key] = without_matrices(states[key])
+        return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
+
+    def _with_present_states(self, state_dict: Mapping[str, Any], present: Groups) -> dict[Any, Any]:
+        """States by parameter, in the place of those of earlier versions what has replaced them since."""
+        found, layout = dict(state_dict["state"]), state_dict.get("layout")
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            merged = {**group, **{key: value for key, value in saved.items() if key != "params"}}
+            for key in saved["params"]:
+                if key in found:
+                    record = None if layout is None else layout[key]
+                    found[key] = with_replaced(self._spec, found[key], record, merged)
+        return found
+
+    def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a dictionary that is not one of this optimizer's.
+
+        Args:
+            state_dict: As ``optimizer.state_dict()`` returned it, somewhere.
+
+        Raises:
+            ValueError: Another optimizer has written it, or it has states or parameters that this one has not.
+        """
+        self._refuse_foreign(state_dict)
+        self._refuse_unknown_matrices(state_dict)
+
+    def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        ours = self._spec.identity
+        theirs = state_dict.get("rankwise")
+        if theirs == ours and state_dict.get(COUNT) == 0 and steps_taken(state_dict["state"]):
+            # torch has filled a dictionary of this optimizer, which was fresh, with states of the same names.
+            raise ValueError(self._refusal_of_anonymous({"param_groups": []}))
+        if theirs == ours and state_dict.get(WITH_STATES) and not self._have_matrices(state_dict):
+            raise ValueError(self._refusal_of_lost())
+        # A dictionary that was put together by others holds no matrix states; some optimizers have none.
+        if theirs != ours and (theirs is not None or (self._spec.matrix_state_names and state_dict["state"])):
+            if theirs is None and self._have_matrices(state_dict):
+                return
+            if theirs is None:
+                raise ValueError(self._refusal_of_anonymous(state_dict))
+            raise ValueError(
+                f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
+                f"which must be {ours!r}; load it into that one, or load the weights alone"
+            )
+
+    @staticmethod
+    def _have_matrices(state_dict: Mapping[str, Any]) -> bool:
+        return "matrix_states" in state_dict or any(matrices_of("", state) for state in state_dict["state"].values())
+
+    def _refusal_of_lost(self) -> str:
+        spec = self._spec
+        return (
+            f"{spec.identity}: the state dictionary has lost its matrix states "
+            f"({', '.join(spec.matrix_state_names)}), which stand among a parameter's as 'matrix.<name>'; save all "
+            "that optimizer.state_dict() returns, and load a flattened dictionary into a new optimizer"
+        )
+
+    def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
+        """Of a dictionary that says nothing of who wrote it: another optimizer's, or ours, taken apart."""
+        spec, groups = self._spec, state_dict["param_groups"]
+        if groups and all(set(spec.group_options) <= set(group) for group in groups):
+            return self._refusal_of_lost()
+        return (
+            f"{spec.identity}: the state dictionary was written by another optimizer than rankwise's, "
+            "torch.optim.AdamW for example, whose states mean something else; "
+            "load it into that one, or go on from it with continue_from(), which keeps what means the same and starts "
+            "the other states afresh"
+        )
+
+    def _refuse_unknown_matrices(self, state_dict: Mapping[str, Any]) -> None:
+        ours, names = self._spec.identity, self._spec.matrix_state_names
+        for key, state in state_dict.get("matrix_states", {}).items():
+            if self._table.base_name(key) not in self._table.catalog:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states has {key!r}, which is invalid: it must be the name of one "
+                    f"of this optimizer's parameters ({', '.join(list(self._table.catalog)[:3])}, ...); build the "
+                    "optimizer from the same named parameters"
+                )
+            unknown = sorted(name for name in state if name.partition("[")[0] not in names)
+            if unknown:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "
+                    f"one of {', '.join(names) or 'none'}; load it with the version that wrote it"
+                )
+
+    def _refuse_misfits(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
+        """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
+        spec = self._spec
+        matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
+        groups = []
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            groups.append({**group, **{key: value for key, value in saved.items() if key != "params"}})
+            for tensor, key in zip(group["params"], saved["params"], strict=True):
+                states = state_dict["state"].get(key)
+                if states:
+                    self._refuse_misfit(present, tensor, states, groups[-1])
+        for key, states in matrices.items():
+            info, (_, position) = self._table.matrix_info(key), self._table.catalog[self._table.base_name(key)]
+            # Slices of a matrix are compared with what their owner expects.
+            if info is not None and position < len(groups):
+                for state, shapes in spec.matrix_state_shapes(info, groups[position]).items():
+                    if state in states:
+                        check_shape(spec.identity, key, state, states[state].shape, shapes)
+        if spec.structures_of(groups) == spec.structures_of(present):
+            for unit in self._planner.units.values():
+                refuse_strange(spec.identity, unit, matrices, optimizer.work(unit).matrix_state)
+
+    def _refuse_misfit(
+        self, groups: Groups, tensor: Tensor, states: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._planner.source.contents(tensor)
+        except (LookupError, RuntimeError):
+            return  # the step will say what is wrong
+        owner = self._spec.identity
+        content, kept = self._planner.kept_in(groups, tensor, group)
+        whole = self._planner.name_of(tensor)
+        key = whole or ", ".join(part.name for part in content.slices[:3])
+        for name, shape in kept.shapes(0).items():
+            if name in states:
+                check_shape(owner, key, name, states[name].shape, [shape])
+            elif whole is not None and "step" in states and name not in (REMAINDER, *self._spec.optional_states):
+                raise MisfitError(
+                    f"{owner}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
+                    f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
+                    "that the checkpoint was saved with, or load the weights alone"
+                )

@@ -1,0 +1,422 @@
+"""An optimizer's states by parameter name and position, whichever ranks hold them and wherever they cut them.
+
+A framework whose checkpoints take states piece by piece writes :func:`stored_shards` and :func:`owned_states` under
+names of its own, fills them in place and calls :func:`resume`. One whose files hold what each rank had is read as named
+vectors: :func:`saved_vectors` of every rank's file, laid down together, from which :func:`restore` fills any layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.planning.matrix_states import MatrixState, kept_by
+from rankwise.planning.param_remainders import REMAINDER
+from rankwise.planning.state_takeover import MOMENTS
+from rankwise.sharding import Shard
+from rankwise.sharding.chunked_vectors import ChunkedVector, StorageError, load_vectors, stored_tensors
+from rankwise.sharding.dtensors import local_view
+from rankwise.step.kept_states import initial_part
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.updates.remainders import join, split
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "SlicePlace",
+    "StoredShard",
+    "Vectors",
+    "check_stored",
+    "common_step",
+    "merge_vectors",
+    "owned_states",
+    "restore",
+    "resume",
+    "saved_vectors",
+    "slice_places",
+    "stored_shards",
+    "take_moments",
+    "take_over_moments",
+]
+
+
+class StoredShard(NamedTuple):
+    """A run of a parameter on this rank.
+
+    Attributes:
+        shard: Where it lies in the parameter.
+        copy: Which of the copies that ranks hold alike it is a part of; 0 is the one to be written.
+        weight: 1-D view of the optimizer's weight.
+        states: 1-D views of its element states, by name.
+    """
+
+    shard: Shard
+    copy: int
+    weight: Tensor
+    states: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """One of the equal slices of a matrix.
+
+    Attributes:
+        whole: The matrix.
+        index: Index of the slice.
+        count: Number of slices.
+        axes: The dimension along which a state is cut, by its name; all slices have the other states alike.
+    """
+
+    whole: str
+    index: int
+    count: int
+    axes: Mapping[str, int]
+
+
+def stored_shards(optimizer: ShardedOptimizer) -> Iterator[StoredShard]:
+    """This rank's planned shards, with their states allocated if they were not.
+
+    Args:
+        optimizer: Planned, see :meth:`rankwise.step.optimizer.ShardedOptimizer.plan_ahead`.
+    """
+    for unit in optimizer.planned_units:
+        for index, tensor in enumerate(unit.tensors):
+            flat = local_view(tensor).detach().view(-1)
+            for entry, states in unit.states.of_entries(optimizer.state, index):
+                part = entry.shard
+                copy = list(unit.stored.copies[part.key]).index(part.copy)
+                weight = flat[part.offset : part.offset + part.numel]
+                yield StoredShard(part, copy, weight, states)
+
+
+def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
+    """The states of matrices that this rank has as their owner, or keeps for it; at first the owner's initial ones."""
+    found: dict[str, MatrixState] = {}
+    present = optimizer.matrix_states.everything()
+    for unit in optimizer.planned_units:
+        if unit.exchange is not None:
+            initial = optimizer.work(unit).matrix_state
+            for task in unit.exchange.owned():
+                own = present.get(task.key, {})
+                if fresh := initial_part(unit, task, own, initial):
+                    found[task.key] = {**fresh, **own}
+            for key, name in kept_by(unit.exchange.plan.keepers, unit.layout.rank, present):
+                found.setdefault(key, {})[name] = present[key][name]
+    return found
+
+
+def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
+    """Of every slice this rank owns, by its key in :func:`owned_states`: where its states lie in the matrix's."""
+    found: dict[str, SlicePlace] = {}
+    for unit in optimizer.planned_units:
+        if unit.exchange is None:
+            continue
+        cut_states = optimizer.work(unit).cut_states
+        for task in unit.exchange.owned():
+            if task.whole is not None:
+                matrix = unit.slices[task.whole]
+                found[task.key] = SlicePlace(task.whole, matrix.parts.index(task.key), matrix.count, cut_states(task))
+    return found
+
+
+def common_step(optimizer: ShardedOptimizer) -> int:
+    """The number of steps taken; a collective, as a rank without any tensor has no count of its own."""
+    optimizer.settle()
+    return max((unit.common_step(optimizer.state) for unit in optimizer.planned_units), default=0)
+
+
+def resume(
+    optimizer: ShardedOptimizer, matrix_states: Mapping[str, MatrixState], step: int, extra: Mapping[str, Any]
+) -> None:
+    """Take over matrix states and counts; weights and element states are written through their views.
+
+    Args:
+        optimizer: Planned.
+        matrix_states: As :func:`owned_states` gave them.
+        step: As :func:`common_step` gave it; 0 leaves the optimizer as if it had not been stepped.
+        extra: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave it.
+    """
+    steps = {index: torch.tensor(float(step)) for index in range(len(optimizer.param_groups))} if step else {}
+    optimizer.adopt(matrix_states if step else {}, steps)
+    optimizer.load_extra_state(extra)
+
+
+# --- named vectors ---------------------------------------------------------------------------------------------------
+
+Vectors = dict[str, Any]
+"""Tensors, and :class:`ChunkedVector` of which other ranks hold the rest, by name."""
+
+
+def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vectors:
+    """One rank's part of a saved optimizer, by name.
+
+    Args:
+        state_dict: What :meth:`ShardedOptimizer.state_dict` returned on that rank.
+        flats: The weights stored in the tensors of its param groups, flattened, in the same order; padding at the end
+            may be cut off.
+
+    Returns:
+        ``weight/<key>``, with what a remainder adds, and ``element/<state>/<key>`` as :class:`ChunkedVector`,
+        ``matrix/<key>/<state>`` and ``step/<group>`` as tensors.
+    """
+    found: Vectors = {}
+    for index, (record, flat) in enumerate(zip(state_dict["layout"], flats, strict=True)):
+        state = state_dict["state"].get(index, {})
+        if "step" in state:
+            found[f"step/{record['group']}"] = state["step"].reshape(())
+        for run, (key, shape, start, end, offset) in enumerate(record["runs"]):
+            numel = prod(shape)
+            weight = flat.reshape(-1)[offset : offset + end - start]
+            for name, offsets in record["states"].items():
+                first = offsets[run]
+                if first is not None and name in state:
+                    values = state[name].reshape(-1)[first : first + end - start]
+                    if name == REMAINDER:
+                        weight = join(weight, values)
+                    else:
+                        _add(found, f"element/{name}/{key}", numel, start, values)
+            _add(found, f"weight/{key}", numel, start, weight)
+    for key, matrix in state_dict["matrix_states"].items():
+        found.update({f"matrix/{key}/{name}": value for name, value in matrix.items()})
+    return found
+
+
+def merge_vectors(parts: Sequence[Vectors]) -> Vectors:
+    """Join the parts of several ranks that one process read."""
+    merged: Vectors = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, ChunkedVector) and name in merged:
+                merged[name].chunks.extend(value.chunks)
+            else:
+                merged[name] = value
+    return merged
+
+
+def restore(
+    optimizer: ShardedOptimizer,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    *,
+    states: bool = True,
+    strict: bool = True,
+) -> None:
+    """Load weights and states from ``folder`` into an optimizer whose units are planned, whatever its layout.
+
+    Args:
+        optimizer: Its tensors receive the weights; its states are replaced by the saved ones, which may be none.
+        folder: Written by :func:`rankwise.sharding.chunked_vectors.save_vectors` from :func:`saved_vectors`.
+        group: Ranks that call this together.
+        states: False loads the weights alone and leaves the states as they are.
+        strict: False leaves weights alone that were not saved.
+
+    Raises:
+        StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
+    """
+    check_stored(optimizer, folder, strict)
+    stored = stored_tensors(folder)
+    if states:
+        optimizer.forget_states()
+    wanted, narrow = _destinations(optimizer, stored, states)
+    made = _replaced(optimizer, stored, wanted) if states else []
+    steps: dict[str, Tensor] = {}
+    if states:
+        owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
+        saved = _matrix_states(stored)
+        # Here, where all of them are seen, and only once.
+        for key, state in optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0).items():
+            for name, (shape, dtype) in state.items() if key in owned else ():
+                wanted[f"matrix/{key}/{name}"] = torch.empty(shape, dtype=dtype)
+        steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
+    load_vectors({**wanted, **steps}, folder, group)
+    for whole, rounded, rest in narrow:
+        split(whole, rounded, rest)
+    for name, values, theirs, group_of in made:
+        values.copy_(optimizer.spec.made_of(name, theirs, group_of))
+    if states:
+        counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
+        optimizer.adopt(_matrix_states(wanted), counts)
+
+
+def take_over_moments(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Go on where an optimizer with AdamW's states has stopped, whatever its layout; as :func:`restore` for states.
+
+    Args:
+        optimizer: Planned; its weights are loaded already, its states are replaced.
+        folder: Where the moments lie under the names of :func:`saved_vectors`.
+        group: Ranks that call this together.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    stored = stored_tensors(folder)
+    steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
+    load_vectors(steps, folder, group)
+    began = max((int(step) for step in steps.values()), default=0)
+
+    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
+        wanted: Vectors = {}
+        for part, _, _, states in stored_shards(optimizer):
+            for moment, name in carried.get(part.key, {}).items():
+                _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
+        load_vectors(wanted, folder, group)
+
+    _succeed(optimizer, _stored_moments(optimizer, stored), began, fill, "another optimizer")
+
+
+def take_moments(
+    optimizer: ShardedOptimizer,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    began: int,
+    values: Callable[[Tensor, str], Tensor],
+    author: str,
+    note: str = "",
+    elsewhere: Collection[str] = (),
+) -> None:
+    """As :func:`take_over_moments`, from what each of the optimizer's tensors held.
+
+    Args:
+        optimizer: Planned; its weights are loaded already, its states are replaced.
+        shapes: Shapes of the moments there are, by parameter, alike on every rank.
+        began: Steps that the other optimizer has taken; 0 if it has taken none.
+        values: A moment of what one of the optimizer's tensors holds, as long as the tensor.
+        author: Whose states they were.
+        note: Further words for the user.
+        elsewhere: What starts afresh in parts of the model that other optimizers have. One record is saved for all.
+    """
+
+    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
+        for unit in optimizer.planned_units:
+            for index, tensor in enumerate(unit.tensors):
+                for entry, own in unit.states.of_entries(optimizer.state, index):
+                    run = slice(entry.shard.offset, entry.shard.offset + entry.shard.numel)
+                    for moment, name in carried.get(entry.info.name, {}).items():
+                        own[name].copy_(values(tensor, moment).reshape(-1)[run])
+
+    _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
+
+
+def _succeed(
+    optimizer: ShardedOptimizer,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    began: int,
+    fill: Callable[[Mapping[str, Mapping[str, str]]], None],
+    author: str,
+    note: str = "",
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Decide what means the same, fill it, start the rest afresh, and say so."""
+    succession = optimizer.saved.succession
+    found = succession.plan(shapes if began else {}, optimizer.param_groups)
+    optimizer.forget_states()
+    fill(found.carried)
+    record = succession.record(found, began, elsewhere)
+    resume(optimizer, {}, began, {**optimizer.extra_state(), **record})
+    told = succession.told(found, author)
+    if optimizer.rank == 0:
+        logger.warning("%s%s", told, note)
+
+
+def _stored_moments(
+    optimizer: ShardedOptimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, (info, _) in optimizer.table.catalog.items():
+        for name in MOMENTS:
+            place = f"element/{name}/{key}"
+            if place in stored and stored[place][0].numel() == prod(info.shape):
+                found.setdefault(key, {})[name] = tuple(info.shape)
+    return found
+
+
+def _destinations(
+    optimizer: ShardedOptimizer, stored: Collection[str], states: bool
+) -> tuple[Vectors, list[tuple[Tensor, Tensor, Tensor]]]:
+    """The optimizer's own weights and element states, those that were saved, to be filled in place.
+
+    Returns:
+        They, by name; and of narrow weights that keep a remainder what is filled in their place, they, and that.
+    """
+    wanted: Vectors = {}
+    narrow = []
+    for part, _, weight, element_states in stored_shards(optimizer):
+        rest = element_states.pop(REMAINDER, None)
+        if rest is not None and f"weight/{part.key}" in stored:
+            whole = torch.empty_like(weight, dtype=torch.float32)
+            narrow.append((whole, weight, rest))
+            weight = whole
+        values = {f"weight/{part.key}": weight}
+        if states:
+            values.update({f"element/{name}/{part.key}": value for name, value in element_states.items()})
+        for name, value in values.items():
+            if name in stored:
+                _add(wanted, name, prod(part.shape), part.start, value)
+    return wanted, narrow
+
+
+def _replaced(
+    optimizer: ShardedOptimizer, stored: Collection[str], wanted: Vectors
+) -> list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]]:
+    """Element states that were not saved, but what they are made of was: it is wanted, too.
+
+    Returns:
+        The name of each and its values, and what they will be made of under which group.
+    """
+    found: list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]] = []
+    replaced = optimizer.spec.replaced
+    for part, _, _, states in stored_shards(optimizer) if replaced else ():
+        for name in replaced.keys() & states.keys():
+            places = {old: f"element/{old}/{part.key}" for old in replaced[name]}
+            if f"element/{name}/{part.key}" in stored or not set(places.values()) <= set(stored):
+                continue
+            wide = torch.promote_types(states[name].dtype, torch.float32)
+            theirs = {old: torch.empty_like(states[name], dtype=wide) for old in places}
+            for old, place in places.items():
+                _add(wanted, place, prod(part.shape), part.start, theirs[old])
+            _, position = optimizer.table.catalog[optimizer.table.base_name(part.key)]
+            found.append((name, states[name], theirs, optimizer.param_groups[position]))
+    return found
+
+
+def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True) -> None:
+    """Compare what was saved with all of the model's parameters, whichever rank holds them.
+
+    Args:
+        optimizer: Planned.
+        folder: As for :func:`restore`.
+        strict: Whether every parameter must have been saved.
+
+    Raises:
+        StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
+    """
+    stored = stored_tensors(folder)
+    for key, shape in optimizer.planner.logical_shapes().items():
+        found = stored.get(f"weight/{key}")
+        if found is None and strict:
+            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")
+        if found is not None and found[0].numel() != prod(shape):
+            raise StorageError(
+                f"'{key}' has {found[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
+                "another model"
+            )
+
+
+def _matrix_states(vectors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in vectors.items():
+        if name.startswith("matrix/"):
+            key, _, state = name.removeprefix("matrix/").rpartition("/")
+            found.setdefault(key, {})[state] = value
+    return found
+
+
+def _add(vectors: Vectors, name: str, numel: int, start: int, values: Tensor) -> None:
+    vectors.setdefault(name, ChunkedVector(numel, [])).chunks.append((start, values))

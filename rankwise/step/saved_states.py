@@ -1,0 +1,378 @@
+"""Saving and restoring an optimizer, and taking over states that another layout has saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.low_precision_runs import is_coded
+from rankwise.planning.checkpoint_mismatch import refuse_strange
+from rankwise.planning.element_states import States, StateTypes
+from rankwise.planning.group_values import GroupValues
+from rankwise.planning.matrix_states import MatrixState, MatrixStates, kept_by
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.param_remainders import NARROW, REMAINDER, fit_to_travel
+from rankwise.planning.parameter_table import Groups, ParameterTable
+from rankwise.planning.planner import Planned, Planner
+from rankwise.planning.step_unit import StepUnit
+from rankwise.planning.unit_builder import dtype_of
+from rankwise.sharding import gather_together
+from rankwise.sharding.dtensors import cut_as
+from rankwise.step.adamw_states import AdamWStates
+from rankwise.step.changed_blocks import ChangedBlocks
+from rankwise.step.checkpoint_fit import CheckpointFit
+from rankwise.step.rank_files import WRITTEN_BY, this_rank
+from rankwise.step.shared_matrices import cut_evenly, owned_parts, whole_states
+from rankwise.step.states_by_parameter import (
+    MATRIX,
+    RECORD,
+    record_texts,
+    steps_taken,
+    under_parameters,
+    without_matrices,
+)
+
+__all__ = ["SavedStates"]
+
+logger = logging.getLogger(__name__)
+
+
+class SavedStates:
+    """The part of an optimizer that outlives the process.
+
+    Args:
+        spec: The states that rules keep.
+        values: The options of groups.
+        table: The parameters and their rules.
+        planner: The units, in whose layout states are stored.
+        matrix_states: The optimizer's.
+
+    Attributes:
+        fit: Judges dictionaries before anything of them is taken over.
+        succession: Translates the states of other optimizers.
+        carrier: Knows what of them goes on where weights are divided otherwise.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        values: GroupValues,
+        table: ParameterTable,
+        planner: Planner,
+        matrix_states: MatrixStates,
+    ) -> None:
+        self._spec, self._table = spec, table
+        self._planner, self._matrix_states = planner, matrix_states
+        self._consolidated: dict[str, MatrixState] | None = None
+        self._waiting: dict[str, MatrixState] = {}
+        self._told_of_lost_bits = False
+        self.carrier = ChangedBlocks(spec, table)
+        self.fit = CheckpointFit(spec, values, table, planner)
+        self.succession = AdamWStates(spec, table, planner)
+
+    # --- dictionaries -------------------------------------------------------------------------------------------
+
+    def beside_torch(self, groups: Groups, states: States) -> dict[str, Any]:
+        """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike."""
+        matrices = self._collected() if self._consolidated is None else self._consolidated
+        # Ranks that miss gradients alike have parts of parameters.
+        parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
+        return {
+            "matrix_states": {key: dict(state) for key, state in matrices.items()},
+            "rankwise": self._spec.identity,
+            "layout": self._layout_records(groups, states),
+            **parts,
+        }
+
+    def under_parameters(
+        self, result: Mapping[str, Any], groups: Groups, matrices: Mapping[str, MatrixState], extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A dictionary of torch's with everything in states and groups; see :mod:`rankwise.step.states_by_parameter`.
+
+        Args:
+            result: The dictionary.
+            groups: The optimizer's.
+            matrices: Matrices of all matrices that this rank knows.
+            extra: What belongs to no parameter.
+        """
+        found = under_parameters(matrices, {key: self._table.base_name(key) for key in matrices})
+        state = {key: without_matrices(own) for key, own in result["state"].items()}
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        for group in groups:
+            for tensor in group["params"]:
+                key, own = next(keys), found.get(str(self._planner.name_of(tensor)))
+                if own and key in state:
+                    state[key] |= own
+        # Some rules keep nothing of a matrix.
+        with_states = sum(map(bool, matrices.values()))
+        texts = record_texts(self._spec.identity, with_states, steps_taken(state), extra, groups)
+        saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
+        return {**result, "state": state, "param_groups": saved}
+
+    def mark(self, groups: Sequence[dict[str, Any]], states: States, states_too: bool = True) -> None:
+        """Say in living groups and states that a checkpoint has more of them: torch asks for no other names.
+
+        Args:
+            groups: The optimizer's.
+            states: The same.
+            states_too: Whether to mark states: once torch's functions have shown up, or where ranks have parts of
+                parameters, which nothing else saves.
+        """
+        if not self._planner.is_plain:
+            return
+        for group in groups:
+            group[RECORD] = ""
+            for tensor in group["params"] if states_too and self._spec.matrix_state_names else ():
+                if tensor in states:
+                    states[tensor].setdefault(MATRIX, {})
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks have parts of parameters as torch's sharded tensors, and share the matrix states."""
+        source = self._planner.source
+        return source.mesh() is not None and len(self._spec.matrix_state_names) > 0
+
+    def shared_matrices(self, optimizer: Planned) -> dict[str, MatrixState]:
+        """The states of all ranks, of each of which this rank has a part; a collective."""
+        if self._waiting:
+            return self._waiting
+        present, mesh = self._matrix_states.everything(), self._planner.source.mesh()
+        found: dict[str, MatrixState] = {}
+        for unit in self._planner.units.values():
+            for key, name, whole in whole_states(unit, optimizer.work(unit), present):
+                found.setdefault(key, {})[name] = cut_evenly(whole, mesh)
+        return found
+
+    def deliver(self, optimizer: Planned) -> None:
+        """Give the states of a dictionary, of which every rank has parts, to their owners, which are known by now."""
+        if not self._waiting:
+            return
+        own: dict[str, MatrixState] = {}
+        for unit in self._planner.units.values():
+            own |= owned_parts(unit, optimizer.work(unit), self._waiting)
+        self._matrix_states.load(own)
+        self._waiting = {}
+
+    def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
+        """What a dictionary of torch's has of states: those in codes opened, and what torch may send fit to travel."""
+        found = dict(result["state"])
+        planned = self._places()
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        for group in groups:
+            for tensor in group["params"]:
+                key, state = next(keys), states.get(tensor, {})
+                if any(isinstance(value, Tensor) and is_coded(value.dtype) for value in state.values()):
+                    unit, index = planned.get(id(tensor), (None, 0))
+                    kept = unit.states if unit is not None else self._planner.kept_in(groups, tensor, group)[1]
+                    found[key] = {name: kept.opened(index, name, value) for name, value in state.items()}
+                if REMAINDER in state and self._planner.is_plain:
+                    found[key] = {**found[key], REMAINDER: fit_to_travel(state[REMAINDER])}
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have states of parameters that this one has, and they are not consolidated."""
+        source = self._planner.source
+        shared = source.saved_by_some and source.group is not None and source.group.size() > 1
+        return shared and self._consolidated is None
+
+    def consolidate(self) -> None:
+        """Keep the matrix states of all ranks, until the next step; a collective."""
+        self._consolidated = self._collected()
+
+    def forget_consolidated(self) -> None:
+        """They are not the present ones any more."""
+        self._consolidated = None
+
+    def _collected(self) -> dict[str, MatrixState]:
+        """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
+        states, planner = self._waiting or self._matrix_states.everything(), self._planner
+        if not planner.source.saved_by_some or planner.source.group is None:
+            return dict(states)
+        mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
+        kept = {place: states[place[0]][place[1]] for place in kept_by(planner.owner_of, planner.rank, states)}
+        parts = gather_together(lambda: (mine, kept), planner.source.group)
+        found = {key: dict(state) for theirs, _ in reversed(parts) for key, state in theirs.items()}
+        for _, theirs in parts:
+            for (key, name), value in theirs.items():
+                # What the owner has, too, is what counts.
+                found.setdefault(key, {}).setdefault(name, value)
+        return found
+
+    def _places(self) -> dict[int, tuple[StepUnit, int]]:
+        """By the identity of a tensor, the unit that it is planned in and its index there."""
+        units = self._planner.units.values()
+        return {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+
+    def _layout_records(self, groups: Groups, states: States) -> list[dict[str, Any]]:
+        """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
+        planned = self._places()
+        return [
+            self._layout_record(groups, tensor, group, states, planned.get(id(tensor)))
+            for group in groups
+            for tensor in group["params"]
+        ]
+
+    def _layout_record(
+        self,
+        groups: Groups,
+        tensor: Tensor,
+        group: Mapping[str, Any],
+        states: States,
+        place: tuple[StepUnit, int] | None,
+    ) -> dict[str, Any]:
+        names = [name for name in states.get(tensor, {}) if name not in ("step", MATRIX)]
+        name = self._planner.name_of(tensor)
+        own = {} if name is None else {"name": name}
+        if place is not None:
+            unit, index = place
+            return {"group": unit.tensor_groups[index], **unit.states.record(names, index), **own}
+        if tensor not in states:
+            return {"group": 0, "runs": [], "states": {}, **own}
+        # States were loaded and no step has planned since.
+        content, kept = self._planner.kept_in(groups, tensor, group)
+        return {"group": content.group, **kept.record(names, 0), **own}
+
+    # --- taking over --------------------------------------------------------------------------------------------
+
+    def restore(self, state_dict: Mapping[str, Any], groups: Groups, states: States) -> None:
+        """Finish what torch has begun: the types of states, and those of matrices.
+
+        Args:
+            state_dict: See :meth:`CheckpointFit.fitted`.
+            groups: Loaded.
+            states: Loaded.
+        """
+        # torch casts floating-point states to the parameter's type, which would round fp32 states of bf16 weights.
+        saved_ids = (key for group in state_dict["param_groups"] for key in group["params"])
+        tensors = (tensor for group in groups for tensor in group["params"])
+        for key, tensor in zip(saved_ids, tensors, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name == "step" and not isinstance(value, Tensor):
+                    value = torch.tensor(float(value), dtype=torch.float32)
+                if name == REMAINDER and not self._keeps_remainder(tensor):
+                    del states[tensor][name]
+                    self._tell_of_lost_bits()
+                elif isinstance(value, Tensor):
+                    # Copies, the count included: it is advanced in place.
+                    device = self._spec.count_device(tensor) if name == "step" else tensor.device
+                    value = value if name == "step" else cut_as(value, tensor)
+                    states[tensor][name] = value.to(device=device, copy=True)
+
+    def _keeps_remainder(self, tensor: Tensor) -> bool:
+        return self._spec.options.store_param_remainders and tensor.dtype is NARROW
+
+    def _tell_of_lost_bits(self) -> None:
+        if not self._told_of_lost_bits and self._planner.rank == 0:
+            logger.warning(
+                "%s: the checkpoint has the 16 bits that its weights in bfloat16 lack, which this optimizer does not "
+                "keep: weights go on rounded. store_param_remainders=True and a model in bfloat16 keep them.",
+                self._spec.name,
+            )
+        self._told_of_lost_bits = True
+
+    def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the matrix states of a dictionary."""
+        self.forget_consolidated()
+        saved = self.carrier.carried(state_dict.get("matrix_states", {}))
+        copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
+        # Slices of a matrix are made of the whole, and parts go to owners, once these are known.
+        self._waiting = copies if self._planner.source.missing_alike else {}
+        self._matrix_states.load({} if self._waiting else copies)
+
+    def adopt_groups(self, groups: Sequence[dict[str, Any]], saved: Groups) -> None:
+        """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some.
+
+        Args:
+            groups: The optimizer's, changed in place.
+            saved: The checkpoint's.
+        """
+        before = self._spec.structures_of(groups)
+        for group, theirs in zip(groups, saved, strict=True):
+            group.update({name: value for name, value in theirs.items() if name != "params"})
+        if self._spec.structures_of(groups) != before:
+            self._planner.route_again(groups)
+
+    def forget(self, states: dict[Tensor, Any]) -> None:
+        """Drop all states, but what weights lack: the next step is a first one."""
+        self.forget_consolidated()
+        self._waiting = {}
+        for unit in self._planner.units.values():
+            for tensor in unit.tensors:
+                own = states.pop(tensor, {})
+                if REMAINDER in own:
+                    states[tensor] = {REMAINDER: own[REMAINDER]}
+        self._matrix_states.forget()
+
+    def adopt(
+        self,
+        optimizer: Planned,
+        states: States,
+        matrix_states: Mapping[str, MatrixState],
+        steps: Mapping[int, Tensor],
+    ) -> None:
+        """Take over matrix states and step counts by group from another layout's checkpoint.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            states: Its element states.
+            matrix_states: By matrix.
+            steps: By the position of a group.
+
+        Raises:
+            MisfitError: A state is not of the shape of its matrix; nothing has changed then.
+        """
+        self.forget_consolidated()
+        units = list(self._planner.units.values())
+        matrix_states = self.carrier.carried(matrix_states)
+        for unit in units:
+            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.work(unit).matrix_state)
+        device = next((unit.device for unit in units), torch.device("cpu"))
+        self._matrix_states.load(
+            {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
+        )
+        for unit in units:
+            for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
+                step = steps.get(group_index)
+                if step is not None:
+                    states[tensor]["step"] = step.to(device=self._spec.count_device(tensor), copy=True)
+
+    # --- where states lie ---------------------------------------------------------------------------------------
+
+    def kept_states(self, groups: Groups, name: str) -> StateTypes:
+        """The element states that a parameter's rule keeps, the same on every rank.
+
+        Raises:
+            KeyError: The optimizer has no such parameter.
+        """
+        info, index = self._table.catalog[name]
+        return self._table.element_states(info, self._table.routes[name].rule, groups[index])
+
+    def stored_states(
+        self, groups: Groups, states: States, tensor: Tensor, name: str, state: str
+    ) -> list[tuple[int, Tensor]]:
+        """Where an element state of one parameter lies.
+
+        Args:
+            groups: The optimizer's.
+            states: Its element states.
+            tensor: A tensor of the param groups, stepped or loaded before.
+            name: A parameter.
+            state: One of its :meth:`kept_states`.
+
+        Returns:
+            The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.
+        """
+        place = self._planner.place_of(tensor)
+        if place is not None:
+            unit, index = place
+            return unit.states.of_parameter(states, index, name, state)
+        # States were loaded and no step has planned since.
+        group = groups[self._planner.source.contents(tensor).group]
+        computed = dtype_of(each for present in groups for each in present["params"])
+        _, kept = self._planner.kept_in(groups, tensor, group, computed)
+        return kept.of_parameter(states, 0, name, state)

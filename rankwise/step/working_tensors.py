@@ -1,0 +1,265 @@
+"""The beginning and the end of a step: counts, flat weights and gradients, buckets, weights written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.kernels import graphs
+from rankwise.planning.bucket_plans import plans_of
+from rankwise.planning.element_states import States
+from rankwise.planning.entries import Entry
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.param_remainders import NARROW, REMAINDER
+from rankwise.planning.planner import Planner
+from rankwise.planning.step_unit import Bucket, StepUnit
+from rankwise.sharding.layout_source import real_view, refuse_unreadable
+from rankwise.step.transition import Transition
+from rankwise.updates.remainders import join, split
+
+__all__ = ["WorkingTensors", "WorkingViews", "are_deferred", "deferred_steps"]
+
+_deferrals = 0
+
+
+@contextmanager
+def deferred_steps() -> Iterator[None]:
+    """Make every optimizer's ``step()`` inert: frameworks step once on zero gradients while they set themselves up."""
+    global _deferrals
+    _deferrals += 1
+    try:
+        yield
+    finally:
+        _deferrals -= 1
+
+
+def are_deferred() -> bool:
+    """Whether :func:`deferred_steps` is in force."""
+    return _deferrals > 0
+
+
+class WorkingViews(NamedTuple):
+    """Flat working views of a unit's weights and gradients; None for tensors that take no step."""
+
+    weights: list[Tensor | None]
+    grads: list[Tensor | None]
+
+
+class WorkingTensors:
+    """Opens and closes steps.
+
+    Args:
+        spec: The optimizer's name, and whether its steps may be captured.
+        planner: Knows tensors by their names.
+        transition: Knows whose counts start later.
+    """
+
+    def __init__(self, spec: OptimizerSpec, planner: Planner, transition: Transition) -> None:
+        self._spec, self._planner, self._transition = spec, planner, transition
+        self._most_idle = 0
+
+    def counts_on_device(self, unit: StepUnit) -> bool:
+        """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
+        return self._spec.capturable and getattr(unit.kernels, "STEPS_ON_DEVICE", False)
+
+    def refuse_frozen(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse captures whose replays would not be further steps.
+
+        Raises:
+            RuntimeError: The step is being captured, and something it depends on would be frozen.
+        """
+        if not graphs.is_capturing(unit.device):
+            return
+        name = self._spec.name
+        if not self._spec.capturable:
+            known = "capturable" in self._spec.options.names()
+            fix = "build it with capturable=True" if known else "leave step() out of the graph"
+            raise RuntimeError(
+                f"{name}.step() cannot be captured in a graph, which would repeat one step's number; {fix}"
+            )
+        rates = [groups[position]["lr"] for position in set(unit.positions)]
+        if any(isinstance(rate, Tensor) and rate.device != unit.device for rate in rates):
+            raise RuntimeError(
+                f"{name}: lr is a tensor on another device than the weights, which a graph cannot read; make it one on "
+                f"{unit.device}, and change it in place"
+            )
+
+    def are_all_zero(self, unit: StepUnit) -> bool:
+        """Whether every gradient there is is zero, on all ranks; a collective, for which the host waits."""
+        grads = [grad for grad in unit.local_gradients() if grad is not None]
+        some = torch.zeros((), dtype=torch.float32, device=unit.device)
+        for grad in grads:
+            some += torch.count_nonzero(grad).to(some)
+        some += float(not grads)
+        if unit.layout.world_size > 1:
+            dist.all_reduce(some, group=unit.layout.group)
+        return not some
+
+    def make_states(self, unit: StepUnit, states: States) -> None:
+        """Make the states of every tensor that has a gradient, as before the first step."""
+        for index, tensor in enumerate(unit.tensors):
+            if tensor.grad is not None:
+                unit.states.allocate(states, index)
+                states[tensor]["step"] = torch.zeros((), device=self._spec.count_device(tensor))
+
+    def open(self, unit: StepUnit, states: States) -> WorkingViews | None:
+        """Count the step of every tensor that takes one; None if none does.
+
+        Where every rank has the whole parameters, a missing gradient is missing on all of them
+        (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
+
+        Raises:
+            RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before.
+            OptionError: One has its values elsewhere.
+        """
+        idle = [tensor for tensor in unit.tensors if tensor.grad is None and tensor.requires_grad]
+        if len(idle) > self._most_idle:
+            self._most_idle = len(idle)
+            self._planner.source.refuse_replaced(self._spec.name, idle)
+        # Other ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
+        zeros = not unit.missing_alike
+        if not zeros and all(tensor.grad is None for tensor in unit.tensors):
+            return None
+        held, found = unit.local_tensors(), unit.local_gradients()
+        for tensor, grad in zip(unit.tensors, found, strict=True):
+            if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
+                self._refuse_gradient(tensor, grad)
+        self._refuse_other_lengths(unit, held, found)
+        opened = WorkingViews([], [])
+        stepped: list[Tensor] = []
+        for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, found, strict=True)):
+            if grad is None and not zeros:
+                opened.weights.append(None)
+                opened.grads.append(None)
+                continue
+            weight = self._whole(unit, states, index, local)
+            opened.weights.append(weight)
+            opened.grads.append(torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype))
+            stepped.append(tensor)
+        self._count(unit, states, stepped)
+        return opened
+
+    def _whole(self, unit: StepUnit, states: States, index: int, local: Tensor) -> Tensor:
+        """The values of a weight in a row, with the bits that a narrow one lacks, in the type of the step."""
+        if not self._spec.options.store_param_remainders:
+            return _flat(local, unit.dtype)
+        rest = unit.states.flat(states, index, REMAINDER)
+        if rest is not None:
+            return join(_flat(local, NARROW), rest).to(unit.dtype)
+        if REMAINDER in states.get(unit.tensors[index], ()):
+            raise RuntimeError(
+                f"{self._spec.name}: '{self._planner.name_of(unit.tensors[index])}' was brought from bfloat16 to "
+                f"{str(local.dtype).removeprefix('torch.')} since its remainder was stored, which would be lost; bring "
+                "it back, or build a new optimizer without store_param_remainders"
+            )
+        return _flat(local, unit.dtype)
+
+    def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
+        name = self._spec.name
+        if grad.is_sparse:
+            raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
+        refuse_unreadable(name, f"{self._planner.name_of(tensor) or 'parameter'}.grad", grad)
+
+    def _refuse_other_lengths(self, unit: StepUnit, held: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Before the step is counted, and a kernel reads or writes behind what has become shorter."""
+        lengths = [tensor.numel() for tensor in held]
+        planned = unit.scratch.setdefault("lengths", lengths)
+        for tensor, grad, length, before in zip(unit.tensors, grads, lengths, planned, strict=True):
+            if length != before:
+                self._refuse_length("tensor", tensor, length, before)
+            if grad is not None and grad.numel() != length:
+                self._refuse_length("gradient", tensor, grad.numel(), length)
+
+    def _refuse_length(self, what: str, tensor: Tensor, found: int, wanted: int) -> None:
+        raise RuntimeError(
+            f"{self._spec.name}: the {what} of {self._planner.name_of(tensor) or 'some parameters'} has {found} "
+            f"elements, but must have {wanted}: it was replaced since the step was planned"
+        )
+
+    def _count(self, unit: StepUnit, states: States, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if "step" not in states[tensor]:
+                # A rank with an empty part has the states of the others, which checkpoints save together.
+                unit.states.allocate_empty(states, tensor)
+                graphs.refuse_capture(tensor.device, "the first step of a parameter")
+                device = self._spec.count_device(tensor)
+                states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        counts = [states[tensor]["step"] for tensor in tensors]
+        if counts:
+            torch._foreach_add_(counts, 1.0)
+
+    def buckets(
+        self,
+        unit: StepUnit,
+        states: States,
+        groups: Sequence[dict[str, Any]],
+        weights: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+    ) -> list[Bucket]:
+        """The shards that take the step, together with those that share their rule, param group and count."""
+        step_groups = self._spec.step_groups.views(groups)
+        # What only the device knows cannot be grouped by.
+        known = not self.counts_on_device(unit)
+        counts = tuple(
+            None if weight is None else int(states[tensor]["step"]) if known else 0
+            for tensor, weight in zip(unit.tensors, weights, strict=True)
+        )
+        transition, narrow = self._transition, unit.begin(states)
+        found = []
+        for plan in plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
+            tensors, runs = plan.runs
+            own_weights, own_grads = (runs.cut(_present(flats, tensors)) for flats in (weights, grads))
+            count = counts[tensors[0]]
+            assert count is not None
+            found.append(
+                Bucket(
+                    step_groups[plan.place],
+                    plan.rule,
+                    count - plan.before if known else None,
+                    plan.entries,
+                    own_weights,
+                    own_grads,
+                    narrow,
+                    partial(_counts_of, unit, states, plan.before),
+                )
+            )
+        return found
+
+    def close(self, unit: StepUnit, states: States, weights: Sequence[Tensor | None]) -> None:
+        """Write weights back whose working views are copies."""
+        for index, (tensor, weight) in enumerate(zip(unit.local_tensors(), weights, strict=True)):
+            if weight is None or weight.data_ptr() == tensor.data_ptr():
+                continue
+            target = real_view(tensor.detach())
+            rest = unit.states.flat(states, index, REMAINDER)
+            if rest is None:
+                target.copy_(weight.view(target.shape))
+            else:
+                split(weight.view(target.shape).float(), target, rest.view(target.shape))
+
+
+def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Tensor]:
+    return [flat for tensor in tensors if (flat := flats[tensor]) is not None]
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Its values in a row: the same memory where they lie so in this type."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    # Gradients of complex parameters may be conjugates by name only.
+    return real_view(tensor.detach().resolve_conj()).to(dtype).contiguous().view(-1)
+
+
+def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[Entry]) -> Tensor:
+    """The number of every entry's step: read once for each tensor, however many shards it has."""
+    runs = [(tensor, len(list(found))) for tensor, found in groupby(entry.shard.tensor for entry in entries)]
+    parts = [states[unit.tensors[tensor]]["step"].expand(length) for tensor, length in runs]
+    counts = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return counts - before if before else counts
