@@ -27,7 +27,10 @@ from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["DeepSpeedLayout", "layout_of", "logical_shape"]
+__all__ = ["DeepSpeedLayout", "GroupedShapes", "layout_of", "logical_shape"]
+
+GroupedShapes = list[list[tuple[str, tuple[int, ...]]]]
+"""Names and shapes of parameters, by param group."""
 
 
 def logical_shape(parameter: Tensor) -> Sequence[int]:
@@ -91,11 +94,11 @@ class DeepSpeedLayout(LayoutSource):
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
 
-    def order(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+    def order(self) -> GroupedShapes | None:
         """Names and shapes by group where each tensor of the param groups is a whole parameter; else None."""
         return None
 
-    def _order_of(self, groups: Iterable[Iterable[Tensor]]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    def _order_of(self, groups: Iterable[Iterable[Tensor]]) -> GroupedShapes:
         return [[(self._name(parameter), tuple(parameter.shape)) for parameter in group] for group in groups]
 
     def tensor_of(self, parameter: Tensor) -> Tensor | None:
@@ -208,7 +211,7 @@ class _Unwrapped(_Copies):
         groups = self._engine.optimizer.param_groups
         return [[(tensor, position) for position, group in enumerate(groups) for tensor in group["params"]]]
 
-    def order(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+    def order(self) -> GroupedShapes:
         return self._order_of(group["params"] for group in self._engine.optimizer.param_groups)
 
     def publish_weights(self) -> None:
@@ -226,7 +229,7 @@ class _Unfused(_Copies):
         clones = self._engine.optimizer.fp32_groups
         return [[(tensor, position) for position, group in enumerate(clones) for tensor in group]]
 
-    def order(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+    def order(self) -> GroupedShapes:
         return self._order_of(self._engine.optimizer.fp16_groups)
 
     def publish_weights(self) -> None:

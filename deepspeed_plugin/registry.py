@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +19,6 @@ from torch import nn
 
 from deepspeed_plugin.auto_tp import uncut
 from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
-from deepspeed_plugin.collectives import guard_build, unguard_build
 from deepspeed_plugin.engine import attach, backward, detach, prepare
 from deepspeed_plugin.layouts import logical_shape
 from deepspeed_plugin.optimizer_block import (
@@ -31,6 +32,7 @@ from deepspeed_plugin.optimizer_block import (
 from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
+from rankwise.abandoned_locks import build_lock, settle
 from rankwise.names import CLASSES
 from rankwise.options.validation import OptionError
 from rankwise.planning.parameter_table import idle_allowed
@@ -38,7 +40,15 @@ from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.working_tensors import deferred_steps
 
-__all__ = ["JSON_TYPES", "build", "initialize", "is_registered", "register", "unregister", "validate_config"]
+__all__ = [
+    "JSON_TYPES",
+    "build",
+    "initialize",
+    "is_registered",
+    "register",
+    "unregister",
+    "validate_config",
+]
 
 _WRAPPED: Mapping[str, type] = {
     "_initialize_params": DeepSpeedConfig,
@@ -101,7 +111,7 @@ def register() -> None:
     DeepSpeedEngine.destroy = _destroy
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
     DeepSpeedEngine.save_checkpoint = _save_checkpoint
-    guard_build()
+    _guard_build()
     watch()
 
 
@@ -115,7 +125,7 @@ def unregister() -> None:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))
-    unguard_build()
+    _unguard_build()
     stop_watching()
 
 
@@ -189,3 +199,36 @@ def _is_supported_optimizer(engine: DeepSpeedEngine, optimizer_name: str) -> boo
     if not _originals["_is_supported_optimizer"](engine, optimizer_name):
         raise OptionError(unknown_type(optimizer_name))
     return True
+
+
+_EXTENSION = "deepspeed_shm_comm"
+
+
+def _guard_build() -> None:
+    """Keep DeepSpeed from waiting for ever for a lock that a killed process has left."""
+    module = _comm_module()
+    module.build_shm_op = _careful(module.build_shm_op)
+
+
+def _unguard_build() -> None:
+    """Undo :func:`_guard_build`, unless another function has taken its place."""
+    module = _comm_module()
+    module.build_shm_op = getattr(module.build_shm_op, "__wrapped__", module.build_shm_op)
+
+
+def _comm_module() -> Any:
+    importlib.import_module("deepspeed.comm")
+    # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
+    return sys.modules["deepspeed.comm.torch"]
+
+
+def _careful(build: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(build)
+    def careful() -> Any:
+        from deepspeed.accelerator import get_accelerator
+
+        if get_accelerator().device_name() == "cpu":
+            settle(build_lock(_EXTENSION))
+        return build()
+
+    return careful

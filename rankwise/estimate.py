@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from math import prod
@@ -32,7 +32,7 @@ from rankwise.sharding import (
 from rankwise.sharding.layout_source import Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["RankEstimate", "estimate", "estimate_units", "imagined_contents", "imagined_units"]
+__all__ = ["RankEstimate", "cut_by_stage", "estimate", "estimate_units", "imagined_contents", "imagined_units"]
 
 META = torch.device("meta")
 
@@ -264,16 +264,14 @@ def imagined_contents(
     Raises:
         ValueError: The stage is unknown.
     """
-    cuts: dict[int, Callable[..., list[list[Slice]]]] = {0: _replicated, 1: _joined, 2: _joined}
-    if stage not in (*cuts, 3):
-        raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
+    _refuse_unknown(stage)
     groups: dict[int, dict[str, int]] = {}
     for name, (info, group) in optimizer.table.catalog.items():
         groups.setdefault(group, {})[name] = prod(info.shape)
     if stage == 3:
         return [EvenCuts(group, sizes, world) for group, sizes in groups.items()]
     units = [
-        [[TensorContents(group, tuple(slices))] for slices in cuts[stage](sizes, world, alignment)]
+        [[TensorContents(group, tuple(slices))] for slices in cut_by_stage(sizes, world, stage, alignment)]
         for group, sizes in groups.items()
     ]
     if stage == 0:  # one step for all groups
@@ -281,16 +279,27 @@ def imagined_contents(
     return list(units)
 
 
-def _replicated(sizes: dict[str, int], world: int, alignment: int) -> list[list[Slice]]:
-    """Everything everywhere."""
-    slices, position = [], 0
-    for name, size in sizes.items():
-        slices.append(Slice(name, 0, size, position))
-        position += size
-    return [slices] * world
+def _refuse_unknown(stage: int) -> None:
+    if stage not in range(4):
+        raise ValueError(f"estimate: stage={stage!r} is invalid: it must be 0, 1, 2 or 3")
 
 
-def _joined(sizes: dict[str, int], world: int, alignment: int) -> list[list[Slice]]:
+def cut_by_stage(sizes: Mapping[str, int], world: int, stage: int, alignment: int = 1) -> list[Sequence[Slice]]:
+    """What the ranks' tensors of one param group store.
+
+    Args:
+        sizes: Elements of each parameter, by name.
+        world: As for :func:`imagined_units`, like the rest.
+        stage: ZeRO stage.
+        alignment: Alignment of the parts of stages 1 and 2.
+    """
+    even = EvenCuts(0, sizes, world)
+    if stage == 0:
+        return [even.whole().slices] * world
+    return [even.contents(rank).slices for rank in range(world)] if stage == 3 else _joined(sizes, world, alignment)
+
+
+def _joined(sizes: Mapping[str, int], world: int, alignment: int) -> list[Sequence[Slice]]:
     """Equal cuts of the parameters laid end to end."""
     share = -(-sum(sizes.values()) // (world * alignment)) * alignment
     ranks: list[list[Slice]] = [[] for _ in range(world)]
@@ -300,4 +309,4 @@ def _joined(sizes: dict[str, int], world: int, alignment: int) -> list[list[Slic
             first, last = max(position, rank * share), min(position + size, (rank + 1) * share)
             ranks[rank].append(Slice(name, first - position, last - position, first - rank * share))
         position += size
-    return ranks
+    return list(ranks)

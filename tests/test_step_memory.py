@@ -45,6 +45,12 @@ def test_it_is_predicted(name: str, place: Place) -> None:
     check(name, place)
 
 
+@pytest.mark.parametrize("name", ["SONew, tridiagonal", "SONew, band 4"])
+def test_of_what_only_has_tables_they_are_predicted(name: str) -> None:
+    found = counted_memory(name, *PLACES[1])
+    assert abs(found.predicted - found.beyond) <= MIB / 8, found
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", LARGE, ids=lambda place: "-".join(map(str, place)))
 @pytest.mark.parametrize("name", TYPES)

@@ -8,42 +8,35 @@ from math import ceil, prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
+from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
-from deepspeed_plugin.layouts import DeepSpeedLayout
+from deepspeed_plugin.layouts import GroupedShapes
 from rankwise.step.adamw_states import moment_names, moments_of
-from rankwise.step.named_vectors import Vectors, merge_vectors, saved_vectors
 
-__all__ = ["vectors_of_moments"]
+__all__ = ["in_our_form"]
 
 Run = tuple[str, tuple[int, ...], int, int, int]
 """Parameter, its shape, where the run begins and ends in it, and where it lies in a tensor of the optimizer."""
 
 
-def vectors_of_moments(engine: DeepSpeedEngine, saved: SavedCheckpoint, ranks: range) -> Vectors:
-    """Collective: weights and moments that the files of some ranks hold, by name.
+def in_our_form(saved: SavedCheckpoint, rank: int, order: GroupedShapes | None) -> tuple[dict[str, Any], list[Tensor]]:
+    """What :meth:`SavedCheckpoint.optimizer` would say of one rank, had one of ours written these weights and moments.
 
     Args:
-        engine: The engine that loads; its ranks together read all files.
         saved: Written with AdamW or Muon.
-        ranks: Whose files this rank reads.
+        rank: Whose file.
+        order: See :meth:`deepspeed_plugin.layouts.DeepSpeedLayout.order`: at stage 0 nothing else tells which parameter
+            a state belongs to.
 
     Raises:
-        CheckpointError: Alike on every rank, naming the file that does not hold what its names say.
+        CheckpointError: The file does not hold what its names say.
     """
-    group: dist.ProcessGroup = engine.seq_data_parallel_group
-    order = _whole(engine)
-    return read_together(group, lambda: merge_vectors([_vectors(saved, rank, order) for rank in ranks]))
-
-
-def _vectors(saved: SavedCheckpoint, rank: int, order: list[list[Run]]) -> Vectors:
     state_dict, flats = saved.optimizer(rank)
-    runs = order
-    if saved.zero_files:
+    if not saved.zero_files:
+        runs: list[list[Run]] = [[(name, shape, 0, prod(shape), 0)] for group in order or () for name, shape in group]
+    else:
         runs = _of_zero_3(saved, rank) if saved.partitioned_weights else _of_zero_1_and_2(saved, rank)
     if not flats:  # DeepSpeed has wrapped nothing: the model's weights are the optimizer's
         flats = [saved.content["module"][held[0][0]] for held in runs]
@@ -62,7 +55,7 @@ def _vectors(saved: SavedCheckpoint, rank: int, order: list[list[Run]]) -> Vecto
         _require_weights(saved, place, flat, held)
         record.append({"group": 0, "runs": held, "states": {name: offsets for name in names if state}})
     found = {index: state for index, (_, state) in enumerate(states)}
-    return saved_vectors({"layout": record, "state": found, "matrix_states": {}}, flats)
+    return {"layout": record, "state": found, "matrix_states": {}}, flats
 
 
 def _offsets(runs: Sequence[Run], uncut: bool) -> list[int]:
@@ -110,13 +103,6 @@ def _require_weights(saved: SavedCheckpoint, place: object, flat: Tensor, runs: 
                 f"what {place} holds for '{name}' is not its weight in {saved.model_file.name}: they are of different "
                 "saves, or in another order; load the weights alone with load_optimizer_states=False."
             )
-
-
-def _whole(engine: DeepSpeedEngine) -> list[list[Run]]:
-    """At stage 0, where nothing but the order tells which parameter a state belongs to."""
-    layout = engine.basic_optimizer.layout_source
-    assert isinstance(layout, DeepSpeedLayout)
-    return [[(name, shape, 0, prod(shape), 0)] for group in layout.order() or () for name, shape in group]
 
 
 def _of_zero_3(saved: SavedCheckpoint, rank: int) -> list[list[Run]]:

@@ -14,11 +14,10 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import PARAM
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.checksums import require_intact
 from deepspeed_plugin.checkpoints.errors import CheckpointError, own_error
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.checkpoints.other_layouts import vectors_of
-from deepspeed_plugin.checkpoints.reading import read
+from deepspeed_plugin.checkpoints.reading import read, require_intact
 from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS
 from rankwise.sharding.chunked_vectors import save_vectors
 from rankwise.step.named_vectors import Vectors

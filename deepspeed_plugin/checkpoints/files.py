@@ -15,14 +15,27 @@ from torch import Tensor
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.load_plan import Order, Saved
 from deepspeed_plugin.checkpoints.reading import read
-from deepspeed_plugin.checkpoints.replaced_files import refuse_half_replaced
 from deepspeed_plugin.checkpoints.zero_file_form import from_stock
 from rankwise.step.adamw_states import moment_names, moments_of
 
-__all__ = ["RECORD", "CheckpointFolder", "SavedCheckpoint", "cut_of", "newest_model_file", "tag_in"]
+__all__ = [
+    "ASIDE",
+    "RECORD",
+    "REPLACING",
+    "CheckpointFolder",
+    "NamedStates",
+    "SavedCheckpoint",
+    "cut_of",
+    "newest_model_file",
+    "tag_in",
+]
 
 RECORD = "rankwise"
 """Key of the model file under which we note who wrote the checkpoint, which save it was, and where."""
+ASIDE = ".new"
+"""Ending of a file that is to become another one."""
+REPLACING = "rankwise_replacing"
+"""In the folder of a tag while its files become those of a later save: some may be old, some new."""
 
 _ZERO_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 
@@ -70,6 +83,22 @@ class CheckpointFolder:
     def partitioned_weights(self) -> bool:
         """Whether the model file holds placeholders, as ZeRO-3 writes them."""
         return self.model_file.name.startswith("zero_pp_rank")
+
+
+@dataclass(frozen=True)
+class NamedStates:
+    """Weights and states by name, on disk.
+
+    Attributes:
+        folder: Written by :func:`rankwise.sharding.chunked_vectors.save_vectors`.
+        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; empty where
+            states are not wanted, or are another's.
+        inherited: Whether the states are moments of AdamW or Muon.
+    """
+
+    folder: Path
+    common: Mapping[str, Any]
+    inherited: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,12 +193,17 @@ class SavedCheckpoint(CheckpointFolder):
         return len(self.zero_files) or None
 
     def require_complete(self) -> None:
-        """Refuse a checkpoint of which files are missing, or of another save.
+        """Refuse a checkpoint of which files are missing, or may be of two saves.
 
         Raises:
-            CheckpointError: Names the first one.
+            CheckpointError: Names the first one, or the ways out.
         """
-        refuse_half_replaced(self.folder)
+        if (self.folder / REPLACING).exists():
+            raise CheckpointError(
+                f"{self.folder} was being replaced by a later save when that run ended: its files may be of either. "
+                f"Load another tag; or, to have the later one, rename every *{ASIDE} in it to the name without that "
+                f"ending, and remove {REPLACING}."
+            )
         if self.missing:
             raise CheckpointError(
                 f"{self.folder} lacks {self.missing[0]} ({len(self.missing)} of the files of "

@@ -2,7 +2,7 @@
 
 Nothing here reads a file, asks an engine or talks to other ranks. :mod:`deepspeed_plugin.checkpoints.files` and
 :mod:`deepspeed_plugin.checkpoints.universal` say what is known of a checkpoint,
-:mod:`deepspeed_plugin.checkpoints.engine_facts` of this run; :mod:`deepspeed_plugin.checkpoints.loading` does what was
+:mod:`deepspeed_plugin.checkpoints.finding` of this run; :mod:`deepspeed_plugin.checkpoints.loading` does what was
 decided.
 """
 

@@ -12,21 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from deepspeed.checkpoint.constants import PARAM
-from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
-
-from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
-from deepspeed_plugin.checkpoints.files import CheckpointFolder, SavedCheckpoint, newest_model_file, tag_in
+from deepspeed_plugin.checkpoints.errors import CheckpointError
+from deepspeed_plugin.checkpoints.files import CheckpointFolder, NamedStates, SavedCheckpoint, newest_model_file, tag_in
 from deepspeed_plugin.checkpoints.load_plan import Universal
-from deepspeed_plugin.checkpoints.other_layouts import NamedStates, open_engine
 from deepspeed_plugin.checkpoints.reading import read
-from rankwise.planning.param_remainders import NARROW
-from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.updates.remainders import split
 
-__all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint", "fill_weights"]
+__all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint"]
 
 FOLDER, COMMON = "rankwise", "common.pt"
 """Where our states lie in a universal checkpoint, and the file there with what does not depend on the layout."""
@@ -122,70 +113,3 @@ def _source(folder: Path, record: Mapping[str, Any]) -> SavedCheckpoint | None:
             if saved is not None and saved.record.get("save") == record["save"] and not saved.missing:
                 return saved
     return None
-
-
-def fill_weights(engine: DeepSpeedEngine, found: UniversalCheckpoint, strict: bool) -> None:
-    """Collective: fill the optimizer's weights from the checkpoint's file of each parameter, and the model from them.
-
-    Args:
-        engine: The engine.
-        found: The checkpoint.
-        strict: Whether every parameter must be in it.
-
-    Raises:
-        CheckpointError: Alike on every rank: a file is missing, damaged or of another model.
-    """
-    optimizer: ShardedOptimizer = engine.basic_optimizer
-    with open_engine(engine) as layout:
-
-        def copy() -> None:
-            for members in layout.units():
-                for tensor, _ in members:
-                    for piece in layout.contents(tensor).slices:
-                        numel = _numel(optimizer, piece.name)
-                        weight = _full_weight(found.folder, piece.name, numel, found.content["module"], strict)
-                        if weight is not None:
-                            place = tensor.detach().view(-1)[piece.offset : piece.offset + piece.end - piece.start]
-                            place.copy_(weight[piece.start : piece.end])
-
-        read_together(engine.seq_data_parallel_group, copy)
-
-
-def _numel(optimizer: ShardedOptimizer, name: str) -> int:
-    """Elements of a parameter before ZeRO-3 replaced it by a placeholder."""
-    parameter = optimizer.parameters_by_name[name]
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _full_weight(folder: Path, name: str, numel: int, module: Mapping[str, Tensor], strict: bool) -> Tensor | None:
-    path = folder / "zero" / name / "fp32.pt"
-    if not path.is_file():
-        if strict:
-            raise CheckpointError(f"{path} is missing: the checkpoint is of another model, or damaged.")
-        return None
-    content: Any = read(path)
-    weight: Tensor = (content[PARAM] if isinstance(content, Mapping) else content).reshape(-1)
-    if weight.numel() != numel:
-        raise CheckpointError(
-            f"'{name}' has {weight.numel()} elements in {folder.name} and {numel} in the model; it is of another model."
-        )
-    rounded = module.get(name)
-    if rounded is None or rounded.numel() != numel:
-        return weight  # ZeRO-3's placeholder
-    if not _rounds_to(weight, rounded.reshape(-1)):
-        # DeepSpeed 0.19's converter mixes up parameters that round_robin_gradients had reordered.
-        raise CheckpointError(
-            f"{path} is not the weight that {folder.name} has in its model file: DeepSpeed's converter misplaces "
-            "weights of runs with zero_optimization.round_robin_gradients; load the original checkpoint instead."
-        )
-    return weight
-
-
-def _rounds_to(weight: Tensor, rounded: Tensor) -> bool:
-    """Whether these are the weight's values in another type; in the middle of two, what is split goes to the larger."""
-    found = weight.to(rounded.dtype) == rounded
-    if rounded.dtype is NARROW:
-        halves = torch.empty_like(rounded)
-        split(weight.float(), halves, torch.empty_like(rounded, dtype=torch.int16))
-        found |= halves == rounded
-    return bool(found.all())

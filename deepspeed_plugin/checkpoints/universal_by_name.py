@@ -20,8 +20,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.checksums import require_intact
 from deepspeed_plugin.checkpoints.files import RECORD
+from deepspeed_plugin.checkpoints.reading import require_intact
 from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS, UniversalCheckpoint
 from rankwise.sharding.chunked_vectors import save_vectors, stored_tensors
 from rankwise.sharding.memory_mapped import STACKED, joined_stacks, mapped_tensors

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from rankwise.estimate import cut_by_stage
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.fsdp import tensor_parallel_dims
 from rankwise.launch.planning.megatron import Part, slices_of_part
-from rankwise.sharding.layout_source import Slice, TensorContents
+from rankwise.sharding.layout_source import TensorContents
 
 __all__ = ["contents_under_autotp", "parts_under_autotp"]
 
@@ -51,34 +52,17 @@ def contents_under_autotp(parts: list[Part], cluster: Cluster, alignment: int) -
         cluster: With a ZeRO stage.
         alignment: Alignment of partitions at stages 1 and 2, in elements.
     """
+    assert cluster.stage is not None
+    known = {part.name: part for part in parts}
+    shards = {part.name: part.shard(cluster.tp) for part in parts}
     found = []
-    for data in range(cluster.dp):
-        runs = list(_runs(parts, cluster, data, alignment))
+    for data, runs in enumerate(cut_by_stage(shards, cluster.dp, cluster.stage, alignment)):
+        copy = data if cluster.stage == 0 else 0
         for rank in range(cluster.tp):
-            slices: list[Slice] = []
-            position = 0
-            for part, start, end in runs:
-                copy = data if cluster.stage == 0 else 0
-                for piece in slices_of_part(part, cluster.tp, rank, start, end, copy):
-                    slices.append(replace(piece, offset=position + piece.offset))
-                position += end - start
+            slices = [
+                replace(piece, offset=run.offset + piece.offset)
+                for run in runs
+                for piece in slices_of_part(known[run.name], cluster.tp, rank, run.start, run.end, copy)
+            ]
             found.append([TensorContents(0, tuple(slices))])
     return found
-
-
-def _runs(parts: list[Part], cluster: Cluster, data: int, alignment: int) -> Iterator[tuple[Part, int, int]]:
-    """The elements of every flattened shard that a data-parallel rank has."""
-    sizes = [part.shard(cluster.tp) for part in parts]
-    share = -(-sum(sizes) // (cluster.dp * alignment)) * alignment
-    position = 0
-    for part, size in zip(parts, sizes, strict=True):
-        if cluster.stage == 0:
-            start, end = 0, size
-        elif cluster.stage == 3:
-            piece = -(-size // cluster.dp)
-            start, end = min(data * piece, size), min((data + 1) * piece, size)
-        else:
-            start, end = max(data * share - position, 0), min((data + 1) * share - position, size)
-        if start < end:
-            yield part, start, end
-        position += size

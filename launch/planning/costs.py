@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rankwise.launch.planning.devices import Device, Links
 from rankwise.launch.planning.overlap import Speeds, run_through
 from rankwise.launch.planning.rank_figures import Figures
-from rankwise.sharding import Flow
+from rankwise.sharding import Flow, Traffic
 
 __all__ = ["Cost", "cost", "training_seconds"]
 
@@ -75,22 +75,23 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
     def message(flow: Flow) -> float:
         return seconds(max(*flow.sent.values(), *flow.received.values()), 1)
 
-    piped = [(0, 0)] * len(found.ranks)
-    delivered = [0] * len(found.ranks)
+    piped, delivered = [Traffic() for _ in found.ranks], [0] * len(found.ranks)
     for pipeline in found.pipelines:
-        for place, (size, calls) in pipeline.sent().items():
-            piped[place] = (piped[place][0] + size, piped[place][1] + calls)
+        for place, sent in pipeline.sent().items():
+            piped[place].bytes += sent.bytes
+            piped[place].collectives += sent.collectives
             delivered[place] += pipeline.delivered(place)
     compute = max(rank.matrix_flops for rank in found.ranks) / rate
     memory = messages = 0.0
     free: list[float] = []
-    for rank, (size, calls), later in zip(found.ranks, piped, delivered, strict=True):
-        sent = rank.bytes_sent + rank.periodic_bytes / rank.period
+    for rank, matrices, later in zip(found.ranks, piped, delivered, strict=True):
+        bytes_sent = rank.bytes_sent + rank.periodic_bytes / rank.period
         collectives = rank.collectives + rank.periodic_collectives / rank.period
         passes = (rank.elements * _UPDATE + 2 * rank.element_state_bytes) / bandwidth
-        memory, messages = max(memory, passes), max(messages, seconds(sent, collectives))
+        memory, messages = max(memory, passes), max(messages, seconds(bytes_sent, collectives))
         # Everything else comes first: sums, and what the owners are to be sent.
-        free.append(seconds(sent - size, collectives - calls) + passes - _DELIVERY * later / bandwidth)
+        first = seconds(bytes_sent - matrices.bytes, collectives - matrices.collectives)
+        free.append(first + passes - _DELIVERY * later / bandwidth)
     speeds = Speeds(message, lambda flops: flops / rate, lambda elements: _DELIVERY * elements / bandwidth)
     for pipeline in found.pipelines:
         run_through(pipeline, free, speeds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankwise.planning.step_costs import StepCosts
-from rankwise.sharding import BatchVolume, Flow, MatrixExchange, batch_volumes
+from rankwise.sharding import BatchVolume, Flow, MatrixExchange, Traffic, batch_volumes, sent_in
 from rankwise.step.matrices import phases
 
 __all__ = ["BatchLoad", "Pipeline", "Span", "Speeds", "pipeline_of", "run_through"]
@@ -41,14 +41,9 @@ class Pipeline:
     batches: tuple[BatchLoad, ...]
     in_place: Mapping[int, float]
 
-    def sent(self) -> dict[int, tuple[int, int]]:
-        """Bytes and collectives of each place."""
-        found = dict.fromkeys(self.places, 0)
-        flows = [flow for batch in self.batches for flow in batch.volume if flow.sent]
-        for flow in flows:
-            for place, size in flow.sent.items():
-                found[place] += size
-        return {place: (size, len(flows)) for place, size in found.items()}
+    def sent(self) -> dict[int, Traffic]:
+        """By place."""
+        return sent_in((batch.volume for batch in self.batches), self.places)
 
     def delivered(self, place: int) -> int:
         """Elements that a rank steps when results are there."""

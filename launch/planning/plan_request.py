@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.launch.planning.cluster import Cluster
-from rankwise.launch.planning.mesh import Mesh
+from rankwise.launch.planning.cluster import Cluster, Mesh
 from rankwise.launch.planning.model_shapes import KNOWN, Sizes, build, from_config, sizes_of, with_function
 from rankwise.launch.planning.optimizers import Chosen, chosen, flag_value
 from rankwise.launch.planning.rank_figures import Figures, deepspeed_figures, fsdp_figures, megatron_figures
@@ -47,7 +46,7 @@ class Question:
         seq_len: Tokens of a sample.
         flags: Megatron's.
         engine: A name of :data:`ENGINES`; by default what the rest speaks of.
-        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.mesh.Mesh.read` reads it.
+        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.cluster.Mesh.read` reads it.
     """
 
     config: Path | None = None

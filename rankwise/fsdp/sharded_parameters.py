@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -12,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankwise.fsdp.gradient_averages import averaged_over, managed_parameters, seen_alike, sharded_modules
 from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
 from rankwise.options.validation import OptionError
 from rankwise.sharding import LayoutError, gather_together, host_group, local_group
 from rankwise.sharding.dtensors import is_sharded, local_view
 from rankwise.sharding.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
 
-__all__ = ["ShardedParameters"]
+__all__ = [
+    "ShardedParameters",
+    "averaged_over",
+]
 
 
 class _Sets(NamedTuple):
@@ -157,7 +161,7 @@ class ShardedParameters(WholeParameters):
         if len(ranks) > 1:
             self.group = self._group_of(ranks, None)
             self.tensor_parallel = self._slices_together()
-            alone = not self._names.keys() <= managed_parameters()
+            alone = not self._names.keys() <= _managed_parameters()
             if any(gather_together(lambda: alone, self.group)):
                 self._host = self.group if self._devices == {"cpu"} else local_group(ranks, backend="gloo")
 
@@ -213,11 +217,11 @@ class ShardedParameters(WholeParameters):
 
     def watch(self, model: nn.Module) -> None:
         """Learn from a model's modules what their gradients are divided by."""
-        self._modules = sharded_modules(model)
+        self._modules = _sharded_modules(model)
 
     def alike(self) -> tuple[int, int]:
         """See the base class."""
-        return seen_alike(self._modules, self._meshes, len(self._ranks))
+        return _seen_alike(self._modules, self._meshes, len(self._ranks))
 
     def averaged_over(self) -> float:
         """See the base class: as ``fully_shard`` divides them."""
@@ -233,3 +237,74 @@ def _coordinates(ranks: Tensor) -> Iterator[tuple[int, ...]]:
     for ways in ranks.shape:
         found = [(*place, number) for place in found for number in range(ways)]
     return iter(found)
+
+
+def _managed_parameters() -> set[int]:
+    """Identities of the parameters that ``fully_shard`` reduces gradients of, which are missing on all ranks alike."""
+    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
+    return {id(parameter.sharded_param) for group in _groups_of(modules) for parameter in group.fsdp_params}
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    """The parameter groups that ``fully_shard`` has made of a model's modules."""
+    return _groups_of(model.modules())
+
+
+def _groups_of(modules: Iterable[nn.Module]) -> list[Any]:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Any] = []
+    for module in modules:
+        if issubclass(type(module), FSDPModule):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.10 has one
+            found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def _ranks(group: Any) -> int:
+    """Data-parallel ranks of a parameter group."""
+    mesh = group.mesh_info
+    return int(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))
+
+
+def _seen_alike(groups: list[Any], meshes: list[Any], world: int) -> tuple[int, int]:
+    """This rank's place among those that see the same tokens, and their number: tensor parallelism's.
+
+    Args:
+        groups: Groups of :func:`_sharded_modules`.
+        meshes: Meshes of the optimizer's parameters.
+        world: Ranks of all of these together.
+    """
+    widest = max(groups, key=_ranks, default=None)
+    ways = world // (1 if widest is None else _ranks(widest))
+    data = () if widest is None else widest.mesh_info.mesh.mesh_dim_names or ()
+    for mesh in meshes:
+        others = [dim for dim, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)) if name not in data]
+        sizes = [mesh.size(dim) for dim in others]
+        if ways > 1 and prod(sizes) == ways:
+            position = 0
+            for dim, size in zip(others, sizes, strict=True):
+                position = position * size + mesh.get_local_rank(dim)
+            return position, ways
+    return 0, 1
+
+
+def averaged_over(groups: list[Any]) -> float:
+    """What the sum of all ranks' gradients is divided by; 1 where nothing of a model is sharded.
+
+    Raises:
+        OptionError: It is not the same for all of them.
+    """
+    factors = set()
+    for group in groups:
+        factor = getattr(group, "gradient_divide_factor", None)
+        factors.add(float(_ranks(group) if factor is None else factor))
+    if len(factors) > 1:
+        raise OptionError(
+            f"MKOR: gradients divided by {sorted(factors)} are invalid: its layers' must all be divided by the same; "
+            "call set_gradient_divide_factor with one value, or exclude the other layers"
+        )
+    return factors.pop() if factors else 1.0

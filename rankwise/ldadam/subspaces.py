@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.ldadam import formulas as updates
-from rankwise.ldadam.device_subspaces import Triple, step_on_device
-from rankwise.ldadam.dispatch import step_for
+from rankwise.ldadam.dispatch import moments_for, step_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE
@@ -20,8 +19,13 @@ from rankwise.planning.element_states import StateTypes
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.sharding import MatrixTask
 from rankwise.step.health import Health
+from rankwise.updates.adamw import Scalar, Step
 
-__all__ = ["Subspaces", "fresh_state"]
+__all__ = [
+    "Subspaces",
+    "Triple",
+    "fresh_state",
+]
 
 _Past = tuple[int, float] | None
 """Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
@@ -155,13 +159,13 @@ class Subspaces:
     ) -> tuple[Triple, list[Tensor]]:
         """New states and the factors beside the basis, without waiting."""
         if past is not None:
-            found = step_on_device(matrices, old, past[0] + 1, past[1], group)
+            found = _step_on_device(matrices, old, past[0] + 1, past[1], group)
         else:
             self._followed.add(tuple(matrices.shape[-2:]))
             steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
             counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
             step, written = counts
-            found = step_on_device(matrices, old, step + 1, written, group)
+            found = _step_on_device(matrices, old, step + 1, written, group)
             torch._foreach_add_(steps, 1)
             torch._foreach_zero_(written_betas)
             torch._foreach_add_(written_betas, group["betas"][0])
@@ -191,3 +195,57 @@ class Subspaces:
             unchanged = step == 1 or beta1 == written_beta1
             factors.append(exp_avg if unchanged else updates.kept_factor(matrices, basis, exp_avg, beta1))
         return (basis, exp_avg, exp_avg_sq), factors
+
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Basis (..., m, r), first and second moment (..., r, n)."""
+
+
+class _SubspaceStep(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        states: New basis, first and second moment.
+        factors: The direction, and with error feedback what the buffer loses.
+        rotation: ``R`` (..., r, r).
+        kept: How many matrices keep their basis, because no new one could be factored; 0-d.
+    """
+
+    states: Triple
+    factors: list[Tensor]
+    rotation: Tensor
+    kept: Tensor
+
+
+def _step_on_device(
+    matrices: Tensor, old: Triple, step: Step, written: Scalar, group: Mapping[str, Any]
+) -> _SubspaceStep:
+    """Advance matrices that have taken a step before; nothing is read on the host.
+
+    A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
+    step, which is orthonormal; on CPUs Householder reflections are tried instead.
+
+    Args:
+        matrices: ``C`` (..., m, n), of one matrix or a stack of them.
+        old: Their states.
+        step: Steps applied including this one: a number, or (...) numbers on the device.
+        written: The ``beta1`` of the step before, alike.
+        group: Param group.
+    """
+    basis, M, V = old
+    beta1, feedback = group["betas"][0], group["error_feedback"]
+    of_matrix, of_momentum = updates.basis_weights(step, beta1, group["rho"], feedback, written)
+    found, failed = updates.try_next_basis(matrices, basis, M, of_matrix, updates.per_matrix(of_momentum, M))
+    new_basis = torch.where(failed[..., None, None], basis, found)
+    projected, rotation = updates.project(matrices, basis, new_basis)
+    moments = moments_for(matrices.device, matrices.dtype)
+    new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
+    factors = [direction]
+    if feedback:
+        # What kept_factor() says, of the product that is there already.
+        share = beta1 / (1 - beta1)
+        if isinstance(written, Tensor):
+            factors.append(torch.where((written == beta1)[..., None, None], new_M, projected - share * new_M))
+        else:
+            factors.append(new_M if written == beta1 else projected - share * new_M)
+    return _SubspaceStep((new_basis, new_M, new_V), factors, rotation, failed.sum())

@@ -22,7 +22,7 @@ from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
 from rankwise.planning.step_costs import ScratchMemory, StepCosts, tables
-from rankwise.planning.step_unit import AT_ONCE, Bucket, StepUnit, joined, portions, spans
+from rankwise.planning.step_unit import AT_ONCE, Bucket, StepUnit, joined, portion_sizes, portions, spans
 from rankwise.sharding import MatrixTask
 from rankwise.sharding.dtensors import local_gradient, local_view
 from rankwise.sharding.layout_source import LayoutSource
@@ -151,11 +151,13 @@ class MARS(ShardedOptimizer):
         widest = max(sizes, default=0)
 
         def elements(everything: int, largest: int) -> float:
-            alone = unit.layout.world_size == 1
-            formed = min(sum(sizes), max(AT_ONCE, widest) if alone else everything) if folds else 0
-            share = unit.share("matrix") * everything if opened else 0
-            kept = min(share, max(AT_ONCE - widest / 2, widest)) if alone else share
-            return tables(everything, largest) + 4 * (formed + kept)
+            formed = sum(sizes) if folds else 0
+            kept = unit.share("matrix") * everything if opened else 0
+            if unit.layout.world_size > 1:
+                momenta = min(formed, everything) + kept
+            else:
+                momenta = portion_sizes(formed, widest)[0] + portion_sizes(kept, widest)[1]
+            return tables(everything, largest) + 4 * momenta
 
         def together(tasks: Sequence[MatrixTask], most: int) -> int:
             shapes = Counter((task.signature.rows, task.signature.columns) for task in tasks)

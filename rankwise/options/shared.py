@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankwise.options.block_layouts import BlockLayouts
+from rankwise.options.by_pattern import BlockLayouts, RateScales, StateDtypes
 from rankwise.options.checks import Betas, Choice, Flag, FloatType, Integer, Number, OrNone, Patterns
 from rankwise.options.fields import option
-from rankwise.options.rate_scales import RateScales
-from rankwise.options.state_dtypes import StateDtypes
 
 __all__ = [
     "betas",

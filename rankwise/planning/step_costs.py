@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.sharding import Batch, MatrixTask, Reply, own_pieces
 
-__all__ = ["TABLE_BYTES", "ScratchMemory", "StepCosts", "no_matrix_state", "tables"]
+__all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "no_matrix_state", "tables"]
 
 
 def no_messages(batch: Batch) -> tuple[int, ...]:
@@ -36,13 +36,13 @@ def nothing(tasks: Sequence[MatrixTask]) -> int:
 TABLE_BYTES = 16 / 2048
 """Of an element: where the tiles of norms and of codes lie."""
 
-_PASS_TABLE_BYTES = 16 / 8192
+PASS_TABLE_BYTES = 16 / 8192
 """The same of passes, whose programs take several tiles each."""
 
 
 def tables(elements: int, largest: int) -> float:
     """Of element-wise passes: where their tiles lie, and a sum for each."""
-    return elements * (TABLE_BYTES + _PASS_TABLE_BYTES + 8 / 2048)
+    return elements * (TABLE_BYTES + PASS_TABLE_BYTES + 8 / 2048)
 
 
 @dataclass(frozen=True)

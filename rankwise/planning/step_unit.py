@@ -43,7 +43,18 @@ from rankwise.sharding import (
 from rankwise.sharding.dtensors import is_sharded, local_gradients, local_view
 from rankwise.updates.adamw import Step
 
-__all__ = ["AT_ONCE", "WHOLE", "Bucket", "StepUnit", "UnitKey", "joined", "portions", "refuse_difference", "spans"]
+__all__ = [
+    "AT_ONCE",
+    "WHOLE",
+    "Bucket",
+    "StepUnit",
+    "UnitKey",
+    "joined",
+    "portion_sizes",
+    "portions",
+    "refuse_difference",
+    "spans",
+]
 
 _INDEX = attrgetter("index")
 
@@ -206,6 +217,18 @@ def portions(buckets: Sequence[Bucket], size: Callable[[Entry, Tensor], int]) ->
             some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
     if some or not buckets:
         yield some
+
+
+def portion_sizes(everything: float, largest: float, times: int = 1) -> tuple[float, float]:
+    """What :func:`portions` makes of many entries: elements of the fullest portion, and of one on the average.
+
+    Args:
+        everything: Elements of all.
+        largest: Largest of the largest entry.
+        times: How often memory is needed for each element.
+    """
+    # Half of a large one is left of what they may have, on the average.
+    return min(everything, max(AT_ONCE, largest)), min(everything, max(AT_ONCE / times - largest / 2, largest))
 
 
 @dataclass

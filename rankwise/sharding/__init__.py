@@ -2,7 +2,6 @@
 
 from .agreement import gather_together, together
 from .batch_messages import BatchPlan
-from .buffers import BatchBuffers, RankBuffers, batch_buffers
 from .equal_slices import SlicedMatrix, find_slices, in_slices
 from .even_cuts import EvenCuts, EvenLayout
 from .exchange import Gather, MatrixExchange, Return
@@ -11,12 +10,21 @@ from .halo import Halo, HaloExchange, ReadField
 from .indices import DeviceIndices
 from .layout import Layout, LayoutError, Shard, StridedRun
 from .local_groups import host_group, local_group
-from .message_format import WireFormat
-from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, own_pieces, plan_matrices
+from .message_format import Traffic, WireFormat
+from .owner_plan import BATCH_ELEMENTS, Batch, MatrixPlan, MatrixTask, Reply, keepers_of, own_pieces, plan_matrices
 from .parameter_sums import ShardSums
-from .state_keepers import keepers_of
-from .traffic import Traffic
-from .volume import BatchVolume, Flow, batch_volumes, halo_volume, matrix_volume, sums_volume
+from .volume import (
+    BatchBuffers,
+    BatchVolume,
+    Flow,
+    RankBuffers,
+    batch_buffers,
+    batch_volumes,
+    halo_volume,
+    matrix_volume,
+    sent_in,
+    sums_volume,
+)
 
 __all__ = [
     "BATCH_ELEMENTS",
@@ -61,6 +69,7 @@ __all__ = [
     "matrix_volume",
     "own_pieces",
     "plan_matrices",
+    "sent_in",
     "sums_volume",
     "together",
 ]

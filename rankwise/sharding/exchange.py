@@ -14,9 +14,8 @@ from torch import Tensor
 from .batch_messages import BatchPlan, PackedRun, Side, plan_batch
 from .indices import DeviceIndices
 from .layout import Layout
-from .message_format import WireFormat
+from .message_format import Traffic, WireFormat
 from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply
-from .traffic import Traffic
 
 __all__ = ["Gather", "MatrixExchange", "Return"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout, Shard
-from .traffic import Traffic
+from .message_format import Traffic
 
 __all__ = ["Halo", "HaloExchange", "ReadField"]
 

@@ -1,7 +1,8 @@
-"""How values are written in the messages of matrices."""
+"""How values are written in the messages of matrices, and what the exchanges have sent, counted where it is sent."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .owner_plan import Reply
 
-__all__ = ["WireFormat"]
+__all__ = ["Traffic", "WireFormat"]
 
 
 class WireFormat:
@@ -64,3 +65,21 @@ class WireFormat:
     def read(self, message: Tensor) -> Tensor:
         """The values of a message, zeros that filled blocks included."""
         return message
+
+
+@dataclass
+class Traffic:
+    """Collectives started and bytes handed to them by this rank.
+
+    Attributes:
+        collectives: Number of calls.
+        bytes: Payload of this rank's messages: for an all-reduce the vector, for an all-to-all what goes to others.
+    """
+
+    collectives: int = 0
+    bytes: int = 0
+
+    def count(self, message: Tensor) -> None:
+        """Record one collective."""
+        self.collectives += 1
+        self.bytes += message.numel() * message.element_size()

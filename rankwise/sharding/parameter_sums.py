@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
-from .traffic import Traffic
+from .message_format import Traffic
 
 __all__ = ["ShardSums"]
 

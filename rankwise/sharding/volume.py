@@ -1,18 +1,29 @@
-"""How much every rank will send, from a layout and a plan alone: no tensors, no processes."""
+"""How much every rank will send, and hold of messages, from a layout and a plan alone: no tensors, no processes."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
 from .layout import Layout, Shard
-from .message_format import WireFormat
-from .owner_plan import Batch, MatrixPlan, Reply, added, own_pieces
-from .traffic import Traffic
+from .message_format import Traffic, WireFormat
+from .owner_plan import Batch, MatrixPlan, MatrixTask, Reply, added, own_pieces
 
-__all__ = ["BatchVolume", "Flow", "batch_volumes", "halo_volume", "matrix_volume", "sums_volume"]
+__all__ = [
+    "BatchBuffers",
+    "BatchVolume",
+    "Flow",
+    "RankBuffers",
+    "batch_buffers",
+    "batch_volumes",
+    "halo_volume",
+    "matrix_volume",
+    "sent_in",
+    "sums_volume",
+]
 
 
 class Flow(NamedTuple):
@@ -73,28 +84,27 @@ def _flow(
         owners[owner] = owners.get(owner, 0) + total
 
 
-def matrix_volume(
-    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
-) -> list[Traffic]:
-    """What each rank sends when all straddling matrices travel to their owners and their results back.
+def sent_in(volumes: Iterable[BatchVolume], ranks: Iterable[int]) -> dict[int, Traffic]:
+    """What each rank sends of some batches; all join the same collectives.
 
     Args:
-        layout: The common layout.
-        plan: Owners and batches.
-        wire: How values are written in messages.
-        reply: What the holders get of the results.
-
-    Returns:
-        Collectives and bytes by rank; all ranks join the same collectives.
+        volumes: Volumes of the batches.
+        ranks: All that join.
     """
-    sent = [0] * layout.world_size
-    collectives = 0
-    for volume in batch_volumes(layout, plan, wire, reply):
+    collectives, sent = 0, dict.fromkeys(ranks, 0)
+    for volume in volumes:
         for flow in volume:
             collectives += bool(flow.sent)
             for rank, size in flow.sent.items():
                 sent[rank] += size
-    return [Traffic(collectives, size) for size in sent]
+    return {rank: Traffic(collectives, size) for rank, size in sent.items()}
+
+
+def matrix_volume(
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
+) -> list[Traffic]:
+    """What each rank sends when all straddling matrices travel, by rank; see :func:`batch_volumes`."""
+    return list(sent_in(batch_volumes(layout, plan, wire, reply), range(layout.world_size)).values())
 
 
 def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]) -> list[Traffic]:
@@ -184,3 +194,84 @@ def _contains(shard: Shard, element: int) -> bool:
         if 0 <= row < place.rows and column < place.width:
             return True
     return False
+
+
+@dataclass
+class RankBuffers:
+    """Elements that one rank has of one batch.
+
+    Attributes:
+        tasks: The matrices that it gathers.
+        alone: Those that lie whole on it.
+        stack: Of what is gathered.
+        gathers: Sent and received on the way to the owners.
+        result: Of what is computed.
+        returns: Sent and received on the way back.
+    """
+
+    tasks: list[MatrixTask] = field(default_factory=list)
+    alone: list[MatrixTask] = field(default_factory=list)
+    stack: int = 0
+    gathers: int = 0
+    result: int = 0
+    returns: int = 0
+
+
+BatchBuffers = dict[int, RankBuffers]
+"""By rank."""
+
+
+def batch_buffers(layout: Layout, plan: MatrixPlan, reply: Callable[[Batch], Reply]) -> Iterator[BatchBuffers]:
+    """What ranks have of each batch, in order.
+
+    Args:
+        layout: The common layout.
+        plan: Owners and batches.
+        reply: What the holders get of the results.
+    """
+    for batch in plan.batches:
+        found: BatchBuffers = {}
+        alike: dict[tuple[int, int], _Alike] = {}
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            if all(layout.elements(part).keys() == {owner} for part in task.parts):
+                found.setdefault(owner, RankBuffers()).alone.append(task)
+                continue
+            for part in task.parts:
+                held, gathered = layout.elements(part), layout.gathered(part, owner)
+                # Kept in the entry, so that no other has the same numbers.
+                entry = alike.setdefault((id(held), id(gathered)), _Alike(held, gathered, []))
+                entry.owners.append(owner)
+            _own(found.setdefault(owner, RankBuffers()), task, layout, reply(batch))
+        for entry in alike.values():
+            _add(found, entry, reply(batch))
+        yield found
+
+
+class _Alike(NamedTuple):
+    """Parts of matrices that ranks hold alike: the millions of shares of a large run are a few numbers."""
+
+    held: Mapping[int, int]
+    gathered: Mapping[int, int]
+    owners: list[int]
+
+
+def _own(mine: RankBuffers, task: MatrixTask, layout: Layout, answer: Reply) -> None:
+    elements = sum(prod(layout.shapes[part]) for part in task.parts)
+    mine.tasks.append(task)
+    mine.stack += elements
+    mine.result += answer.whole or answer.values * elements
+
+
+def _add(found: BatchBuffers, alike: _Alike, answer: Reply) -> None:
+    """What every rank sends to the owners, and gets of them: as if they were others, and then not of itself."""
+    count, total = len(alike.owners), sum(alike.gathered.values())
+    back = {holder: answer.whole or answer.values * held for holder, held in alike.held.items()}
+    all_back = sum(back.values())
+    for holder, share in alike.gathered.items():
+        found.setdefault(holder, RankBuffers()).gathers += count * share
+    for holder, share in back.items():
+        found.setdefault(holder, RankBuffers()).returns += count * share
+    for owner in alike.owners:
+        found[owner].gathers += total - 2 * alike.gathered.get(owner, 0)
+        found[owner].returns += all_back - 2 * back.get(owner, 0)

@@ -69,7 +69,7 @@ def shape_of(band: int) -> tuple[int, int]:
     return (1024, 4) if band <= 1 else (512, 8) if band <= 3 else (256, 8)
 
 
-def scratch_of(elements: int, band: int) -> float:
+def scratch_of(elements: float, band: int) -> float:
     """Bytes that a pass needs beside its tensors: of every tile its place, two sums and its neighbours."""
     pad = padding(band)
     return elements * (16 + 16 + 4 * (3 + band) * 2 * pad) / (shape_of(band)[0] - 2 * pad)

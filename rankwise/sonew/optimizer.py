@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +11,13 @@ from torch import Tensor
 
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.step_costs import TABLE_BYTES, ScratchMemory, StepCosts
-from rankwise.planning.step_unit import AT_ONCE, Bucket, StepUnit, portions, spans
-from rankwise.sharding import Halo, HaloExchange
+from rankwise.planning.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
+from rankwise.planning.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
+from rankwise.sharding import Halo, HaloExchange, ReadField
 from rankwise.sonew import formulas as updates
 from rankwise.sonew.blocked import Margins, Run
 from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.dispatch import directions_for
-from rankwise.sonew.halo_fields import parts_of
 from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.spec import SONewSpec
 from rankwise.sonew.windows import windowed_directions
@@ -119,12 +119,11 @@ class SONew(ShardedOptimizer):
         opened = len(self.spec.narrow_statistics)
 
         def elements(everything: int, largest: int) -> float:
-            own = 4 * min(everything, max(AT_ONCE, largest)) if not unit.spends_gradients else 0
-            # Half of a large one is left of what they may have, on the average.
-            filled = max(AT_ONCE // max(opened, 1) - largest // 2, largest)
-            states = 4 * opened * min(everything, filled)
-            at_once = min(everything, max(AT_ONCE, largest)) if own or opened else everything
-            return own + states + scratch_of(at_once, band) + (2 if own else 1) * everything * TABLE_BYTES
+            most, filled = portion_sizes(everything, largest, max(opened, 1))
+            own = 0 if unit.spends_gradients else 4 * most
+            at_once = most if own or opened else everything
+            places = everything * (PASS_TABLE_BYTES + TABLE_BYTES if own else PASS_TABLE_BYTES)
+            return own + 4 * opened * filled + scratch_of(at_once, band) + places
 
         return StepCosts(
             sums=sums,
@@ -170,7 +169,7 @@ class SONew(ShardedOptimizer):
         assert halo is not None
         if halo.empty:
             return {}
-        found = halo(parts_of(unit, buckets, self.spec.statistics))
+        found = halo(_parts_of(unit, buckets, self.spec.statistics))
         return {
             entry.index: [halos[entry.index] for halos in found]
             for bucket in buckets
@@ -227,3 +226,25 @@ class SONew(ShardedOptimizer):
         ratios = updates.graft_ratio(graft, own).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
         return ratios
+
+
+def _parts_of(unit: StepUnit, buckets: Sequence[Bucket], states: Sequence[str]) -> list[ReadField]:
+    """Fields that give parts of the shards' gradients, and of their states, for :class:`HaloExchange`."""
+    places = [{entry.index: place for place, entry in enumerate(bucket.entries)} for bucket in buckets]
+    zero = torch.zeros((), dtype=unit.dtype, device=unit.device)
+
+    def read(state: str | None, wanted: Sequence[tuple[int, slice]]) -> Sequence[Tensor]:
+        # Of parameters without a gradient, and of those that have no chain: what is fetched of them is not used.
+        found = [zero.expand(part.stop - part.start) for _, part in wanted]
+        for bucket, place_of in zip(buckets, places, strict=True):
+            numbers = [number for number, (index, _) in enumerate(wanted) if index in place_of]
+            parts = [(place_of[index], part) for index, part in (wanted[number] for number in numbers)]
+            if state is None:
+                values = [bucket.grads[place][part] for place, part in parts]
+            else:
+                values = bucket.narrow.peeked(bucket, state, parts)
+            for number, value in zip(numbers, values, strict=True):
+                found[number] = value
+        return found
+
+    return [partial(read, state) for state in (None, *states)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.checkpoint_mismatch import MisfitError, check_shape, refuse_strange
@@ -14,13 +15,25 @@ from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.planning.param_remainders import REMAINDER
 from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planned, Planner
+from rankwise.sharding import gather_together
+from rankwise.sharding.layout_source import LayoutSource
 from rankwise.step.old_checkpoints import with_replaced
-from rankwise.step.states_by_parameter import COUNT, RECORD, WITH_STATES, matrices_of, steps_taken, without_matrices
+from rankwise.step.states_by_parameter import (
+    COUNT,
+    RECORD,
+    WITH_STATES,
+    extras_of,
+    matrices_of,
+    steps_taken,
+    without_matrices,
+)
 
-__all__ = ["CheckpointFit", "in_order_of", "same_groups"]
+__all__ = ["WRITTEN_BY", "CheckpointFit", "in_order_of", "same_groups", "this_rank"]
 
 Names = Sequence[Sequence[str | None]]
 """Of the parameters of each param group, in order; None where it is not known."""
+WRITTEN_BY = "written_by"
+"""Of a dictionary that has parts of parameters: the rank that wrote it, and the number of ranks."""
 
 
 def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -115,7 +128,7 @@ class CheckpointFit:
         self._spec, self._values, self._table, self._planner = spec, values, table, planner
 
     def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
-        """A dictionary as this optimizer would have written it.
+        """A dictionary as this optimizer would have written it; a collective where ranks have parts of parameters.
 
         Args:
             optimizer: Knows what its matrices begin with.
@@ -123,8 +136,10 @@ class CheckpointFit:
             groups: This one's.
 
         Raises:
-            ValueError: Another optimizer has written it, or for other parameters.
+            ValueError: Another optimizer has written it, or for other parameters, or another rank.
         """
+        _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
+        state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
         self._refuse_foreign(state_dict)
         if same_groups(state_dict, groups):
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
@@ -270,3 +285,28 @@ class CheckpointFit:
                     f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
                     "that the checkpoint was saved with, or load the weights alone"
                 )
+
+
+def this_rank() -> list[int]:
+    """This rank and the number of ranks."""
+    return [dist.get_rank(), dist.get_world_size()] if dist.is_initialized() else [0, 1]
+
+
+def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: LayoutSource) -> None:
+    """Parts of parameters say nothing of their place, so that they must return to their rank.
+
+    A collective where the parameters are parts too; refuses on all ranks, if one of them has another one's parts.
+    """
+    written = state_dict.get(WRITTEN_BY)
+    if written is not None:
+        source.connect()
+        gather_together(lambda: _refuse(owner, list(written)), source.group)
+
+
+def _refuse(owner: str, written: list[int]) -> None:
+    if written != this_rank():
+        raise ValueError(
+            f"{owner}: the state dictionary is invalid, being that of rank {written[0]} of {written[1]}: with parts of "
+            "parameters it must be loaded by the rank that wrote it, but this is rank {} of {}; ".format(*this_rank())
+            + "save with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 from rankwise.planning.matrix_states import MatrixState, kept_by
 from rankwise.planning.param_remainders import REMAINDER
 from rankwise.planning.state_takeover import MOMENTS
-from rankwise.sharding import Shard
+from rankwise.sharding import Shard, together
 from rankwise.sharding.chunked_vectors import ChunkedVector, StorageError, load_vectors, stored_tensors
 from rankwise.sharding.dtensors import local_view
 from rankwise.step.kept_states import initial_part
@@ -34,7 +35,6 @@ __all__ = [
     "SlicePlace",
     "StoredShard",
     "Vectors",
-    "check_stored",
     "common_step",
     "merge_vectors",
     "owned_states",
@@ -145,8 +145,7 @@ def resume(
         extra: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave it.
     """
     steps = {index: torch.tensor(float(step)) for index in range(len(optimizer.param_groups))} if step else {}
-    optimizer.adopt(matrix_states if step else {}, steps)
-    optimizer.load_extra_state(extra)
+    optimizer.adopt(matrix_states if step else {}, steps, extra)
 
 
 # --- named vectors ---------------------------------------------------------------------------------------------------
@@ -205,8 +204,8 @@ def restore(
     optimizer: ShardedOptimizer,
     folder: Path,
     group: dist.ProcessGroup | None,
+    extra: Mapping[str, Any] | None = None,
     *,
-    states: bool = True,
     strict: bool = True,
 ) -> None:
     """Load weights and states from ``folder`` into an optimizer whose units are planned, whatever its layout.
@@ -215,35 +214,109 @@ def restore(
         optimizer: Its tensors receive the weights; its states are replaced by the saved ones, which may be none.
         folder: Written by :func:`rankwise.sharding.chunked_vectors.save_vectors` from :func:`saved_vectors`.
         group: Ranks that call this together.
-        states: False loads the weights alone and leaves the states as they are.
+        extra: As :meth:`ShardedOptimizer.extra_state` gave it, perhaps among other things; None loads the weights alone
+            and leaves the states as they are.
         strict: False leaves weights alone that were not saved.
 
     Raises:
-        StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
+        StorageError: On every rank alike, before anything changes: a parameter was not saved, or with another shape,
+            or the folder cannot be read.
     """
-    check_stored(optimizer, folder, strict)
-    stored = stored_tensors(folder)
-    if states:
-        optimizer.forget_states()
-    wanted, narrow = _destinations(optimizer, stored, states)
-    made = _replaced(optimizer, stored, wanted) if states else []
+    # No rank gives up, whose caller may remove the folder, while others still look.
+    stored = together(lambda: _checked(optimizer, folder, strict), group)
+    matrices: dict[str, MatrixState] = {}
     steps: dict[str, Tensor] = {}
-    if states:
-        owned = {key for key, owner in optimizer.owners().items() if owner == optimizer.rank}
-        saved = _matrix_states(stored)
-        # Here, where all of them are seen, and only once.
-        for key, state in optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0).items():
-            for name, (shape, dtype) in state.items() if key in owned else ():
-                wanted[f"matrix/{key}/{name}"] = torch.empty(shape, dtype=dtype)
-        steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
-    load_vectors({**wanted, **steps}, folder, group)
-    for whole, rounded, rest in narrow:
-        split(whole, rounded, rest)
-    for name, values, theirs, group_of in made:
-        values.copy_(optimizer.spec.made_of(name, theirs, group_of))
-    if states:
+    if extra is not None:
+        optimizer.forget_states()
+        matrices, steps = _owned_destinations(optimizer, stored), _counts(stored)
+    wanted, unpacked = _destinations(optimizer, stored, extra is not None)
+    places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
+    load_vectors({**wanted, **places, **steps}, folder, group)
+    for unpack in unpacked:
+        unpack()
+    if extra is not None:
         counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
-        optimizer.adopt(_matrix_states(wanted), counts)
+        optimizer.adopt(matrices, counts, extra)
+
+
+def _checked(optimizer: ShardedOptimizer, folder: Path, strict: bool) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+    """What was saved, compared with all of the model's parameters, whichever rank holds them."""
+    stored = stored_tensors(folder)
+    for key, shape in optimizer.planner.logical_shapes().items():
+        found = stored.get(f"weight/{key}")
+        if found is None and strict:
+            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")
+        if found is not None and found[0].numel() != prod(shape):
+            raise StorageError(
+                f"'{key}' has {found[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
+                "another model"
+            )
+    return stored
+
+
+def _destinations(
+    optimizer: ShardedOptimizer, stored: Collection[str], states: bool
+) -> tuple[Vectors, list[Callable[[], object]]]:
+    """The optimizer's own weights and element states, those that were saved, to be filled in place.
+
+    Returns:
+        They, by name; and what is to be done then, for what is filled in the place of narrow weights that keep a
+        remainder, and of states that are made of others.
+    """
+    wanted: Vectors = {}
+    unpacked: list[Callable[[], object]] = []
+    for part, _, weight, own in stored_shards(optimizer):
+        rest = own.pop(REMAINDER, None)
+        if rest is not None and f"weight/{part.key}" in stored:
+            whole = torch.empty_like(weight, dtype=torch.float32)
+            unpacked.append(partial(split, whole, weight, rest))
+            weight = whole
+        values = {f"weight/{part.key}": weight}
+        if states:
+            values.update({f"element/{name}/{part.key}": value for name, value in own.items()})
+        for name, value in values.items():
+            if name in stored:
+                _add(wanted, name, prod(part.shape), part.start, value)
+        for name in optimizer.spec.replaced.keys() & own.keys() if states else ():
+            places = {old: f"element/{old}/{part.key}" for old in optimizer.spec.replaced[name]}
+            if f"element/{name}/{part.key}" not in stored and set(places.values()) <= set(stored):
+                # It was not saved, but what it is made of was.
+                wide = torch.promote_types(own[name].dtype, torch.float32)
+                theirs = {old: torch.empty_like(own[name], dtype=wide) for old in places}
+                for old, place in places.items():
+                    _add(wanted, place, prod(part.shape), part.start, theirs[old])
+                unpacked.append(partial(_make, optimizer, part.key, name, own[name], theirs))
+    return wanted, unpacked
+
+
+def _make(optimizer: ShardedOptimizer, key: str, name: str, values: Tensor, theirs: Mapping[str, Tensor]) -> None:
+    """Fill an element state with what is made of the saved ones."""
+    _, position = optimizer.table.catalog[optimizer.table.base_name(key)]
+    values.copy_(optimizer.spec.made_of(name, theirs, optimizer.param_groups[position]))
+
+
+def _owned_destinations(
+    optimizer: ShardedOptimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, MatrixState]:
+    """Room for the saved states of the matrices that this rank owns."""
+    saved: dict[str, dict[str, str]] = {}
+    for path in stored:
+        if path.startswith("matrix/"):
+            key, _, name = path.removeprefix("matrix/").rpartition("/")
+            saved.setdefault(key, {})[name] = path
+    # Here, where all of them are seen, and only once.
+    carried = optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0)
+    owners = optimizer.owners()
+    return {
+        key: {name: torch.empty(stored[path][0], dtype=stored[path][1]) for name, path in state.items()}
+        for key, state in carried.items()
+        if owners.get(key) == optimizer.rank
+    }
+
+
+def _counts(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Room for the steps of each param group."""
+    return {name: torch.zeros((), dtype=kind) for name, (_, kind) in stored.items() if name.startswith("step/")}
 
 
 def take_over_moments(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -258,7 +331,7 @@ def take_over_moments(optimizer: ShardedOptimizer, folder: Path, group: dist.Pro
         StorageError: The folder cannot be read.
     """
     stored = stored_tensors(folder)
-    steps = {name: torch.zeros((), dtype=stored[name][1]) for name in stored if name.startswith("step/")}
+    moments, steps = _stored_moments(optimizer, stored), _counts(stored)
     load_vectors(steps, folder, group)
     began = max((int(step) for step in steps.values()), default=0)
 
@@ -269,7 +342,7 @@ def take_over_moments(optimizer: ShardedOptimizer, folder: Path, group: dist.Pro
                 _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
         load_vectors(wanted, folder, group)
 
-    _succeed(optimizer, _stored_moments(optimizer, stored), began, fill, "another optimizer")
+    _succeed(optimizer, moments, began, fill, "another optimizer")
 
 
 def take_moments(
@@ -334,87 +407,6 @@ def _stored_moments(
             place = f"element/{name}/{key}"
             if place in stored and stored[place][0].numel() == prod(info.shape):
                 found.setdefault(key, {})[name] = tuple(info.shape)
-    return found
-
-
-def _destinations(
-    optimizer: ShardedOptimizer, stored: Collection[str], states: bool
-) -> tuple[Vectors, list[tuple[Tensor, Tensor, Tensor]]]:
-    """The optimizer's own weights and element states, those that were saved, to be filled in place.
-
-    Returns:
-        They, by name; and of narrow weights that keep a remainder what is filled in their place, they, and that.
-    """
-    wanted: Vectors = {}
-    narrow = []
-    for part, _, weight, element_states in stored_shards(optimizer):
-        rest = element_states.pop(REMAINDER, None)
-        if rest is not None and f"weight/{part.key}" in stored:
-            whole = torch.empty_like(weight, dtype=torch.float32)
-            narrow.append((whole, weight, rest))
-            weight = whole
-        values = {f"weight/{part.key}": weight}
-        if states:
-            values.update({f"element/{name}/{part.key}": value for name, value in element_states.items()})
-        for name, value in values.items():
-            if name in stored:
-                _add(wanted, name, prod(part.shape), part.start, value)
-    return wanted, narrow
-
-
-def _replaced(
-    optimizer: ShardedOptimizer, stored: Collection[str], wanted: Vectors
-) -> list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]]:
-    """Element states that were not saved, but what they are made of was: it is wanted, too.
-
-    Returns:
-        The name of each and its values, and what they will be made of under which group.
-    """
-    found: list[tuple[str, Tensor, dict[str, Tensor], Mapping[str, Any]]] = []
-    replaced = optimizer.spec.replaced
-    for part, _, _, states in stored_shards(optimizer) if replaced else ():
-        for name in replaced.keys() & states.keys():
-            places = {old: f"element/{old}/{part.key}" for old in replaced[name]}
-            if f"element/{name}/{part.key}" in stored or not set(places.values()) <= set(stored):
-                continue
-            wide = torch.promote_types(states[name].dtype, torch.float32)
-            theirs = {old: torch.empty_like(states[name], dtype=wide) for old in places}
-            for old, place in places.items():
-                _add(wanted, place, prod(part.shape), part.start, theirs[old])
-            _, position = optimizer.table.catalog[optimizer.table.base_name(part.key)]
-            found.append((name, states[name], theirs, optimizer.param_groups[position]))
-    return found
-
-
-def check_stored(optimizer: ShardedOptimizer, folder: Path, strict: bool = True) -> None:
-    """Compare what was saved with all of the model's parameters, whichever rank holds them.
-
-    Args:
-        optimizer: Planned.
-        folder: As for :func:`restore`.
-        strict: Whether every parameter must have been saved.
-
-    Raises:
-        StorageError: A parameter was not saved, or with another shape, or the folder cannot be read.
-    """
-    stored = stored_tensors(folder)
-    for key, shape in optimizer.planner.logical_shapes().items():
-        found = stored.get(f"weight/{key}")
-        if found is None and strict:
-            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")
-        if found is not None and found[0].numel() != prod(shape):
-            raise StorageError(
-                f"'{key}' has {found[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
-                "another model"
-            )
-
-
-def _matrix_states(vectors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for name, value in vectors.items():
-        if name.startswith("matrix/"):
-            key, _, state = name.removeprefix("matrix/").rpartition("/")
-            found.setdefault(key, {})[state] = value
     return found
 
 

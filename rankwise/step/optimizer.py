@@ -31,10 +31,8 @@ from rankwise.planning.step_groups import PEAK
 from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import EvenCuts, MatrixTask, Traffic
 from rankwise.sharding.layout_source import LayoutSource, TensorContents
-from rankwise.step.rank_files import refuse_parts_of_others
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved_states import SavedStates
-from rankwise.step.states_by_parameter import extras_of
 from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
@@ -429,8 +427,6 @@ class ShardedOptimizer(Optimizer, ABC):
         for hook in hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         by_parameter = "rankwise" not in state_dict
-        refuse_parts_of_others(self.identity, state_dict, self.planner.source)
-        state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
         state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
         before = self.spec.structures_of(self.param_groups)
         # They have been called: what is compared must be what is loaded.
@@ -482,14 +478,17 @@ class ShardedOptimizer(Optimizer, ABC):
         matrices = self.matrix_states.everything() if alone else {}
         self.saved.succession.hand_over(self.param_groups, self.state, matrices, self.transition, adamw)
 
-    def adopt(self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor]) -> None:
-        """Take over matrix states and step counts by group from another layout's checkpoint.
+    def adopt(
+        self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor], extra: Mapping[str, Any]
+    ) -> None:
+        """Take over matrix states, step counts by group and extra state from another layout's checkpoint.
 
         Raises:
             MisfitError: A state is not of the shape of its matrix; nothing has changed then.
         """
         self.undo.settle()
         self.saved.adopt(self, self.state, matrix_states, steps)
+        self.load_extra_state(extra)
 
     def forget_states(self) -> None:
         """Drop all states: the next step is a first one."""

@@ -24,8 +24,7 @@ from rankwise.sharding import gather_together
 from rankwise.sharding.dtensors import cut_as
 from rankwise.step.adamw_states import AdamWStates
 from rankwise.step.changed_blocks import ChangedBlocks
-from rankwise.step.checkpoint_fit import CheckpointFit
-from rankwise.step.rank_files import WRITTEN_BY, this_rank
+from rankwise.step.checkpoint_fit import WRITTEN_BY, CheckpointFit, this_rank
 from rankwise.step.shared_matrices import cut_evenly, owned_parts, whole_states
 from rankwise.step.states_by_parameter import (
     MATRIX,

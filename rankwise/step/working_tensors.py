@@ -1,8 +1,11 @@
-"""The beginning and the end of a step: counts, flat weights and gradients, buckets, weights written back."""
+"""The beginning and the end of a step: counts, flat weights and gradients, buckets, weights written back.
+
+Which entries are stepped together, and where they lie, is planned once for every set of tensors that take a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -13,18 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels import graphs
-from rankwise.planning.bucket_plans import plans_of
-from rankwise.planning.element_states import States
-from rankwise.planning.entries import Entry
+from rankwise.planning.element_states import EntryRuns, States, offset_runs
+from rankwise.planning.entries import Entry, PlannedEntries
 from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.planning.param_remainders import NARROW, REMAINDER
 from rankwise.planning.planner import Planner
 from rankwise.planning.step_unit import Bucket, StepUnit
+from rankwise.routing.roles import Rule
 from rankwise.sharding.layout_source import real_view, refuse_unreadable
 from rankwise.step.transition import Transition
 from rankwise.updates.remainders import join, split
 
-__all__ = ["WorkingTensors", "WorkingViews", "are_deferred", "deferred_steps"]
+__all__ = [
+    "WorkingTensors",
+    "WorkingViews",
+    "are_deferred",
+    "deferred_steps",
+]
 
 _deferrals = 0
 
@@ -213,7 +221,7 @@ class WorkingTensors:
         )
         transition, narrow = self._transition, unit.begin(states)
         found = []
-        for plan in plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
+        for plan in _plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
             tensors, runs = plan.runs
             own_weights, own_grads = (runs.cut(_present(flats, tensors)) for flats in (weights, grads))
             count = counts[tensors[0]]
@@ -263,3 +271,60 @@ def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[En
     parts = [states[unit.tensors[tensor]]["step"].expand(length) for tensor, length in runs]
     counts = parts[0] if len(parts) == 1 else torch.cat(parts)
     return counts - before if before else counts
+
+
+_KEPT = 32
+
+
+class _BucketPlan(NamedTuple):
+    """Entries of one param group, rule and step count.
+
+    Attributes:
+        place: Place of the group among those that steps read.
+        rule: Theirs.
+        before: Steps that their counts have from before their states began.
+        entries: In storage order.
+        runs: Where they lie in weights and gradients.
+    """
+
+    place: int
+    rule: Rule
+    before: int
+    entries: PlannedEntries
+    runs: EntryRuns
+
+
+def _plans_of(
+    unit: StepUnit, counts: tuple[int | None, ...], before: Callable[[str], int], key: Any
+) -> list[_BucketPlan]:
+    """The buckets of a step, from the last time if they are still kept.
+
+    Args:
+        unit: The unit of the step.
+        counts: Counts of every tensor; None for one that takes no step. Only which are alike matters.
+        before: Steps that the count of a parameter has from before its states began.
+        key: Another one where ``before`` answers otherwise.
+    """
+    kept: dict[Any, list[_BucketPlan]] = unit.scratch.setdefault("buckets", {})
+    first = next((count for count in counts if count is not None), 0)
+    sign = (key, counts if not first else tuple(None if count is None else count - first for count in counts))
+    found = kept.get(sign)
+    if found is None:
+        if len(kept) >= _KEPT:
+            kept.clear()
+        found = kept[sign] = _planned(unit, counts, before)
+    return found
+
+
+def _planned(unit: StepUnit, counts: Sequence[int | None], before: Callable[[str], int]) -> list[_BucketPlan]:
+    found: dict[tuple[int, Rule, int, int], list[Entry]] = {}
+    for entry in unit.entries:
+        count = counts[entry.shard.tensor]
+        if count is not None:
+            earlier = before(entry.info.name)
+            sign = (unit.step_group[entry.key], entry.route.rule, count - earlier, earlier)
+            found.setdefault(sign, []).append(entry)
+    return [
+        _BucketPlan(place, rule, earlier, PlannedEntries(entries), offset_runs(entries))
+        for (place, rule, _, earlier), entries in found.items()
+    ]

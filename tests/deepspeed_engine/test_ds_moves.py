@@ -20,8 +20,8 @@ from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.checkpoints import other_layouts as moving
-from deepspeed_plugin.checkpoints.engine_state import client_state_of, restore_engine
 from deepspeed_plugin.checkpoints.load_plan import Wanted
+from deepspeed_plugin.checkpoints.loading import client_state_of, restore_engine
 
 
 def _job(name: str, stage: int, **config: Any) -> ds.Job:

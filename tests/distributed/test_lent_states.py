@@ -192,8 +192,7 @@ def _restore(rank: int, world: int, folder: Path, extra: Any, every: bool) -> fl
         framework = _build("flat", rank, world)
         optimizer = framework.optimizer
         optimizer.plan_ahead(_one_unit(optimizer))
-        restore(optimizer, folder, world_group())
-        optimizer.load_extra_state(extra)
+        restore(optimizer, folder, world_group(), extra)
         framework.count = 5
         _steps(framework, 4)
     errors = [(values - run_of(expected[piece.name], piece)).abs().max() for piece, values in framework.pieces()]

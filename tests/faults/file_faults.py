@@ -19,8 +19,7 @@ from seeing import Sentences, told
 from torch import nn
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from deepspeed_plugin.checkpoints.files import RECORD
-from deepspeed_plugin.checkpoints.replaced_files import ASIDE, REPLACING
+from deepspeed_plugin.checkpoints.files import ASIDE, RECORD, REPLACING
 
 FULL = Path("/dev/full")
 """What is written to it fails as on a full disk."""

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from rankwise.estimate import RankEstimate, estimate
 from rankwise.launch.cli import app
-from rankwise.launch.planning.cluster import Cluster
+from rankwise.launch.planning.cluster import Cluster, Mesh
 from rankwise.launch.planning.fsdp import contents_on_mesh, tensor_parallel_dims
-from rankwise.launch.planning.mesh import Mesh
 from rankwise.launch.planning.optimizers import Chosen, built
 from rankwise.launch.planning.rank_figures import deepspeed_figures, fsdp_figures
 

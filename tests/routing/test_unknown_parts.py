@@ -8,7 +8,7 @@ from torch import nn
 
 from rankwise import MARS
 from rankwise.routing.roles import ParameterInfo, Role, annotate, describe
-from rankwise.routing.unknown_fusions import unknown_parts
+from rankwise.step.reports import unknown_parts
 
 
 class Strange(nn.Module):

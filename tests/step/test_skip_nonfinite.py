@@ -173,7 +173,7 @@ def test_copies_and_new_plans_know_of_it(through: Any) -> None:
     bad_step(model, optimizer, 3)
     twin = through(optimizer)
     bad_step(model, optimizer, 3)
-    optimizer.adopt(twin.matrix_states, {})
+    optimizer.adopt(twin.matrix_states, {}, {})
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     bad_step(model, optimizer, 3)
     extra = nn.Parameter(torch.ones(12, 12, dtype=torch.float64))
