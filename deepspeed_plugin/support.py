@@ -30,35 +30,8 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
         OptionError: Names the key, its value, the reason and the fix.
     """
     _refuse_cut_weights(engine, name)
-    offload = engine.zero_offload_optimizer()
-    _refuse_half_narrow(engine, name, offloaded=offload is not None)
-    if offload is not None and offload.ratio != 1.0:
-        _refuse(
-            name,
-            "zero_optimization.offload_optimizer.ratio",
-            offload.ratio,
-            "DeepSpeed steps the part that stays on the device with torch.optim.AdamW, and asserts that the type is "
-            "its DeepSpeedCPUAdam (deepspeed/runtime/zero/stage3.py:316)",
-            "set ratio to 1.0",
-        )
-    if offload is not None and offload.device == "nvme":
-        _refuse(
-            name,
-            "zero_optimization.offload_optimizer.device",
-            "nvme",
-            "there are no weights in memory to plan by (deepspeed/runtime/zero/stage3.py:1117), and states come back "
-            "as long as the flat weight and in its type (runtime/swap_tensor/optimizer_utils.py:113), which matrix "
-            "states and those of some parameters are not",
-            "use device 'cpu'",
-        )
-    if offload is not None and engine.super_offload():
-        _refuse(
-            name,
-            "zero_optimization.offload_optimizer.super_offload",
-            True,
-            "SuperOffload runs Adam kernels of its own in place of the optimizer",
-            "set super_offload to false",
-        )
+    _refuse_half_narrow(engine, name)
+    _refuse_offload(engine, name)
     if engine.zenflow:
         _refuse(
             name,
@@ -104,11 +77,49 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
         )
 
 
-def _refuse_half_narrow(engine: DeepSpeedEngine, name: str, offloaded: bool) -> None:
+def _refuse_offload(engine: DeepSpeedEngine, name: str) -> None:
+    """Refuse ways to keep states off the device that do without the optimizer."""
+    offload = engine.zero_offload_optimizer()
+    if offload is None:
+        return
+    if offload.ratio != 1.0:
+        _refuse(
+            name,
+            "zero_optimization.offload_optimizer.ratio",
+            offload.ratio,
+            "DeepSpeed steps the part that stays on the device with torch.optim.AdamW, and asserts that the type is "
+            "its DeepSpeedCPUAdam (deepspeed/runtime/zero/stage3.py:316)",
+            "set ratio to 1.0",
+        )
+    if offload.device == "nvme":
+        _refuse(
+            name,
+            "zero_optimization.offload_optimizer.device",
+            "nvme",
+            "there are no weights in memory to plan by (deepspeed/runtime/zero/stage3.py:1117), and states come back "
+            "as long as the flat weight and in its type (runtime/swap_tensor/optimizer_utils.py:113), which matrix "
+            "states and those of some parameters are not",
+            "use device 'cpu'",
+        )
+    if engine.super_offload():
+        _refuse(
+            name,
+            "zero_optimization.offload_optimizer.super_offload",
+            True,
+            "SuperOffload runs Adam kernels of its own in place of the optimizer",
+            "set super_offload to false",
+        )
+
+
+def _refuse_half_narrow(engine: DeepSpeedEngine, name: str) -> None:
     """Refuse narrow master weights where DeepSpeed asks for its own Adam; its assertion does not say of which key."""
     if not engine.bf16_master_weights_and_gradients() and not engine.fp16_master_weights_and_gradients():
         return
-    if engine.bf16_master_weights_and_gradients() and engine.bf16_optimizer_states() and not offloaded:
+    if (
+        engine.bf16_master_weights_and_gradients()
+        and engine.bf16_optimizer_states()
+        and engine.zero_offload_optimizer() is None
+    ):
         return
     kind = "bf16" if engine.bf16_master_weights_and_gradients() else "fp16"
     _refuse(

@@ -83,7 +83,7 @@ def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
     name_of = optimizer.table.base_name
 
     for unit in imagined_units(optimizer, 1, 1):
-        work = optimizer.work(unit)
+        work = optimizer.step_costs(unit)
         for key, shape in unit.layout.shapes.items():
             group = unit.planned_groups[unit.group_position[key]]
             types = optimizer.table.element_states(unit.infos[key], unit.routes[key].rule, group)

@@ -125,19 +125,19 @@ def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> li
 
 
 def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
-    layout, work, itemsize = unit.layout, optimizer.work(unit), unit.dtype.itemsize
+    layout, costs, itemsize = unit.layout, optimizer.step_costs(unit), unit.dtype.itemsize
     borrowed = [0] * layout.world_size
     for shares, count, kept in element_states(optimizer.table, unit):
         for holder, held in shares.items():
             rank = ranks[holder]
             rank.elements += held * count
             rank.element_state_bytes += kept[holder]
-            rank.flops += held * count * work.element_flops
+            rank.flops += held * count * costs.element_flops
     if unit.exchange is not None:
         plan = unit.exchange.plan
         for batch in plan.batches:
             # Tasks that are stacked begin with states of the same shapes.
-            states = work.matrix_state(batch.tasks[0], META)
+            states = costs.matrix_state(batch.tasks[0], META)
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
@@ -150,34 +150,34 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                         keeper.bytes_sent += state.nbytes
                         owner.periodic_bytes += state.nbytes
                         borrowed[plan.owners[task.key]] += state.nbytes
-            for elements in work.together(batch):
+            for elements in costs.together(batch):
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize
                     ranks[partner].collectives += 1
-        _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, work.reply))
+        _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, costs.reply))
         for rank in ranks if plan.keepers else ():
             rank.collectives += 1
             rank.periodic_collectives += 1
-    for rank, size, more in zip(ranks, _scratch_memory(unit, work), borrowed, strict=True):
+    for rank, size, more in zip(ranks, _scratch_memory(unit, costs), borrowed, strict=True):
         rank.scratch_bytes = max(rank.scratch_bytes, size + more)
     if layout.world_size == 1:
         return
-    _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), work.sums))
+    _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), costs.sums))
     if unit.halo is not None:
         width, keys = unit.halo.width, unit.halo.keys
-        _send(ranks, halo_volume(layout, keys, width, work.halo_fields, itemsize, unit.halo.by_row))
-    scalars = (*work.scalars, 4) if optimizer.options.skip_nonfinite else work.scalars
+        _send(ranks, halo_volume(layout, keys, width, costs.halo_fields, itemsize, unit.halo.by_row))
+    scalars = (*costs.scalars, 4) if optimizer.options.skip_nonfinite else costs.scalars
     for rank in ranks:
         rank.bytes_sent += sum(scalars)
         rank.collectives += len(scalars)
-        rank.periodic_bytes += sum(work.periodic)
-        rank.periodic_collectives += len(work.periodic)
-        rank.period = work.period
+        rank.periodic_bytes += sum(costs.periodic)
+        rank.periodic_collectives += len(costs.periodic)
+        rank.period = costs.period
 
 
-def _scratch_memory(unit: StepUnit, work: StepCosts) -> list[int]:
+def _scratch_memory(unit: StepUnit, costs: StepCosts) -> list[int]:
     """The most that each rank needs at a time."""
-    layout, own = unit.layout, work.scratch
+    layout, own = unit.layout, costs.scratch
     totals, largest = [0] * layout.world_size, [0] * layout.world_size
     for shares, count in _alike(layout):
         for holder, held in shares.items():
@@ -189,7 +189,7 @@ def _scratch_memory(unit: StepUnit, work: StepCosts) -> list[int]:
         plan, wire = unit.exchange.plan, unit.exchange.wire.scratch
         alone: list[list[MatrixTask]] = [[] for _ in layout.ranks]
         batches = []
-        for batch in batch_buffers(unit.exchange.layout, plan, work.reply):
+        for batch in batch_buffers(unit.exchange.layout, plan, costs.reply):
             for rank, buffers in batch.items():
                 alone[rank] += buffers.alone
             batches.append(batch)

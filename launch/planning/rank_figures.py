@@ -207,7 +207,7 @@ def _estimates(
     for unit in units:
         if unit.exchange is None:
             continue
-        plan, work = unit.exchange.plan, optimizer.work(unit)
+        plan, work = unit.exchange.plan, optimizer.step_costs(unit)
         found.pipelines.append(pipeline_of(unit.exchange, work, places))
         found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
         found.lent += len(plan.keepers)

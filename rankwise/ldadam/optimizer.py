@@ -115,7 +115,7 @@ class LDAdam(ShardedOptimizer):
         partners, products = len(set(matrix.owners[0])), 2 if group["error_feedback"] else 1
         return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products)
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the returned factors, and what owners of slices tell each other."""
 
         def matrix_state(task: MatrixTask, device: torch.device) -> MatrixState:
@@ -160,7 +160,7 @@ class LDAdam(ShardedOptimizer):
         step_matrices(self._matrix_rule(unit, fallback_step(unit, buckets)))
 
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
-        unstepped = self._unstepped if self.opening.counts_on_device(unit) else None
+        unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
         followed = unit.scratch.setdefault("followed", set())
         kept = LowPrecisionSubspaces(self.spec)
         subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, kept, followed, unstepped)

@@ -132,7 +132,7 @@ class MARS(ShardedOptimizer):
         alone = product is not None and steps_in_place(unit, product) is not None
         self.planner.choose_owners(unit, tasks, alone=alone)
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the norms of the corrected gradients."""
         return StepCosts(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
 

@@ -105,7 +105,7 @@ class MKOR(ShardedOptimizer):
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
         """
         self.factor_steps.learn(self.param_groups)
-        self.live.exchange(self.param_groups, self.state)
+        self.group_changes.replace_parameters(self.param_groups, self.state)
         self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
         self.factor_steps.route_captured()
         self.planner.forget()
@@ -181,7 +181,7 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.plan_again(self, self.param_groups)
         return super()._unit()
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: LAMB's norms, the factors, and the vectors of factor steps."""
         tasks = [] if unit.exchange is None else [task for batch in unit.exchange.plan.batches for task in batch.tasks]
         # Two vectors per layer, the number of its tokens and of its failures.

@@ -86,7 +86,7 @@ class GroupChanges:
             return True
         return False
 
-    def exchange(self, groups: Groups, states: States) -> None:
+    def replace_parameters(self, groups: Groups, states: States) -> None:
         """Take sharded parameters for those in whose places they stand, as accelerate puts them there.
 
         Their names, rules and groups stay.
@@ -108,7 +108,7 @@ class GroupChanges:
                 "before; shard the model (accelerate: prepare) before the first step, and load states after it"
             )
         refuse_strangers(owner, found)
-        self._table.exchange(found)
+        self._table.replace_parameters(found)
         self._planner.forget()
 
     def _in_places(self, groups: Groups) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class ParameterTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._warned_of_nameless = False
-        self.exchange({})
+        self.replace_parameters({})
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class ParameterTable:
         for index in range(len(groups)):
             self.add_group(groups, index)
 
-    def exchange(self, found: Mapping[str, Tensor]) -> None:
+    def replace_parameters(self, found: Mapping[str, Tensor]) -> None:
         """Go on with other tensors as the same parameters, by name."""
         self.exchanged = {id(self.parameters[name]): new for name, new in found.items()}
         self.plain = WholeParameters()

@@ -53,7 +53,7 @@ class Planned(Protocol):
     def plan(self, unit: StepUnit) -> None:
         """Plan a unit's own collectives; :meth:`Planner.choose_owners` for its matrices."""
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         """What a step of a planned unit costs."""
 
 
@@ -233,7 +233,7 @@ class Planner:
             self._refuse_other_shapes(unit)
             optimizer.plan(unit)
             self._table.warn_of_nameless()
-            initial = optimizer.work(unit).matrix_state
+            initial = optimizer.step_costs(unit).matrix_state
             refuse_strange(self._spec.identity, unit, self._matrix_states.everything(), initial)
             return self._settings(unit)
 

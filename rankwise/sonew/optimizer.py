@@ -111,7 +111,7 @@ class SONew(ShardedOptimizer):
         by_row = self.options.chain == "row"
         unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the norms of step and graft; "rmsprop" needs those of the gradients before."""
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
         band = self.options.band

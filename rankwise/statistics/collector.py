@@ -125,7 +125,7 @@ class Collector:
         if not exchanged or self.hooks is None:
             return
         source = self._planner.source
-        self.hooks.exchange(exchanged)
+        self.hooks.replace_parameters(exchanged)
         if self.hooks.root is not None:
             source.watch(self.hooks.root)
         if source.alike() != (0, 1):

@@ -108,7 +108,7 @@ class Capture:
             if self.root is not None and self._window is not None:
                 self._handles.append(self.root.register_forward_pre_hook(self._on_window))
 
-    def exchange(self, exchanged: Mapping[int, Tensor]) -> None:
+    def replace_parameters(self, exchanged: Mapping[int, Tensor]) -> None:
         """Go on with other tensors as weights and biases, by the identity of those before; sums stay."""
 
         def now(parameter: Any) -> Any:

@@ -263,7 +263,7 @@ class CheckpointFit:
                         check_shape(spec.identity, key, state, states[state].shape, shapes)
         if spec.structures_of(groups) == spec.structures_of(present):
             for unit in self._planner.units.values():
-                refuse_strange(spec.identity, unit, matrices, optimizer.work(unit).matrix_state)
+                refuse_strange(spec.identity, unit, matrices, optimizer.step_costs(unit).matrix_state)
 
     def _refuse_misfit(
         self, groups: Groups, tensor: Tensor, states: Mapping[str, Any], group: Mapping[str, Any]

@@ -103,7 +103,7 @@ def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
     present = optimizer.matrix_states.everything()
     for unit in optimizer.planned_units:
         if unit.exchange is not None:
-            initial = optimizer.work(unit).matrix_state
+            initial = optimizer.step_costs(unit).matrix_state
             for task in unit.exchange.owned():
                 own = present.get(task.key, {})
                 if fresh := initial_part(unit, task, own, initial):
@@ -119,7 +119,7 @@ def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
     for unit in optimizer.planned_units:
         if unit.exchange is None:
             continue
-        cut_states = optimizer.work(unit).cut_states
+        cut_states = optimizer.step_costs(unit).cut_states
         for task in unit.exchange.owned():
             if task.whole is not None:
                 matrix = unit.slices[task.whole]

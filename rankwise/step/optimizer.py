@@ -66,9 +66,9 @@ class ShardedOptimizer(Optimizer, ABC):
         values: Judges what param groups set.
         undo: Takes steps back whose gradients are not finite.
         planner: Units, owners, and the framework's layout.
-        live: Follows changes of param groups.
+        group_changes: Follows changes of param groups.
         transition: From another optimizer, if there was one.
-        opening: Begins and ends steps.
+        working_tensors: Begins and ends steps.
         saved: Saves and restores.
         reports: What is read of all this.
     """
@@ -87,9 +87,9 @@ class ShardedOptimizer(Optimizer, ABC):
         "values",
         "undo",
         "planner",
-        "live",
+        "group_changes",
         "transition",
-        "opening",
+        "working_tensors",
         "saved",
         "reports",
     )
@@ -108,9 +108,9 @@ class ShardedOptimizer(Optimizer, ABC):
         self.values = GroupValues(spec, self.defaults)
         self.undo = Undo(spec, self.matrix_states, self.health)
         self.planner = Planner(spec, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.live = GroupChanges(spec, self.values, self.table, self.planner, self.matrix_states)
+        self.group_changes = GroupChanges(spec, self.values, self.table, self.planner, self.matrix_states)
         self.transition = Transition()
-        self.opening = WorkingTensors(spec, self.planner, self.transition)
+        self.working_tensors = WorkingTensors(spec, self.planner, self.transition)
         self.saved = SavedStates(spec, self.values, self.table, self.planner, self.matrix_states)
         self.reports = Reports(spec, self.table, self.planner, self.matrix_states, self.health)
         for index, group in enumerate(self.param_groups):
@@ -160,7 +160,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def plan(self, unit: StepUnit) -> None:
         """Plan the unit's own collectives once, with :attr:`planner` the owners of its matrices."""
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""
         return StepCosts()
 
@@ -312,17 +312,17 @@ class ShardedOptimizer(Optimizer, ABC):
             self.planner.source.agree_on_missing(unit.tensors)
         if self._is_warm_up(unit):
             return
-        if self.opening.counts_on_device(unit):
+        if self.working_tensors.counts_on_device(unit):
             self.health.accumulate_on(unit.device)
-        self.opening.refuse_frozen(unit, self.param_groups)
+        self.working_tensors.refuse_frozen(unit, self.param_groups)
         self.undo.settle([unit.key])
         self._before_step(unit)
-        opened = self.opening.open(unit, self.state)
+        opened = self.working_tensors.open(unit, self.state)
         if opened is not None:
             weights, grads = opened
 
             def update(finite: Sequence[Tensor | None]) -> None:
-                buckets = self.opening.buckets(unit, self.state, self.param_groups, weights, finite)
+                buckets = self.working_tensors.buckets(unit, self.state, self.param_groups, weights, finite)
                 with self.transition.ramp(buckets):
                     self._update(unit, buckets)
                 unit.narrow.close()
@@ -331,7 +331,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)
             else:
                 update(grads)
-            self.opening.close(unit, self.state, weights)
+            self.working_tensors.close(unit, self.state, weights)
             if not unit.scratch.get("marked"):
                 self.saved.mark(self.param_groups, self.state, states_too=self.planner.source.missing_alike)
                 unit.scratch["marked"] = True
@@ -348,10 +348,10 @@ class ShardedOptimizer(Optimizer, ABC):
         It is no step then, and leaves no other trace.
         """
         idle = not self.state and self.planner.is_plain and not any(float(g["lr"]) for g in self.param_groups)
-        if not idle or graphs.is_capturing(unit.device) or not self.opening.are_all_zero(unit):
+        if not idle or graphs.is_capturing(unit.device) or not self.working_tensors.are_all_zero(unit):
             return False
-        self.opening.make_states(unit, self.state)
-        initial = self.work(unit).matrix_state
+        self.working_tensors.make_states(unit, self.state)
+        initial = self.step_costs(unit).matrix_state
         for task in unit.exchange.owned() if unit.exchange is not None else ():
             self.matrix_states.obtain(task.key, partial(_as_dict, initial, task, unit.device))
         self.saved.mark(self.param_groups, self.state)
@@ -365,8 +365,8 @@ class ShardedOptimizer(Optimizer, ABC):
         """The unit of this call, planned if it is not."""
         unit = self.planner.find(self.param_groups)
         if unit is None:
-            self.live.exchange(self.param_groups, self.state)
-        if self.live.follow(unit, self.param_groups, self.state) or unit is None:
+            self.group_changes.replace_parameters(self.param_groups, self.state)
+        if self.group_changes.follow(unit, self.param_groups, self.state) or unit is None:
             return self.planner.plan_present(self, self.param_groups)
         # The second visit: by now every group has been planned.
         self.reports.announce_once(self.state)
@@ -390,7 +390,7 @@ class ShardedOptimizer(Optimizer, ABC):
         every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
         """
         self.undo.settle()
-        self.live.exchange(self.param_groups, self.state)
+        self.group_changes.replace_parameters(self.param_groups, self.state)
         result = super().state_dict()
         result["state"] = self.saved.opened(result, self.param_groups, self.state)
         beside = self.saved.beside_torch(self.param_groups, self.state)
@@ -421,7 +421,7 @@ class ShardedOptimizer(Optimizer, ABC):
         Raises:
             ValueError: Another optimizer has written it, or for other parameters; nothing has changed then.
         """
-        self.live.exchange(self.param_groups, self.state)
+        self.group_changes.replace_parameters(self.param_groups, self.state)
         hooks = self._optimizer_load_state_dict_pre_hooks
         state_dict = dict(state_dict)
         for hook in hooks.values():
@@ -517,7 +517,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def explain(self) -> list[Explanation]:
         """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
-        self.live.exchange(self.param_groups, self.state)
+        self.group_changes.replace_parameters(self.param_groups, self.state)
         return self.reports.explain(self.state)
 
     def summary(self) -> str:

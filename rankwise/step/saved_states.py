@@ -142,7 +142,7 @@ class SavedStates:
         present, mesh = self._matrix_states.everything(), self._planner.source.mesh()
         found: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
-            for key, name, whole in whole_states(unit, optimizer.work(unit), present):
+            for key, name, whole in whole_states(unit, optimizer.step_costs(unit), present):
                 found.setdefault(key, {})[name] = cut_evenly(whole, mesh)
         return found
 
@@ -152,7 +152,7 @@ class SavedStates:
             return
         own: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
-            own |= owned_parts(unit, optimizer.work(unit), self._waiting)
+            own |= owned_parts(unit, optimizer.step_costs(unit), self._waiting)
         self._matrix_states.load(own)
         self._waiting = {}
 
@@ -329,7 +329,7 @@ class SavedStates:
         units = list(self._planner.units.values())
         matrix_states = self.carrier.carried(matrix_states)
         for unit in units:
-            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.work(unit).matrix_state)
+            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
         device = next((unit.device for unit in units), torch.device("cpu"))
         self._matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}

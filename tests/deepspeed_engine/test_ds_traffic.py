@@ -63,10 +63,10 @@ def _cell(name: str, stage: int, rank: int, world: int) -> Cell:
         assert estimate(optimizer, world, stage, alignment=2) == ranks
     limit, at_home, matrix_collectives = 0, 0, 0
     for unit in optimizer.planner.units.values():
-        limit += 1 + (unit.halo is not None) + len(optimizer.work(unit).scalars)
+        limit += 1 + (unit.halo is not None) + len(optimizer.step_costs(unit).scalars)
         if unit.exchange is None:
             continue
-        plan, reply = unit.exchange.plan, optimizer.work(unit).reply
+        plan, reply = unit.exchange.plan, optimizer.step_costs(unit).reply
         limit += 2 * len(plan.batches)
         volume = matrix_volume(unit.layout, plan, WireFormat(torch.float32), reply)
         matrix_collectives += volume[rank].collectives

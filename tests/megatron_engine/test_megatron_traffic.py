@@ -110,7 +110,7 @@ def _at_home(inner: Any, unit: Any) -> tuple[int, int]:
         homes = {task: {h for part in task.parts for h in layout.holders[part]} for task in batch.tasks}
         staying.append(replace(batch, tasks=tuple(t for t in batch.tasks if homes[t] == {plan.owners[t.key]})))
     volume = matrix_volume(
-        layout, MatrixPlan(plan.owners, tuple(staying)), WireFormat(torch.float32), inner.work(unit).reply
+        layout, MatrixPlan(plan.owners, tuple(staying)), WireFormat(torch.float32), inner.step_costs(unit).reply
     )
     assert not any(traffic.bytes or traffic.collectives for traffic in volume)
     count = sum(len(batch.tasks) for batch in staying)

@@ -64,7 +64,7 @@ def test_equal_cuts_are_what_their_list_is(world: int) -> None:
         for key in even.shapes:
             assert even.elements(key) == plain.elements(key) and even.first_copy(key) == plain.first_copy(key)
             assert even.gathered(key, world - 1) == plain.gathered(key, world - 1)
-        works = [optimizer.work(one) for one in (unit, listed)]
+        works = [optimizer.step_costs(one) for one in (unit, listed)]
         assert works[0].scalars == works[1].scalars and works[0].periodic == works[1].periodic
         keys = unit.keys("matrix")
         assert sums_volume(even, keys, (1, 2)) == sums_volume(plain, keys, (1, 2))

@@ -48,14 +48,14 @@ class Parts:
         self.matrix_states = MatrixStates()
         self.undo = Undo(self.spec, self.matrix_states, health_of(self.spec))
         self.planner = Planner(self.spec, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.live = GroupChanges(self.spec, self.values, self.table, self.planner, self.matrix_states)
+        self.group_changes = GroupChanges(self.spec, self.values, self.table, self.planner, self.matrix_states)
         for index in range(len(self.groups)):
             self.table.add_group(self.groups, index)
 
     def plan(self, unit: StepUnit) -> None:
         """As an optimizer without collectives of its own."""
 
-    def work(self, unit: StepUnit) -> StepCosts:
+    def step_costs(self, unit: StepUnit) -> StepCosts:
         return StepCosts()
 
 
@@ -109,11 +109,11 @@ def test_a_unit_that_cannot_be_planned_is_not_kept() -> None:
 def test_moved_parameters_are_followed() -> None:
     parts = Parts()
     states: dict[Tensor, dict[str, Any]] = {}
-    parts.live.follow(None, parts.groups, states)
+    parts.group_changes.follow(None, parts.groups, states)
     unit = parts.planner.plan_present(parts, parts.groups)
-    assert not parts.live.follow(unit, parts.groups, states)
+    assert not parts.group_changes.follow(unit, parts.groups, states)
     parts.groups[0]["params"], parts.groups[1]["params"] = [], [parts.weights[1], parts.weights[0]]
-    assert parts.live.follow(parts.planner.find(parts.groups), parts.groups, states)
+    assert parts.group_changes.follow(parts.planner.find(parts.groups), parts.groups, states)
     assert parts.table.catalog["wide"][1] == 1
 
 
