@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from importlib.util import find_spec
 
-__all__ = ["accept_cpu", "forget_accelerate"]
+from cpu_deepspeed import choose_cpu
+
+__all__ = ["accept_cpu", "forget_accelerate", "import_before_forking"]
+
+
+def import_before_forking() -> None:
+    """What accelerate imports to prepare a model, DeepSpeed too if it is there: once, and not in every rank."""
+    if find_spec("deepspeed") is not None:
+        choose_cpu()
+        import_module("deepspeed")
 
 
 def accept_cpu() -> None:

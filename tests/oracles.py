@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.mars.formulas import MatrixVariant, correction_factor, orthogonal_direction
+from rankwise.mars.formulas import correction_factor
 from rankwise.sonew.banded import check_chain, check_edges
 from rankwise.updates.adamw import Scalar
 
@@ -64,44 +64,6 @@ def lion_update(clipped: Tensor, exp_avg: Tensor, beta1: float) -> tuple[Tensor,
     """
     exp_avg = momentum_update(clipped, exp_avg, beta1)
     return exp_avg, exp_avg.sign()
-
-
-def orthogonal_update(
-    clipped: Tensor,
-    exp_avg: Tensor,
-    variant: MatrixVariant,
-    rows: int,
-    cols: int,
-    *,
-    beta1: float,
-    eps: float | None = None,
-    ns_steps: int = 5,
-    ns_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""MARS-Shampoo and MARS-M on whole matrices: momentum, then :func:`orthogonal_direction`.
-
-    Args:
-        clipped: :math:`\tilde c` (..., m, n).
-        exp_avg: Momentum (..., m, n) before the step.
-        variant: As for :func:`orthogonal_direction`, like the rest.
-        rows: Rows of the logical matrix.
-        cols: Columns of the logical matrix.
-        beta1: Decay rate of the momentum.
-        eps: Added to the Frobenius norm, or ``None``.
-        ns_steps: Newton-Schulz iterations.
-        ns_dtype: Type of their products.
-
-    Returns:
-        New momentum and the direction.
-
-    Raises:
-        ValueError: As :func:`orthogonal_direction`.
-    """
-    exp_avg = momentum_update(clipped, exp_avg, beta1)
-    direction = orthogonal_direction(
-        exp_avg, variant, rows, cols, beta1=beta1, eps=eps, ns_steps=ns_steps, ns_dtype=ns_dtype
-    )
-    return exp_avg, direction
 
 
 def one_sided_l1_damping(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,12 @@ from torch import nn
 
 from benchmarks import communication
 from benchmarks.communication import FlatPiece, Waits, measure_communication
-from benchmarks.contenders import OURS, others, selected
-from benchmarks.host import calls_of, host_times
+from benchmarks.contenders import OURS, selected
+from benchmarks.host import calls_of
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.orthogonality import measure_errors, measure_times, newton_schulz_page
 from benchmarks.performance import performance_page
 from benchmarks.products import measure_products, products_of
-from benchmarks.step import environment, measure, merged
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -130,14 +126,6 @@ def test_communication_of_real_ranks(tmp_path: Path) -> None:
 # --- the host's share ------------------------------------------------------------------------------------------------
 
 
-def test_host_times_beside_adamws() -> None:
-    names = ["MARS-AdamW", "MKOR", "MKOR, factor step"]
-    rows = host_times(10, 2, set(names))
-    assert [row["name"] for row in rows] == names
-    assert all(0.0 < row["few_seconds"] and 0.0 < row["ratio"] < 50.0 for row in rows)
-    assert performance_page(rows).count("## The host's share, 10 matrices of 16 x 16") == 1
-
-
 # Calls of functions for every further tensor, and for every further shard of one.
 CALLS = {
     "MARS-AdamW": (61, 0),
@@ -156,119 +144,6 @@ def test_the_host_calls_no_more_functions_than_this(name: str) -> None:
     pytest.importorskip("triton")
     further = [(calls_of(name, 120, shards) - calls_of(name, 20, shards)) / 100 for shards in (False, True)]
     assert further[0] <= CALLS[name][0] + 3 and further[1] <= CALLS[name][1] + 3, further
-
-
-# --- contenders ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_apex: None) -> Path:
-    """NVIDIA's apex as far as it is called; its compiled module is yet to be made."""
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").touch()
-    source = (
-        "import torch\nclass FusedAdam(torch.optim.AdamW):\n    def __init__(self, params, adam_w_mode, **options):\n"
-    )
-    source += "        assert adam_w_mode\n        super().__init__(params, **options)\n"
-    (tmp_path / "apex" / "optimizers.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-def test_apex_is_timed_where_it_can_run(fake_apex: Path) -> None:
-    assert len(others(CPU)) == 1 and "apex" not in sys.modules
-    assert len(others(CUDA)) == 1, "without its kernels it fails when called"
-    (fake_apex / "amp_C.py").touch()
-    assert len(others(CPU)) == 1
-    muon, fused = others(CUDA)
-    model = nn.Linear(3, 2)
-    optimizer = fused.build(model)
-    assert type(optimizer).__module__ == "apex.optimizers" and fused.bytes_per_parameter == 28.0
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    assert optimizer.param_groups[0]["weight_decay"] == torch.optim.AdamW(model.parameters()).defaults["weight_decay"]
-
-
-def test_without_apex_there_is_torchs_muon() -> None:
-    assert [contender.name for contender in others(CUDA)] == ["Muon (torch), linear weights only"]
-
-
-def test_types_are_chosen_by_name() -> None:
-    assert selected(OURS, ()) == list(OURS)
-    assert [contender.name for contender in selected(OURS, ["MKOR", "MARS-M"])] == ["MKOR", "MARS-M"]
-    with pytest.raises(ValueError, match="no type 'SONew' here; there are: MARS-AdamW; .*SONew, tridiagonal"):
-        selected(OURS, ["MKOR", "SONew"])
-
-
-# --- rows and the page -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def row() -> dict[str, Any]:
-    """A real one, of a step on this machine."""
-    (found,) = measure("tiny", CPU, 3, ["MARS-AdamW"])
-    return {**found, "model": "tiny", **environment(CPU)}
-
-
-def test_rows_say_what_they_depend_on(row: dict[str, Any]) -> None:
-    assert row["device_type"] == "cpu" and row["torch"] == torch.__version__ and row["peak_bytes"] == 0
-    assert bool(row["triton"]) == (importlib.util.find_spec("triton") is not None)
-    assert row["host_seconds"] == row["seconds"] and row["adamw_host_seconds"] == row["adamw_seconds"] > 0.0
-    assert row["adamw_peak_bytes"] == 0
-
-
-def on_cuda(row: dict[str, Any]) -> dict[str, Any]:
-    count = row["parameters"]
-    times = {"seconds": 4e-3, "host_seconds": 1.5e-3, "peak_bytes": 2 * count}
-    baseline = {"adamw_seconds": 2e-3, "adamw_host_seconds": 0.5e-3, "adamw_peak_bytes": count}
-    where = {"device": "A device", "device_type": "cuda", "torch": "2.99", "triton": "3.77", "date": "2030-01-02"}
-    return {**row, **times, **baseline, **where}
-
-
-def test_a_page_of_a_cpu_has_no_columns_of_a_gpu(row: dict[str, Any]) -> None:
-    page = performance_page([row])
-    assert "host ms" not in page and "*Peak*" not in page
-    assert f"torch {torch.__version__}" in page and row["date"] in page and row["device"] in page
-
-
-def test_a_page_of_a_gpu_keeps_host_time_and_memory_apart(row: dict[str, Any]) -> None:
-    page = performance_page([on_cuda(row)])
-    assert "A device, 1 thread, torch 2.99, triton 3.77, 2030-01-02; " in page
-    assert "fused AdamW 2.0 ms, host 0.5 ms, peak 1.00 bytes per parameter" in page
-    assert "| type | ms | over fused AdamW | floor | host ms | peak, bytes per parameter | state," in page
-    floor = f"{row['ratio']:.2f} | {row['floor_ratio']:.2f}"
-    assert f"| MARS-AdamW | 4.0 | {floor} | 1.5 | 2.00 | {row['state_bytes'] / row['parameters']:.2f} |" in page
-
-
-def test_rows_of_several_days_say_so(row: dict[str, Any]) -> None:
-    assert f"{row['date']} / 2030-01-02; " in performance_page([row, {**row, "date": "2030-01-02"}])
-
-
-def test_rows_from_before_there_were_versions_are_read(row: dict[str, Any]) -> None:
-    later = ("triton", "device_type", "adamw_host_seconds", "adamw_peak_bytes")
-    page = performance_page([{key: value for key, value in row.items() if key not in later}])
-    assert "| MARS-AdamW |" in page and "triton 3" not in page
-
-
-def communicated(row: dict[str, Any], ranks: int) -> dict[str, Any]:
-    waits = {"seconds": 0.2, "host_seconds": 0.15, "waited_seconds": 0.05, "most_waited_seconds": 0.06, "waits": 3.5}
-    kept = ("name", "model", "device", "device_type", "threads", "torch", "date", "parameters")
-    return {**{key: row[key] for key in kept}, **waits, "ranks": ranks, "peak_bytes": 0}
-
-
-def test_exposed_communication_has_sections_of_its_own(row: dict[str, Any]) -> None:
-    page = performance_page([communicated(row, 2), row, communicated(row, 4)])
-    assert page.index("Optimizer step alone, tiny") < page.index("tiny on 2 ranks") < page.index("tiny on 4 ranks")
-    assert page.count("| MARS-AdamW | 200 | 150 | 50.0 | 60.0 | 25% | 3.5 |") == 2
-    assert page.count("processes of one machine") == 2 and "stands still" not in page
-    assert "stands still" in performance_page([communicated(on_cuda(row), 2)])
-
-
-def test_rows_replace_those_of_the_same_measurement(row: dict[str, Any], tmp_path: Path) -> None:
-    output = tmp_path / "rows.json"
-    for new in (row, communicated(row, 2), communicated(row, 4), {**row, "seconds": 1.0}):
-        output.write_text(json.dumps(merged(output, new)))
-    assert [found.get("ranks") for found in json.loads(output.read_text())] == [2, 4, None]
-    assert json.loads(output.read_text())[-1]["seconds"] == 1.0
 
 
 def test_the_page_of_newton_schulz_has_every_set_form_and_shape() -> None:

@@ -1,11 +1,9 @@
-"""The experiments behind docs/evidence.md: the search, the verdicts, the rivals, and that rows can be had again."""
+"""The experiments behind docs/evidence.md: sessions, the verdicts, the rivals, and that rows can be had again."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +15,18 @@ from benchmarks.convergence import session, tasks
 from benchmarks.convergence.commands import app
 from benchmarks.convergence.defaults import DEFAULTS, Default, defaults_section
 from benchmarks.convergence.experiment import Claim, Contender, Experiment, Run
-from benchmarks.convergence.experiments import CHECK, EXPERIMENTS, chosen
+from benchmarks.convergence.experiments import CHECK, EXPERIMENTS
 from benchmarks.convergence.optimizers import OPTIMIZERS
 from benchmarks.convergence.page import decided, evidence_page
 from benchmarks.convergence.results import Results
-from benchmarks.convergence.runner import schedule, train
-from benchmarks.convergence.search import best_trial, final_runs, next_exponent, next_run
-from benchmarks.convergence.tasks import make_task
+from benchmarks.convergence.runner import train
+from benchmarks.convergence.search import best_trial, final_runs, next_run
 from benchmarks.convergence.verdicts import _T, Difference, mean_interval, verdict
 from benchmarks.convergence.whole_page import page_text
 from rankwise.launch.data import Corpus
 from rankwise.names import BY_SPELLING
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-
-# --- the search ------------------------------------------------------------------------------------------------------
-
-
-def searched(loss: Callable[[int], float], trials: int = 5) -> dict[int, float]:
-    found: dict[int, float] = {}
-    while (exponent := next_exponent(found, trials)) is not None:
-        assert exponent not in found and len(found) < 30
-        found[exponent] = loss(exponent)
-    return found
-
-
-@pytest.mark.parametrize("best", [-7, -2, -1, 0, 1, 2, 5])
-def test_the_best_rate_ends_up_inside_the_grid(best: int) -> None:
-    found = searched(lambda exponent: abs(exponent - best - 0.1))
-    assert min(found) < best < max(found) and min(found, key=found.__getitem__) == best
-    assert len(found) == max(5, abs(best) + 3)
-
-
-def test_everybody_has_as_many_trials_and_the_last_widen_the_better_side() -> None:
-    assert sorted(searched(lambda exponent: abs(exponent) * (9.0 if exponent > 0 else 1.0))) == [-3, -2, -1, 0, 1]
-    assert sorted(searched(lambda exponent: float(exponent**2), trials=3)) == [-1, 0, 1]
-
-
-def test_rates_that_diverge_send_the_search_down() -> None:
-    found = searched(lambda exponent: math.inf if exponent > -3 else -float(exponent))
-    assert min(found, key=found.__getitem__) == -3 and min(found) == -4
-
 
 # --- results and their order -----------------------------------------------------------------------------------------
 
@@ -109,15 +78,6 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert said("--contender", "Adam", "--again").count("recorded 1.0") == 2 and said("--contender", "Adam") == ""
 
 
-def test_a_row_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "train", fake)
-    whole = done(tmp_path)
-    file = tmp_path / "E0.jsonl"
-    file.write_text(file.read_text()[:-20])
-    assert done(tmp_path) == whole[-1:]
-    assert [json.loads(line)["run"]["seed"] for line in file.read_text().splitlines()][-1] == 2
-
-
 def test_the_best_trial_is_run_with_fresh_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "train", fake)
     results = Results(tmp_path)
@@ -136,27 +96,6 @@ def test_the_best_trial_is_run_with_fresh_seeds(tmp_path: Path, monkeypatch: pyt
     page = evidence_page([CHECK], results_with_bytes(results))
     assert "SONew, band 1 against Adam | +0.0000 ± 0.0000 (+0.0 %) | 0.0203 | **does not hold** |" in page
     assert "Missing" not in page and "not run yet" in evidence_page([CHECK], Results(tmp_path / "none"))
-
-
-def test_a_trial_of_several_seeds_is_their_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "train", fake)
-    experiment = dataclasses.replace(CHECK, trial_seeds=(0, 4), contenders=CHECK.contenders[:1])
-    assert len(done(tmp_path, experiment)) == 4 * 2 + 2
-    best = best_trial(experiment, experiment.contenders[0], Results(tmp_path))
-    assert best is not None and best.exponent == 1 and best.figure == pytest.approx(1.02)
-    assert session.missing_runs(experiment, Results(tmp_path / "none")) == (3 * 2, 1)
-    assert done(tmp_path, dataclasses.replace(experiment, trial_seeds=(0,))) == [], "what is there is taken"
-
-
-def test_a_lowered_rate_is_never_below_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "train", fake)
-    done(tmp_path, CHECK)
-    adam, found = CHECK.contenders[0], Results(tmp_path)
-    best = best_trial(CHECK, adam, found)
-    for halvings, exponent in ((0, 1), (1, 0), (2, -1), (5, -1)):
-        lowered = best_trial(CHECK, dataclasses.replace(adam, halvings=halvings), found)
-        assert best is not None and lowered is not None and lowered.exponent == exponent
-        assert (lowered.figure > best.figure) == (halvings > 0), "the figure is of the lowered rate"
 
 
 def results_with_bytes(results: Results) -> Results:
@@ -186,14 +125,6 @@ def test_experiments_are_fair_and_complete(experiment: Experiment) -> None:
     assert not {*experiment.trial_seeds} & {*experiment.seeds}
 
 
-def test_experiments_are_chosen_by_name() -> None:
-    assert [one.name for one in chosen("e2, E1")] == ["E2", "E1"] and chosen("") == list(EXPERIMENTS.values())
-    with pytest.raises(ValueError, match="no experiment 'E9'; there are: E1"):
-        chosen("E9")
-    with pytest.raises(ValueError, match="no contender 'SONew' in E0; there are: Adam; SONew, band 1"):
-        CHECK.contender("SONew")
-
-
 def small(task: dict[str, Any]) -> dict[str, Any]:
     """The same kind of task, in milliseconds."""
     if task["kind"] == "autoencoder":
@@ -215,34 +146,6 @@ def test_every_contender_takes_steps(experiment: Experiment, monkeypatch: pytest
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_schedule_rises_and_ends_at_zero() -> None:
-    rates = [schedule(step, 200) for step in range(200)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)]) and max(rates) == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.0 < rates[-1] < 1e-3
-
-
-def test_a_seed_decides_weights_and_order_for_everybody() -> None:
-    def first_losses(seed: int) -> list[float]:
-        task = make_task(CHECK.task, seed)
-        return [float(task.gradient(step)) for step in range(25)]
-
-    assert first_losses(1) == first_losses(1) != first_losses(2)
-
-
-def test_mkor_h_hears_of_the_loss_and_its_switch_is_recorded() -> None:
-    options = {"backend": "sgd", "hybrid": True, "hybrid_min_steps": 10, "hybrid_patience": 2, "hybrid_beta": 0.9}
-    row = train(Run(CHECK.task, "mkor", options, 1e-2, 60, 0))
-    assert 10 <= row["switched_at"] < 60
-    assert "switched_at" not in train(Run(CHECK.task, "mkor", {"backend": "sgd"}, 1e-2, 3, 0))
-
-
-def test_an_order_of_images_is_not_gone_through_twice() -> None:
-    task = make_task(CHECK.task, 0)
-    task.gradient(0)
-    with pytest.raises(ValueError, match="step 2 comes after 0"):
-        task.gradient(2)
 
 
 def test_a_run_that_diverges_is_a_row_too(tmp_path: Path) -> None:

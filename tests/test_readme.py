@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,11 +32,18 @@ def run(folder: Path, *command: str) -> str:
     return found.stdout + found.stderr
 
 
+def _executed(rank: int, world: int, folder: Path, section: str) -> bool:
+    (code,) = snippets(section, "python")
+    os.chdir(folder)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
+    exec(compile(code, section, "exec"), {"__name__": "__main__"})
+    return True
+
+
 @pytest.mark.parametrize("section", ["Hugging Face's Trainer", "Plain PyTorch"])
 def test_python_runs_as_it_stands(section: str, tmp_path: Path) -> None:
-    (code,) = snippets(section, "python")
-    (tmp_path / "script.py").write_text(code)
-    run(tmp_path, sys.executable, "script.py")
+    """Forked, so that nothing is imported once more."""
+    assert run_ranks(1, _executed, tmp_path, section) == [True]
 
 
 @pytest.mark.slow
@@ -96,8 +105,6 @@ def _own_loop(folder: Path) -> tuple[str, int]:
 def test_the_megatron_loop_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     monkeypatch.syspath_prepend(str(ROOT / "tests/megatron_engine"))
-    from ranks import run_ranks
-
     assert run_ranks(1, lambda rank, world: _own_loop(tmp_path)) == [("LDAdam", 1)]
 
 

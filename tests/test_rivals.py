@@ -11,7 +11,7 @@ from torch import nn
 
 import rankwise
 from benchmarks.convergence.optimizers import make_optimizer
-from benchmarks.convergence.rivals import APOLLO, KFAC, LAMB, Eva, GaLore, Lion
+from benchmarks.convergence.rivals import APOLLO, KFAC, Eva, GaLore, Lion
 from benchmarks.convergence.rivals.low_rank import equal_rank
 
 
@@ -31,26 +31,6 @@ def stepped(model: nn.Module, optimizer: Any, found: list[list[torch.Tensor]]) -
 def matrix() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(6, 10, bias=False)
-
-
-def test_lamb_is_the_backend_of_mkor() -> None:
-    torch.manual_seed(0)
-    pair = [nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 4, bias=False)) for _ in range(2)]
-    pair[1].load_state_dict(pair[0].state_dict())
-    for model in pair:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    theirs = rankwise.MKOR(list(pair[0].named_parameters()), backend="lamb", exclude=["1.*"], **options)
-    theirs.capture(pair[0])
-    found = gradients(pair[0], 4)
-    ours = stepped(pair[1], LAMB(pair[1].parameters(), **options), found)
-    for grads in found:
-        pair[0](torch.ones(1, 6)).sum().backward()
-        for parameter, grad in zip(pair[0].parameters(), grads, strict=True):
-            parameter.grad = grad.clone()
-        theirs.step()
-    torch.testing.assert_close(pair[0][1].weight.detach(), ours[1], rtol=1e-5, atol=1e-7)
 
 
 def test_lion_is_mars_lion_with_its_constants_translated() -> None:

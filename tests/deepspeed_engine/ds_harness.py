@@ -52,6 +52,9 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 """Every JSON type. MKOR-H switches at step 6, so that both of its halves run."""
 
+KINDS = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR-H")
+"""A type for each kind of states and messages; the others differ in formulas alone."""
+
 SONEW_DEFAULTS = {"lr": 5e-3}
 ELEMENT_WISE = ("MARS", "MARS-AdamW", "MARS-Lion", "SONew")
 REFERENCE = "AdamW"
@@ -164,15 +167,19 @@ class Job:
         return config
 
 
-def jobs(**common: Any) -> list[Job]:
+def jobs(names: Iterable[str] = TYPES, **common: Any) -> list[Job]:
     """One job per JSON type, and AdamW last."""
-    table = {**TYPES, REFERENCE: REFERENCE_PARAMS}
-    return [Job(name, params, **common) for name, params in table.items()]
+    return [*ours(names, **common), Job(REFERENCE, REFERENCE_PARAMS, **common)]
 
 
-def ours(**common: Any) -> list[Job]:
+def ours(names: Iterable[str] = TYPES, **common: Any) -> list[Job]:
     """One job per JSON type."""
-    return jobs(**common)[:-1]
+    return [Job(name, TYPES[name], **common) for name in names]
+
+
+def at_stage(job: Job, stage: int) -> Job:
+    """The job under a ZeRO stage."""
+    return replace(job, config={**job.config, "zero_optimization": {"stage": stage}})
 
 
 def model_of(job: Job) -> Net:
@@ -567,16 +574,18 @@ def _response_of_type(name: str) -> float:
     return cut_response(Job(name, TYPES[name]))
 
 
-def allowed_errors(adamw: float) -> dict[str, float]:
-    """How far each type may end from one process, or from itself on another layout, in fp32.
+def too_far(errors: Mapping[str, float], adamw: float) -> dict[str, float]:
+    """Of how far each type ends from one process, or from itself on another layout, in fp32, what is not allowed.
 
     Ten times AdamW's distance between the same two runs, which one weight decides, or what rounding does to the type's
     own rule on this processor, if that is more.
 
     Args:
+        errors: By type.
         adamw: AdamW's distance.
     """
-    return {name: 10.0 * max(adamw, _response_of_type(name)) for name in TYPES}
+    far = {name: error for name, error in errors.items() if not error <= 10.0 * adamw}
+    return {name: error for name, error in far.items() if not error <= 10.0 * _response_of_type(name)}
 
 
 def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:

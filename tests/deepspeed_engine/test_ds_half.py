@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import deepspeed
@@ -10,10 +11,12 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from ds_harness import (
+    KINDS,
     STEPS,
     TYPES,
     Job,
     Record,
+    at_stage,
     digest,
     engine_of,
     first_statistics,
@@ -27,13 +30,12 @@ from ranks import run_ranks
 
 from rankwise.options.validation import OptionError
 
-SKIPPED = (0, 4)
+STEPS_HERE, SKIPPED = 7, (0, 4)
 
 
 def train_with_overflows(rank: int, world: int, job: Job, stage: int, overflows: bool) -> tuple[str, float, int, int]:
     """Train; before some of the steps, offer one whose gradients are infinite."""
-    job = replace(job, config={**job.config, "zero_optimization": {"stage": stage}})
-    engine = engine_of(job, world)
+    engine = engine_of(at_stage(job, stage), world)
     optimizer = engine.basic_optimizer
     kept = 0
     for step in range(job.steps):
@@ -51,19 +53,22 @@ def train_with_overflows(rank: int, world: int, job: Job, stage: int, overflows:
     return found, switched, kept, engine.global_steps
 
 
-def overflow_main(rank: int, world: int, stage: int) -> dict[str, list[tuple[str, float, int, int]]]:
+def overflow_main(
+    rank: int, world: int, stage: int, names: Sequence[str]
+) -> dict[str, list[tuple[str, float, int, int]]]:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed("gloo")
     table = {}
-    for job in ours(dtype=torch.float16):
+    for job in ours(names, dtype=torch.float16, steps=STEPS_HERE):
         table[job.name] = [train_with_overflows(rank, world, job, stage, flag) for flag in (False, True)]
     return table
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overflow_steps_leave_no_trace(stage: int) -> None:
-    for table in run_ranks(2, overflow_main, stage):
+@pytest.mark.parametrize(("stage", "names"), [(1, KINDS[1::2]), (2, tuple(TYPES)), (3, KINDS)])
+def test_overflow_steps_leave_no_trace(stage: int, names: Sequence[str]) -> None:
+    for table in run_ranks(2, overflow_main, stage, names):
+        assert table.keys() == set(names)
         for name, (clean, interrupted) in table.items():
             assert interrupted[2] == len(SKIPPED)
             assert interrupted[:2] == clean[:2], f"{name}: the run with skipped steps ended elsewhere"

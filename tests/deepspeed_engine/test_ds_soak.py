@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import soak as soaking
-from benchmarks.soak import Start, final_weights, planned, soak
+from benchmarks.soak import Start, final_weights, soak
 from benchmarks.soak_page import condensed, faults, losses, soak_section
 from benchmarks.soak_rank import Segment, live
 
@@ -72,15 +72,6 @@ def test_a_disturbed_run_follows_the_undisturbed(tmp_path: Path, monkeypatch: py
     assert "| kills; clean ends | 1; 2 |" in page and f"Loss, {kind}:" in page
 
 
-def test_faults_are_drawn_alike_and_saves_are_hit() -> None:
-    starts = planned("disturbed", 5000, 27, 0)
-    assert starts == planned("disturbed", 5000, 27, 0) != planned("disturbed", 5000, 27, 1)
-    assert starts[0].world == starts[-1].world == 4 and starts[-1] == Start(4, 5000, kill=False)
-    assert {start.world for start in starts} == {1, 2, 3, 4}
-    assert sum(start.kill and start.until % 50 == 0 for start in starts) >= 9
-    assert [start.until for start in starts] == sorted({start.until for start in starts})
-
-
 def _counts(step: int, segment: int = 0, resident: int = 0, state: int = 8, **more: int) -> dict[str, Any]:
     counts = dict.fromkeys(("units", "index tables", "entries of units", "module hooks", "states"), 1)
     counts |= dict.fromkeys(("matrix states", "tensors", "objects"), 1)
@@ -103,14 +94,3 @@ def test_what_grows_is_found() -> None:
     assert faults(interrupted) == faults(condensed(interrupted)) == [], "two processes are not compared"
     (other,) = faults([_counts(50), _counts(100, segment=1, state=12)])
     assert other == "MKOR on 4 ranks: rank 0 held [8, 12] bytes of state"
-
-
-def test_time_in_which_everything_was_suspended_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter((0.0, 0.5, 1.0, 5000.0, 5000.1))
-    monkeypatch.setattr(soaking.time, "monotonic", lambda: next(times))
-    watch = soaking._Watch()
-    for _ in range(3):
-        watch.see(-1)
-    assert watch.silence == 2.0
-    watch.see(0)
-    assert watch.silence == 0.0

@@ -92,7 +92,7 @@ def _all(rank: int, world: int) -> dict[tuple[str, int], Cell]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_bytes_and_collectives_are_those_of_the_plan(world: int) -> None:
     ranks = run_ranks(world, _all)
     for name, stage in ranks[0]:

@@ -58,7 +58,7 @@ def check_replay(job: ds.Job, ranks: list[ds.Record]) -> None:
 def test_zero_settings(variant: str) -> None:
     small = variant == "small_sub_groups"
     # Sub-groups are stepped one by one, so MKOR takes a bias along only if it is in its weight's sub-group.
-    cell = ds.ours(steps=STEPS, split=small)
+    cell = ds.ours(ds.KINDS, steps=STEPS, split=small)
     for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, ZERO[variant][0]), strict=True):
         check_replay(job, ranks)
         calls = {count for record in ranks for count in record.calls}
@@ -91,7 +91,7 @@ def test_rates_and_decay(stage: int) -> None:
 @pytest.mark.parametrize("stage", marked({0: False, 1: True, 3: False}))
 def test_autocast(stage: int) -> None:
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    cell = ds.ours(steps=STEPS, config=config)
+    cell = ds.ours(ds.KINDS, steps=STEPS, config=config)
     for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
         check_replay(job, ranks)
 
@@ -163,7 +163,7 @@ def expected_matrices(job: ds.Job) -> int:
 @pytest.mark.parametrize("split", marked({False: True, True: False}))
 def test_zero_init_routes_by_logical_shape(split: bool) -> None:
     # Under zero.Init every parameter is an empty placeholder when the optimizer is built.
-    cell = ds.ours(steps=STEPS, zero_init=True, split=split)
+    cell = ds.ours(ds.KINDS, steps=STEPS, zero_init=True, split=split)
     for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": 3}), strict=True):
         assert ranks[0].matrices == expected_matrices(job), job.name
         check_replay(job, ranks)
@@ -171,7 +171,7 @@ def test_zero_init_routes_by_logical_shape(split: bool) -> None:
 
 @pytest.mark.parametrize("stage", marked({0: True, 1: True, 3: False}))
 def test_two_param_groups(stage: int) -> None:
-    cell = ds.ours(steps=STEPS, split=True)
+    cell = ds.ours(ds.KINDS, steps=STEPS, split=True)
     for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
         check_replay(job, ranks)
         lrs = ranks[0].lrs[0]
@@ -223,7 +223,7 @@ def test_mkor_with_recomputed_activations(stage: int) -> None:
 @pytest.mark.parametrize("stage", marked({0: True, 1: False, 2: True, 3: False}))
 def test_warmup_from_zero(stage: int) -> None:
     # DeepSpeed's warm-up starts at lr 0: the first step must move the states and not the weights.
-    cell = ds.ours(steps=STEPS, config=WARMUP)
+    cell = ds.ours(ds.KINDS, steps=STEPS, config=WARMUP)
     for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
         rates = [step["up.weight"] for step in ranks[0].lrs]
         assert rates[0] == 0.0 and 0.0 < rates[-2] < rates[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,16 +12,24 @@ from simulated import CASES, LAYOUTS, Framework, reference, run_of, whole_key, w
 
 F64, F32 = torch.float64, torch.float32
 STEPS = 6  # two of which move MKOR's factors
+Names, Cells = tuple[str, ...], dict[tuple[int, torch.dtype], tuple[str, ...]]
 # The sharper type everywhere, the other one where all is cut; what tensor parallelism cuts at two and at four ranks,
 # where copies and pieces of shards come in, the rest at up to three.
 CUT = tuple(layout for layout in LAYOUTS if not layout.startswith("tensor"))
-CELLS: dict[tuple[int, torch.dtype], tuple[str, ...]] = {
+CELLS: Cells = {
     (2, F64): LAYOUTS,
     (3, F64): CUT,
     (4, F64): ("cut", "tensor", "tensor_copies"),
     (2, F32): ("cut",),
 }
-WHOLE = dict.fromkeys([(1, F64), (3, F64), (4, F64), (2, F32), (3, F32)], LAYOUTS)
+WHOLE: Cells = dict.fromkeys([(1, F64), (2, F64), (3, F64), (4, F64), (2, F32), (3, F32)], LAYOUTS)
+# One for each kind of states and messages; what differs from them in formulas alone follows where all is cut.
+KINDS = (
+    *("mars-adamw", "mars-muon", "mars-shampoo-rms", "sonew-1-row-adam", "sonew-4-tensor-rmsprop"),
+    *("ldadam-ef", "ldadam-plain", "mkor-official-adamw", "mkor-one-sided"),
+)
+OTHERS = tuple(case for case in CASES if case not in KINDS)
+FEW: Cells = {(2, F64): ("tensor",), (3, F64): ("cut",)}
 
 
 class Outcome(NamedTuple):
@@ -32,8 +39,8 @@ class Outcome(NamedTuple):
     misplaced: list[str]
 
 
-def _follow(rank: int, world: int, dtype: torch.dtype, layouts: Sequence[str]) -> dict[tuple[str, str], Outcome]:
-    return {(case, layout): _run(case, layout, rank, world, dtype) for case in CASES for layout in layouts}
+def _follow(rank: int, world: int, dtype: torch.dtype, layouts: Names, cases: Names) -> dict[tuple[str, str], Outcome]:
+    return {(case, layout): _run(case, layout, rank, world, dtype) for case in cases for layout in layouts}
 
 
 def _run(case: str, layout: str, rank: int, world: int, dtype: torch.dtype) -> Outcome:
@@ -52,28 +59,33 @@ def _run(case: str, layout: str, rank: int, world: int, dtype: torch.dtype) -> O
 
 
 @functools.cache
-def _outcomes(world: int, dtype: torch.dtype, layouts: tuple[str, ...]) -> list[dict[tuple[str, str], Outcome]]:
-    for case in CASES:
+def _outcomes(world: int, dtype: torch.dtype, layouts: Names, cases: Names) -> list[dict[tuple[str, str], Outcome]]:
+    for case in cases:
         reference(case, dtype, STEPS)  # before the fork, so that no rank computes it
-    return [_follow(0, 1, dtype, layouts)] if world == 1 else run_ranks(world, _follow, dtype, layouts)
+    return [_follow(0, 1, dtype, layouts, cases)] if world == 1 else run_ranks(world, _follow, dtype, layouts, cases)
 
 
-def _cells(table: Mapping[tuple[int, torch.dtype], tuple[str, ...]], marks: Any = ()) -> list[Any]:
+def _cells(table: Cells, cases: Names, marks: Any = ()) -> list[Any]:
     return [
         pytest.param(
-            world, dtype, layouts, layout, marks=marks, id=f"{world}-{str(dtype).removeprefix('torch.')}-{layout}"
+            *(world, dtype, layouts, cases, layout, case),
+            marks=marks,
+            id=f"{world}-{str(dtype).removeprefix('torch.')}-{layout}-{case}",
         )
         for (world, dtype), layouts in table.items()
         for layout in layouts
+        for case in cases
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("world", "dtype", "layouts", "layout"), [*_cells(CELLS), *_cells(WHOLE, pytest.mark.exhaustive)]
+    ("world", "dtype", "layouts", "cases", "layout", "case"),
+    [*_cells(CELLS, KINDS), *_cells(FEW, OTHERS), *_cells(WHOLE, tuple(CASES), pytest.mark.exhaustive)],
 )
-def test_follows_one_process(world: int, dtype: torch.dtype, layouts: tuple[str, ...], layout: str, case: str) -> None:
-    outcomes = [outcome[case, layout] for outcome in _outcomes(world, dtype, layouts)]
+def test_follows_one_process(
+    world: int, dtype: torch.dtype, layouts: Names, cases: Names, layout: str, case: str
+) -> None:
+    outcomes = [outcome[case, layout] for outcome in _outcomes(world, dtype, layouts, cases)]
     bound = 1e-10 if dtype is F64 else 1e-6 if CASES[case].element_wise else 1e-5
     assert max(outcome.error for outcome in outcomes) <= bound
     # Matrix states exist on their owner alone.

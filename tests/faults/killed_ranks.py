@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -46,7 +46,7 @@ class Kill:
 def job_of(name: str, stage: int) -> ds.Job:
     """The usual job of a type at a ZeRO stage."""
     job = next(job for job in ds.jobs() if job.name == name)
-    return replace(job, config={**job.config, "zero_optimization": {"stage": stage}})
+    return ds.at_stage(job, stage)
 
 
 def _die_at(engine: Any, event: str, saved: int) -> None:

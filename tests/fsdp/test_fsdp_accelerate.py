@@ -12,10 +12,17 @@ from ranks import run_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 pytest.importorskip("accelerate")
+from accelerate_on_cpu import import_before_forking
 from hugging_face import CLASSES, MODELS, OURS, Accelerated, Weights, alone, difference
 
 STEPS = 4
 Cell = tuple[str, str]
+pytestmark = pytest.mark.usefixtures("_import")
+
+
+@pytest.fixture(scope="module")
+def _import() -> None:
+    import_before_forking()
 
 
 def _trained(rank: int, world: int, cells: list[Cell], dtype: torch.dtype, how: dict[str, Any]) -> dict[Cell, Weights]:

@@ -17,7 +17,7 @@ from megatron_patches.cpu import cpu_megatron
 
 __all__ = ["AFTER", "BEFORE", "Job", "resume", "save", "went_on"]
 
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 3, 2
 Job = tuple[str, Cell]
 
 

@@ -55,12 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("megatron")
 
 
-# Element states in two ways to cut them, matrix states everywhere; the whole grid is exhaustive.
-OTHERS = [*(name for name in TYPES if name != "ldadam"), "ldadam-narrow", "sonew-narrow"]
-USUAL = [("ldadam", label) for label in SAME] + [
-    (name, label) for label in ("DP2 distributed bf16", "TP2 SP distributed") for name in OTHERS
-]
-GRID = [(name, label) for label in SAME for name in TYPES]
+# Matrix states everywhere, every type in one way to cut its states or another; the whole grid is exhaustive.
+USUAL = [("ldadam", label) for label in SAME]
+USUAL += [(name, "DP2 distributed bf16") for name in ("mars-adamw", "mars-shampoo", "sonew", "mkor", "ldadam-narrow")]
+USUAL += [(name, "TP2 SP distributed") for name in ("mars-lion", "mars-m", "sonew", "mkor-h", "sonew-narrow")]
+GRID = [(name, label) for label in SAME for name in (*TYPES, *(f"{name}-narrow" for name in ("ldadam", "sonew")))]
 
 
 @functools.cache

@@ -277,64 +277,6 @@ def test_identity_factors_leave_the_backend_alone(backend: str) -> None:
     assert all(torch.equal(s["left"], torch.eye(len(s["left"])).double()) for s in optimizer.matrix_states.values())
 
 
-def gradients_given_to_the_backend(optimizer: MKOR) -> list[dict[str, Tensor]]:
-    """Fills with one dictionary per step from now on; a step may hand them over in several calls."""
-    found: list[dict[str, Tensor]] = []
-    apply = optimizer._first_order.apply
-
-    def spy(unit: Any, buckets: Any) -> None:
-        given = {e.key: g.clone() for b in buckets for e, g in zip(b.entries, b.grads, strict=True)}
-        if not found or not given.keys().isdisjoint(found[-1]):
-            found.append({})
-        found[-1].update(given)
-        apply(unit, buckets)
-
-    optimizer._first_order.apply = spy  # type: ignore[method-assign]
-    return found
-
-
-@pytest.mark.parametrize("rule", ["official", "ema"])
-def test_gradient_norms_stay_and_directions_descend(rule: str) -> None:
-    model = make()
-    optimizer = build(model, update_interval=2, rule=rule)
-    given = gradients_given_to_the_backend(optimizer)
-    changed = 0.0
-    for step in range(8):
-        optimizer.zero_grad()
-        loss(model, step).backward()
-        raw = {name: p.grad.flatten().clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        for name in model.layers():
-            keys = [key for key in (f"{name}.weight", f"{name}.bias") if key in raw]
-            D, V = (torch.cat([source[key] for key in keys]) for source in (raw, given[-1]))
-            torch.testing.assert_close(V.norm(), D.norm(), rtol=1e-12, atol=0)
-            assert V @ D > 0
-            changed = max(changed, float((V - D).norm() / D.norm()))
-        assert torch.equal(given[-1]["norm.weight"], raw["norm.weight"])
-        total = [torch.cat([g.flatten() for g in source.values()]).norm() for source in (raw, given[-1])]
-        torch.testing.assert_close(total[0], total[1], rtol=1e-12, atol=0)
-    assert changed > 0.1
-
-
-def test_scaling_the_gradient_scales_the_step() -> None:
-    """By a power of two, at fixed statistics: bit for bit, the factors too."""
-    results = []
-    for scale in (1.0, 8.0):
-        model = make()
-        optimizer = build(model, backend="sgd", momentum=0.0, update_interval=1, lr=1e-2 / scale)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss(model, step).backward()
-            for parameter in model.parameters():
-                parameter.grad *= scale
-            optimizer.step()
-        results.append((weights(model), optimizer.matrix_states))
-    assert deviation(results[0][0], results[1][0], weights(make())) < 1e-14
-    for name, state in results[0][1].items():
-        for side in ("left", "right"):
-            torch.testing.assert_close(state[side], results[1][1][name][side], rtol=1e-13, atol=1e-15)
-
-
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("scale", [1.0, 2.0**12])
 def test_statistics_are_free_of_loss_scale_and_accumulation(micro_batches: int, scale: float) -> None:
@@ -380,50 +322,6 @@ def test_unequal_micro_batches_weigh_by_tokens() -> None:
             (loss(other, step, part) * (part.stop - part.start) / 8).backward()
 
     assert deviation(train(other, optimizer, backward=backward), expected, weights(make())) < ROUNDING
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_activation_checkpointing_changes_no_bit(reentrant: bool, micro_batches: int) -> None:
-    model, other = make(), make()
-
-    def run(target: Net, checkpointed: bool) -> dict[str, Tensor]:
-        optimizer = build(target, update_interval=2)
-
-        def backward(step: int) -> None:
-            size = 8 // micro_batches
-            for first in range(0, 8, size):
-                x, y = (t[first : first + size] for t in data(step))
-                for name, module in target.named_children():
-                    if checkpointed and name != "last":
-                        x = checkpoint(module, x.requires_grad_(), use_reentrant=reentrant)
-                    else:
-                        x = module(x)
-                    x = x if name == "last" else torch.tanh(x)
-                ((x - y).square().mean() * 4 / micro_batches).backward()
-
-        return train(target, optimizer, backward=backward)
-
-    assert_same(run(other, True), run(model, False))
-
-
-def test_micro_batches_in_flight() -> None:
-    """All forwards before the backwards, as pipelines do."""
-    model, other = make(), make()
-
-    def both(target: Net, in_flight: bool) -> dict[str, Tensor]:
-        def backward(step: int) -> None:
-            halves = [slice(0, 4), slice(4, 8)]
-            if in_flight:
-                for value in [loss(target, step, half) / 2 for half in halves]:
-                    value.backward()
-            else:
-                for half in halves:
-                    (loss(target, step, half) / 2).backward()
-
-        return train(target, build(target, update_interval=2), backward=backward)
-
-    assert_same(both(other, True), both(model, False))
 
 
 # --- capture (oracles 16 and 17) -------------------------------------------------------------------------------------

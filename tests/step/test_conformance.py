@@ -255,23 +255,6 @@ def test_matrix_rules_cannot_be_forced_on_vectors(name: str) -> None:
 
 
 @cases()
-def test_lambda_schedule_is_setting_lr_by_hand(case: Case) -> None:
-    def factor(epoch: int) -> float:
-        return 1.0 / (1 + epoch)
-
-    model, optimizer = setup(case)
-    schedule = lr_scheduler.LambdaLR(optimizer, factor)
-    other, manual = setup(case)
-    for index in STEPS:
-        advance(model, optimizer, [index])
-        schedule.step()
-        for group in manual.param_groups:
-            group["lr"] = case.options["lr"] * factor(index)
-        advance(other, manual, [index])
-    assert_same(weights_of(model), weights_of(other))
-
-
-@cases()
 def test_one_cycle_moves_lr_and_betas(case: Case) -> None:
     """Values taken from the same schedule on torch.optim.AdamW, or on its SGD where that is the backend."""
     key = "momentum" if case.options.get("backend") == "sgd" else "betas"

@@ -6,9 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-import torch
-from cases import BY_NAME, Case, advance, assert_same, cases, net, setup, weights
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from cases import Case, advance, assert_same, cases, net, setup, weights
 
 STEPS = range(4)
 LATER = range(4, 8)
@@ -84,34 +82,3 @@ def test_hooks_of_dictionaries_run_in_their_order(case: Case) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["before saving", "saved", "first", "changes what is loaded", "loaded"]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5]
-
-
-@cases(names=["mars-adamw", "sonew-tridiagonal", "ldadam", "mkor-adamw"])
-def test_hooks_of_all_optimizers_run_around_those_of_one(case: Case) -> None:
-    model, optimizer = setup(case)
-    calls: list[str] = []
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: calls.append("all before")),
-        register_optimizer_step_post_hook(lambda *_: calls.append("all after")),
-    ]
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    try:
-        advance(model, optimizer, range(1))
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert calls == ["all before", "before", "after", "all after"]
-
-
-@cases()
-def test_it_prints_the_settings_of_its_groups(case: Case) -> None:
-    _, optimizer = setup(case)
-    text = repr(optimizer)
-    assert text.startswith(type(optimizer).__name__) and f"lr: {case.options['lr']}" in text
-
-
-def test_a_parameter_cannot_be_in_two_groups() -> None:
-    weight = torch.nn.Parameter(torch.ones(3, 4))
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        BY_NAME["ldadam"].cls([{"params": [weight]}, {"params": [weight]}], rank=1)
