@@ -11,7 +11,8 @@ from rankwise.configs import MODELS, OPTIMIZERS, deepspeed_config, model_config_
 from rankwise.launch.planning.costs import Cost, cost
 from rankwise.launch.planning.devices import Links, device_of
 from rankwise.launch.planning.model_shapes import KNOWN
-from rankwise.launch.planning.plan_request import Asked, Question, answered
+from rankwise.launch.planning.plan_request import Asked, answered
+from rankwise.launch.planning.question import Question
 from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["COMM_DTYPES", "messages_of", "messages_section", "plans_page", "section_of"]
@@ -133,4 +134,4 @@ def _figures(question: Question) -> Iterator[str]:
 
 
 def _cost(asked: Asked, found: Figures) -> Cost:
-    return cost(found, device_of("H100"), Links(8, 300.0, 50.0, 20e-6), asked.tokens, 0.4)
+    return cost(found, device_of("H100"), Links(), asked.tokens, 0.4)

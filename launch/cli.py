@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import os
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rankwise.launch import inspection_commands as looking
-from rankwise.launch.models import ModelFamily
-from rankwise.launch.settings import Form, Framework
+from rankwise.launch.exit_codes import EXIT_CODES, OrderlyGroup
+from rankwise.launch.settings import Form, Place, Ranks, Settings
+from rankwise.launch.terminal import complain, console, say
+from rankwise.launch.typed_options import bad_usage, count, takes_dataclasses
 from rankwise.names import CLASSES
 from rankwise.version import __version__
 
-__all__ = ["app", "console"]
+__all__ = ["app"]
 
 app = typer.Typer(
     name="rankwise",
     help=f"{', '.join(known.__name__ for known in CLASSES)} for DeepSpeed, Megatron and FSDP2.",
-    epilog="Begin with: rankwise doctor, then rankwise list, then rankwise train",
+    epilog=f"Begin with: rankwise doctor, then rankwise list, then rankwise train\n\n{EXIT_CODES}",
+    cls=OrderlyGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-console = Console()
 
 _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-_WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
-_Ranks = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default one per GPU, or two.")]
 _Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and its environment.")]
-_Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-_Model = Annotated[ModelFamily, typer.Option(metavar="NAME", help="gpt2 or llama.", rich_help_panel=_SHAPE)]
-_Layers = Annotated[int, typer.Option(min=1, metavar="N", help="Transformer blocks.", rich_help_panel=_SHAPE)]
-_Hidden = Annotated[int, typer.Option(min=1, metavar="N", help="Width; a multiple of --heads.", rich_help_panel=_SHAPE)]
-_Heads = Annotated[int, typer.Option(min=1, metavar="N", help="Attention heads.", rich_help_panel=_SHAPE)]
-_SeqLen = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per sample.", rich_help_panel=_SHAPE)]
-_Config = Annotated[Path | None, typer.Option(help="DeepSpeed JSON file.", exists=True, dir_okay=False)]
 
 
 def _version(asked: bool) -> None:
@@ -67,137 +58,56 @@ app.command(epilog="Example: rankwise explain --config ds.json --model gpt2-smal
 
 
 @app.command(epilog="Example: rankwise train --optimizer adamw,mkor --steps 500 --stage 3 --ranks 2")
-def train(
-    optimizer: Annotated[
-        list[str] | None,
-        typer.Option(help="Types, separated by commas, or 'all'.", show_default="adamw, mars-m"),
-    ] = None,
-    config: _Config = None,
-    framework: Annotated[
-        Framework, typer.Option(metavar="NAME", help="deepspeed or megatron.", rich_help_panel=_WHERE)
-    ] = "deepspeed",
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=3,
-            metavar="N",
-            help="ZeRO's; default: the config's, or 2. Megatron: 0 is plain.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = None,
-    tp: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Megatron's tensor parallelism.", rich_help_panel=_WHERE)
-    ] = 1,
-    ranks: _Ranks = None,
-    device: _Device = "auto",
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps.", rich_help_panel=_RUN)] = 300,
-    warmup: Annotated[
-        float, typer.Option(min=0, max=1, metavar="X", help="Share of steps lr rises in.", rich_help_panel=_RUN)
-    ] = 0.1,
-    lr: Annotated[
-        float | None, typer.Option(metavar="X", help="Peak, instead of the config's.", rich_help_panel=_RUN)
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="File or folder; by default Python's standard library.", rich_help_panel=_TEXT),
-    ] = None,
-    tokenizer: Annotated[str, typer.Option(help="'bytes', or one of Hugging Face.", rich_help_panel=_TEXT)] = "bytes",
-    model: _Model = "gpt2",
-    layers: _Layers = 4,
-    hidden: _Hidden = 192,
-    heads: _Heads = 6,
-    seq_len: _SeqLen = 128,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples of a pass and rank.", rich_help_panel=_RUN)
-    ] = None,
-    accumulation: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Micro-batches per step.", rich_help_panel=_RUN)
-    ] = None,
-    validation_interval: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Steps between validations.", rich_help_panel=_TEXT)
-    ] = 50,
-    validation_samples: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Windows per validation.", rich_help_panel=_TEXT)
-    ] = 128,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and samples.", rich_help_panel=_RUN)] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder; by default runs/<time>.", rich_help_panel=_TEXT)] = None,
-    cache: Annotated[Path, typer.Option(help="Of the tokenized text.", rich_help_panel=_TEXT)] = Path("runs/.cache"),
-    dry_run: _DryRun = False,
-) -> None:
+@takes_dataclasses
+def train(settings: Settings, dry_run: _DryRun = False) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
     The runs share model, data, schedule and DeepSpeed configuration, but for its "optimizer" block.
     Megatron is given the same values.
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
-    from rankwise.launch.drawing import HOW_TO_DRAW
-    from rankwise.launch.report import plot_curves, read_summary, results_table
-    from rankwise.launch.run_configs import Overrides, check_framework, planned_configs, read_config, split_names
+    from rankwise.launch.run_configs import planned_runs
     from rankwise.launch.sampler import WindowSampler
-    from rankwise.launch.settings import Settings
-    from rankwise.launch.spawn import choose_device, print_ranks, run_ranks
+    from rankwise.launch.spawn import choose_device, print_ranks
 
-    try:
-        names = split_names(optimizer or [])
-        if not names and config is None:
-            names = ["adamw", "mars-m"]
-        cpu, processes = choose_device(device, ranks)
-        overrides = Overrides(stage, micro_batch, accumulation, lr)
-        configs = planned_configs(None if config is None else read_config(config), names, overrides)
-        check_framework(framework, processes, tp, configs)
-        folder = output or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-        runs = [
-            Settings(
-                label=label,
-                output=str(folder / label),
-                deepspeed=deepspeed,
-                model=model,
-                layers=layers,
-                hidden=hidden,
-                heads=heads,
-                seq_len=seq_len,
-                steps=steps,
-                warmup=warmup,
-                data=None if data is None else str(data),
-                tokenizer=tokenizer,
-                cache=str(cache),
-                seed=seed,
-                validation_interval=validation_interval,
-                validation_samples=validation_samples,
-                framework=framework,
-                tensor_parallel=tp,
-            )
-            for label, deepspeed in configs.items()
-        ]
-        script = "megatron_pretrain" if framework == "megatron" else "pretrain"
+    with bad_usage():
+        cpu, processes = choose_device(settings.device, settings.ranks)
+        runs = planned_runs(settings, processes)
         if dry_run:
-            for settings in runs:
-                print_ranks(script, [str(settings.write())], processes, cpu)
+            for run in runs:
+                print_ranks(_script(run), [str(run.write())], processes, cpu)
             return
         with console.status("reading the text"):
-            corpus = load_corpus(data, load_tokenizer(tokenizer), cache)
+            corpus = load_corpus(settings.data, load_tokenizer(settings.tokenizer), settings.cache)
         for tokens in (corpus.train, corpus.validation):
-            WindowSampler(tokens, seq_len, 1, 1, 1)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+            WindowSampler(tokens, settings.seq_len, 1, 1, 1)
+    say(f"text: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out")
+    labels = ", ".join(run.label for run in runs)
+    say(f"runs: {labels} on {processes} {'CPU' if cpu else 'GPU'} rank(s), results in {settings.output}")
+    _train_and_compare(runs, processes, cpu, settings.output)
 
-    console.print(f"text: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out")
-    console.print(f"runs: {', '.join(configs)} on {processes} {'CPU' if cpu else 'GPU'} rank(s), results in {folder}")
+
+def _script(run: Settings) -> str:
+    return "megatron_pretrain" if run.framework == "megatron" else "pretrain"
+
+
+def _train_and_compare(runs: list[Settings], processes: int, cpu: bool, folder: Path) -> None:
+    from rankwise.launch.drawing import HOW_TO_DRAW
+    from rankwise.launch.report import plot_curves, read_summary, results_table
+    from rankwise.launch.spawn import run_ranks
+
     done: list[Path] = []
-    failed: list[str] = []
-    for settings in runs:
-        status = run_ranks(script, [str(settings.write())], processes, cpu)
+    for run in runs:
+        status = run_ranks(_script(run), [str(run.write())], processes, cpu)
         if status == 0:
-            done.append(Path(settings.output))
+            done.append(run.output)
         else:
-            failed.append(settings.label)
-            console.print(f"[red]{settings.label}: the launcher ended with status {status}; its message is above")
+            complain(f"{run.label}: the launcher ended with status {status}; its message is above")
     if done:
         console.print(results_table([read_summary(run) for run in done]))
         drawn = plot_curves(done, folder / "loss.png")
-        console.print(f"loss curves: {folder / 'loss.png' if drawn else HOW_TO_DRAW}", markup=False)
-    if failed:
+        say(f"loss curves: {folder / 'loss.png' if drawn else HOW_TO_DRAW}")
+    if len(done) < len(runs):
         raise typer.Exit(1)
 
 
@@ -207,8 +117,8 @@ def train(
 def deepspeed(
     script: Annotated[Path, typer.Argument(help="Your training script.", exists=True, dir_okay=False)],
     arguments: _Arguments = None,
-    ranks: _Ranks = None,
-    device: _Device = "auto",
+    ranks: Ranks = None,
+    device: Place = "auto",
     dry_run: _DryRun = False,
 ) -> None:
     """Run an unedited DeepSpeed script with our optimizer types known to its JSON.
@@ -222,10 +132,8 @@ def deepspeed(
     if "RANK" in os.environ:
         run_script(script, arguments or [])
         return
-    try:
+    with bad_usage():
         cpu, processes = choose_device(device, ranks)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     start = print_ranks if dry_run else exec_ranks
     start("shim", [str(script), *(arguments or [])], processes, cpu)
 
@@ -243,7 +151,7 @@ def megatron(
         Path | None,
         typer.Option(help="YAML file of flags; those typed after the script win.", exists=True, dir_okay=False),
     ] = None,
-    ranks: _Ranks = None,
+    ranks: Ranks = None,
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Trial run without a GPU: CPU tensors, gloo, no fused kernels.")
     ] = False,
@@ -276,7 +184,7 @@ def megatron(
 def universal(
     source: Annotated[Path, typer.Argument(help="Folder of a tag, such as checkpoints/global_step100.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, such as checkpoints/universal.")],
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of DeepSpeed's converter.")] = 2,
+    workers: Annotated[int, count("Processes of DeepSpeed's converter.")] = 2,
 ) -> None:
     """Make a DeepSpeed universal checkpoint that keeps the states of our optimizers.
 
@@ -286,17 +194,12 @@ def universal(
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise typer.BadParameter(f"target is {str(target)!r}, which exists: name a new folder, or remove it first")
-    try:
+    with bad_usage(CheckpointError):
         convert(source, target, workers)
-    except CheckpointError as error:
-        raise typer.BadParameter(str(error)) from error
     where, tag = target.resolve().parent, target.name
-    console.print(
+    say(
         f'written: {target}. Set "checkpoint": {{"load_universal": true}} in the JSON and call\n'
-        f"engine.load_checkpoint({str(where)!r}, tag={tag!r})",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"engine.load_checkpoint({str(where)!r}, tag={tag!r})"
     )
 
 
@@ -324,11 +227,9 @@ def convert(
     """
     from rankwise.launch.convert import CONVERSION_ERRORS, convert_checkpoint, how_to_load
 
-    try:
+    with bad_usage(*CONVERSION_ERRORS):
         done = convert_checkpoint(source, target, to, names, like)
-    except CONVERSION_ERRORS as error:
-        raise typer.BadParameter(str(error)) from error
-    console.print(f"{done}\n{how_to_load(target, to)}", markup=False, highlight=False, soft_wrap=True)
+    say(f"{done}\n{how_to_load(target, to)}")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rankwise.launch.environment import rank_environment
 from rankwise.launch.findings import Finding
 from rankwise.launch.installed import look_at_packages
 from rankwise.launch.machine import look_at_frameworks, look_at_kernels, look_at_locks, look_at_machine
 from rankwise.launch.self_test import TOLERANCE, differences
-from rankwise.launch.spawn import torchrun_command
+from rankwise.launch.spawn import started_ranks
 
 __all__ = ["as_json", "examine", "run_self_test"]
 
@@ -69,23 +70,15 @@ def run_self_test(timeout: float) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "weights.json"
         environment = {**rank_environment(_RANKS, cpu=True), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        process = subprocess.Popen(
-            torchrun_command("self_test", [str(target)], _RANKS),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        try:
-            said, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks
-            said, _ = process.communicate()
-            return Finding(
-                *("self-test", name, f"no end after {timeout:.0f} s", "fail"),
-                "the ranks cannot reach each other: look at GLOO_SOCKET_IFNAME and at firewalls on localhost",
-            )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with started_ranks("self_test", [str(target)], _RANKS, environment, **streams) as process:
+            try:
+                said, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                return Finding(
+                    *("self-test", name, f"no end after {timeout:.0f} s", "fail"),
+                    "the ranks cannot reach each other: look at GLOO_SOCKET_IFNAME and at firewalls on localhost",
+                )
         if process.returncode or not target.exists():
             return Finding("self-test", name, f"status {process.returncode}", "fail", _end_of(said))
         far = differences(json.loads(target.read_text(encoding="utf-8")))
@@ -99,13 +92,13 @@ def run_self_test(timeout: float) -> Finding:
     return Finding("self-test", name, f"off by more than {TOLERANCE:.0e}: {off}", "fail", advice)
 
 
-def _end_of(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
+def _end_of(said: bytes) -> str:
+    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or [f"{sys.executable} -m torch.distributed.run said nothing"])[-1][-500:]
 
 
-def as_json(findings: list[Finding]) -> str:
+def as_json(findings: list[Finding]) -> dict[str, Any]:
     """The findings, and whether any is a failure, for programs."""
     failed = any(finding.status == "fail" for finding in findings)
-    return json.dumps({"healthy": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2)
+    return {"healthy": not failed, "findings": [asdict(finding) for finding in findings]}

@@ -107,7 +107,7 @@ class Loop:
         settings, steps = self.settings, self.settings.steps
         untimed = min(_UNTIMED_STEPS, steps - 1)
         losses: list[Tensor] = []
-        with (Path(os.devnull) if self.rank else Path(settings.output) / "metrics.jsonl").open("w") as metrics:
+        with (Path(os.devnull) if self.rank else settings.output / "metrics.jsonl").open("w") as metrics:
             # None: a bar only on a terminal; elsewhere it would be one line that never ends.
             disable = True if self.rank else None
             bar = tqdm(total=steps, desc=settings.label, disable=disable, dynamic_ncols=True, unit="step")

@@ -142,7 +142,7 @@ def _train(settings: Settings) -> None:
     torch.manual_seed(settings.seed)
     model_parallel_cuda_manual_seed(settings.seed)
     tokenizer = load_tokenizer(settings.tokenizer)
-    corpus = load_corpus(settings.text, tokenizer, Path(settings.cache))
+    corpus = load_corpus(settings.data, tokenizer, settings.cache)
     model = build_model(settings, corpus.vocab_size)
     optimizer = build_optimizer(settings, model)
     trained = _Megatron(model, optimizer, settings)
@@ -157,7 +157,7 @@ def _train(settings: Settings) -> None:
     summary["layout"] = trained.layout()
     summary["device"] = "cuda" if torch.cuda.is_initialized() else "cpu"
     if dist.get_rank() == 0:
-        Path(settings.output, "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        (settings.output / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     parallel_state.destroy_model_parallel()
 
 

@@ -60,7 +60,7 @@ def run(settings: Settings) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     prepare_shm_build()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    corpus = load_corpus(settings.text, load_tokenizer(settings.tokenizer), Path(settings.cache))
+    corpus = load_corpus(settings.data, load_tokenizer(settings.tokenizer), settings.cache)
     torch.manual_seed(settings.seed)
     model = build_model(
         settings.model,
@@ -86,7 +86,7 @@ def run(settings: Settings) -> None:
         summary["zero_stage"] = engine.zero_optimization_stage()
         summary["device"] = get_accelerator().current_device_name()
         if rank == 0:
-            path = Path(settings.output) / "summary.json"
+            path = settings.output / "summary.json"
             path.write_text(json.dumps(summary, indent=2), encoding="utf-8")
         # A rank that closes its connections while a peer still uses them makes that peer abort.
         comm.barrier()

@@ -7,32 +7,16 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rankwise.configs import OPTIMIZERS, deepspeed_config
+from rankwise.launch.settings import Settings
 from rankwise.names import BY_NAME, BY_SPELLING
 from rankwise.options.validation import check_given
 
-__all__ = ["Overrides", "check_framework", "check_options", "planned_configs", "read_config", "split_names"]
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """Options that replace a value of the DeepSpeed configuration; None leaves it.
-
-    Attributes:
-        stage: ZeRO stage.
-        micro_batch: samples per forward pass and rank.
-        accumulation: micro-batches per step.
-        lr: peak learning rate, for every optimizer of the command.
-    """
-
-    stage: int | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    lr: float | None = None
+__all__ = ["check_framework", "check_options", "planned_configs", "planned_runs", "read_config", "split_names"]
 
 
 def split_names(values: list[str]) -> list[str]:
@@ -53,6 +37,27 @@ def split_names(values: list[str]) -> list[str]:
             raise ValueError(f"optimizer is {name!r}: it must be one of {', '.join(OPTIMIZERS)}, all")
         names += list(OPTIMIZERS) if name == "all" else [name]
     return list(dict.fromkeys(names))
+
+
+def planned_runs(settings: Settings, ranks: int) -> list[Settings]:
+    """What was typed as one run for each optimizer, in a folder of its own below the output.
+
+    Args:
+        settings: what was typed.
+        ranks: processes.
+
+    Raises:
+        ValueError: if a name, the configuration or a value of it is wrong, or does not suit the framework.
+    """
+    names = split_names(settings.optimizer or [])
+    if not names and settings.config is None:
+        names = ["adamw", "mars-m"]
+    configs = planned_configs(None if settings.config is None else read_config(settings.config), names, settings)
+    check_framework(settings.framework, ranks, settings.tensor_parallel, configs)
+    return [
+        replace(settings, label=label, output=settings.output / label, deepspeed=deepspeed)
+        for label, deepspeed in configs.items()
+    ]
 
 
 def check_framework(framework: str, ranks: int, tensor_parallel: int, configs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -120,7 +125,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def planned_configs(
-    config: dict[str, Any] | None, optimizers: list[str], overrides: Overrides
+    config: dict[str, Any] | None, optimizers: list[str], settings: Settings
 ) -> dict[str, dict[str, Any]]:
     """DeepSpeed configurations that differ in their ``optimizer`` block alone.
 
@@ -128,7 +133,7 @@ def planned_configs(
         config: the user's configuration, or None for the packaged one.
         optimizers: names whose packaged block replaces the configuration's own, unless that is of the same type;
             empty keeps its own.
-        overrides: values from the command line.
+        settings: values from the command line that replace the configuration's; None leaves it.
 
     Returns:
         Label of the run -> configuration, in the order asked for.
@@ -136,14 +141,14 @@ def planned_configs(
     Raises:
         ValueError: if there is no ``optimizer`` block to train with, or one of its options is unknown or out of range.
     """
-    stage = 2 if overrides.stage is None else overrides.stage
+    stage = 2 if settings.stage is None else settings.stage
     base = deepspeed_config("adamw", stage) if config is None else config
     block = base.get("optimizer")
     own = {str(block["type"]).lower(): block} if isinstance(block, dict) and "type" in block else {}
     if not optimizers and not own:
         raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
     blocks = {name: own.get(name) or deepspeed_config(name)["optimizer"] for name in optimizers or own}
-    configs = {label: _with_values(base, block, overrides) for label, block in blocks.items()}
+    configs = {label: _with_values(base, block, settings) for label, block in blocks.items()}
     for planned in configs.values():
         check_options(planned["optimizer"])
     return configs
@@ -174,16 +179,16 @@ def check_options(block: Mapping[str, Any]) -> None:
     check_given({key: params[key] for key in params if key in written}, checked.unread(), owner)
 
 
-def _with_values(base: dict[str, Any], block: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+def _with_values(base: dict[str, Any], block: dict[str, Any], settings: Settings) -> dict[str, Any]:
     config = copy.deepcopy(base)
     config["optimizer"] = copy.deepcopy(block)
-    if overrides.lr is not None:
-        config["optimizer"].setdefault("params", {})["lr"] = overrides.lr
-    if overrides.stage is not None:
-        config.setdefault("zero_optimization", {})["stage"] = overrides.stage
+    if settings.lr is not None:
+        config["optimizer"].setdefault("params", {})["lr"] = settings.lr
+    if settings.stage is not None:
+        config.setdefault("zero_optimization", {})["stage"] = settings.stage
     for key, value in (
-        ("train_micro_batch_size_per_gpu", overrides.micro_batch),
-        ("gradient_accumulation_steps", overrides.accumulation),
+        ("train_micro_batch_size_per_gpu", settings.micro_batch),
+        ("gradient_accumulation_steps", settings.accumulation),
     ):
         if value is not None:
             config[key] = value

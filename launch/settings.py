@@ -1,70 +1,105 @@
-"""Everything that decides a pretraining run, as one JSON file next to its results."""
+"""Everything that decides a pretraining run: the options of ``rankwise train``, and a JSON file next to its results."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from rankwise.launch.models import ModelFamily
+from rankwise.launch.typed_options import count, share
 
-__all__ = ["Form", "Framework", "Settings"]
+__all__ = ["Config", "Form", "Framework", "Place", "Ranks", "Settings"]
 
 Framework = Literal["deepspeed", "megatron"]
 Form = Literal["deepspeed", "megatron", "torch"]
 """Whose checkpoint it is."""
 
+_WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
+Ranks = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default one per GPU, or two.")]
+Place = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Config = Annotated[Path | None, typer.Option(help="DeepSpeed JSON file.", exists=True, dir_okay=False)]
 
-@dataclass(frozen=True)
+
+def _text(help: str, panel: str | None = None, metavar: str | None = None, default: str | bool = True) -> Any:
+    return typer.Option(help=help, rich_help_panel=panel, metavar=metavar, show_default=default)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One pretraining run of the reference script.
+    """What was typed, and with the last three one pretraining run of it.
 
     Attributes:
-        label: name of the run in the table and the plot.
-        output: folder for metrics and summary.
-        deepspeed: the DeepSpeed configuration, passed on as it is. Under Megatron, where optimizer, batch sizes and
-            clipping come from.
+        optimizer: types, each perhaps several separated by commas.
+        config: file of the DeepSpeed configuration.
+        framework: ``"deepspeed"`` or ``"megatron"``.
+        stage: ZeRO's; None: the configuration's.
+        tensor_parallel: ranks each matrix is cut over; Megatron's alone.
+        ranks: processes; None: one per GPU, or two.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        steps: optimizer steps.
+        warmup: share of the steps in which the learning rate rises from 0.
+        lr: peak learning rate; None: the configuration's.
+        data: text file or folder; None for the Python standard library's sources.
+        tokenizer: ``"bytes"`` or a Hugging Face tokenizer.
         model: ``"gpt2"`` or ``"llama"``.
         layers: transformer blocks.
         hidden: width of the residual stream.
         heads: attention heads.
         seq_len: tokens per sample.
-        steps: optimizer steps.
-        warmup: share of the steps in which the learning rate rises from 0.
-        final_lr: share of the peak learning rate the cosine ends at.
-        data: text file or folder; None for the Python standard library's sources.
-        tokenizer: ``"bytes"`` or a Hugging Face tokenizer.
-        cache: folder of the token files.
-        seed: initialisation and sample order.
+        micro_batch: samples per forward pass and rank; None: the configuration's.
+        accumulation: micro-batches per step; None: the configuration's.
         validation_interval: steps between two validations; the last step always has one.
         validation_samples: windows per validation, over all ranks.
-        framework: ``"deepspeed"`` or ``"megatron"``.
-        tensor_parallel: ranks each matrix is cut over; Megatron's alone.
+        seed: initialisation and sample order.
+        output: folder for metrics and summary.
+        cache: folder of the token files.
+        final_lr: share of the peak learning rate the cosine ends at.
+        label: name of the run in the table and the plot.
+        deepspeed: the DeepSpeed configuration, passed on as it is. Under Megatron, where optimizer, batch sizes and
+            clipping come from.
     """
 
-    label: str
-    output: str
-    deepspeed: dict[str, Any]
-    model: ModelFamily = "gpt2"
-    layers: int = 4
-    hidden: int = 192
-    heads: int = 6
-    seq_len: int = 128
-    steps: int = 300
-    warmup: float = 0.1
+    optimizer: Annotated[list[str] | None, _text("Types, separated by commas, or 'all'.", default="adamw, mars-m")] = (
+        None
+    )
+    config: Config = None
+    framework: Annotated[Framework, _text("deepspeed or megatron.", _WHERE, "NAME")] = "deepspeed"
+    stage: Annotated[
+        int | None, count("ZeRO's; default: the config's, or 2. Megatron: 0 is plain.", _WHERE, least=0, most=3)
+    ] = None
+    tensor_parallel: Annotated[int, count("Megatron's tensor parallelism.", _WHERE, "--tp")] = 1
+    ranks: Ranks = None
+    device: Place = "auto"
+    steps: Annotated[int, count("Optimizer steps.", _RUN)] = 300
+    warmup: Annotated[float, share("Share of steps lr rises in.", _RUN, least=0, most=1)] = 0.1
+    lr: Annotated[float | None, share("Peak, instead of the config's.", _RUN)] = None
+    data: Annotated[Path | None, _text("File or folder; by default Python's standard library.", _TEXT)] = None
+    tokenizer: Annotated[str, _text("'bytes', or one of Hugging Face.", _TEXT)] = "bytes"
+    model: Annotated[ModelFamily, _text("gpt2 or llama.", _SHAPE, "NAME")] = "gpt2"
+    layers: Annotated[int, count("Transformer blocks.", _SHAPE)] = 4
+    hidden: Annotated[int, count("Width; a multiple of --heads.", _SHAPE)] = 192
+    heads: Annotated[int, count("Attention heads.", _SHAPE)] = 6
+    seq_len: Annotated[int, count("Tokens per sample.", _SHAPE)] = 128
+    micro_batch: Annotated[int | None, count("Samples of a pass and rank.", _RUN)] = None
+    accumulation: Annotated[int | None, count("Micro-batches per step.", _RUN)] = None
+    validation_interval: Annotated[int, count("Steps between validations.", _TEXT)] = 50
+    validation_samples: Annotated[int, count("Windows per validation.", _TEXT)] = 128
+    seed: Annotated[int, count("Of weights and samples.", _RUN, least=0)] = 0
+    output: Annotated[Path, _text("Folder; by default runs/<time>.", _TEXT)] = field(
+        default_factory=lambda: Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    )
+    cache: Annotated[Path, _text("Of the tokenized text.", _TEXT)] = Path("runs/.cache")
     final_lr: float = 0.1
-    data: str | None = None
-    tokenizer: str = "bytes"
-    cache: str = "runs/.cache"
-    seed: int = 0
-    validation_interval: int = 50
-    validation_samples: int = 128
-    framework: Framework = "deepspeed"
-    tensor_parallel: int = 1
+    label: str = ""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
+        """Checks what depends on more than one, and what no option has checked.
 
         Raises:
             ValueError: if one is out of range.
@@ -83,19 +118,16 @@ class Settings:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}: it must not be negative")
 
-    @property
-    def text(self) -> Path | None:
-        """Path of the text; None for the standard library."""
-        return None if self.data is None else Path(self.data)
-
     def write(self) -> Path:
         """Writes ``settings.json`` into the output folder and returns its path."""
-        path = Path(self.output) / "settings.json"
+        path = self.output / "settings.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), indent=2, default=str), encoding="utf-8")
         return path
 
     @classmethod
     def read(cls, path: Path) -> Settings:
         """The settings of a file written by :meth:`write`."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        given = [name for name in ("config", "data", "output", "cache") if values[name] is not None]
+        return cls(**{**values, **{name: Path(values[name]) for name in given}})

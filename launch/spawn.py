@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from types import FrameType
-from typing import NoReturn
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 
 from rankwise.launch.environment import rank_environment
 
-__all__ = ["choose_device", "exec_ranks", "print_ranks", "run_ranks", "torchrun_command"]
+__all__ = ["choose_device", "exec_ranks", "print_ranks", "run_ranks", "started_ranks", "torchrun_command"]
 
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 40.0
+"""torchrun gives its ranks 30."""
+_LAST_WORDS_SECONDS = 2.0
 
 
 def choose_device(device: str, ranks: int | None) -> tuple[bool, int]:
@@ -47,19 +50,29 @@ def choose_device(device: str, ranks: int | None) -> tuple[bool, int]:
     return False, ranks or gpus
 
 
-def torchrun_command(module: str, arguments: list[str], ranks: int) -> list[str]:
+def torchrun_command(
+    module: str, arguments: list[str], ranks: int, launcher: str = "torch.distributed.run"
+) -> list[str]:
     """The command line that runs a module of :mod:`rankwise.launch` on every rank of this machine.
 
     Args:
         module: module name without its package, e.g. ``"pretrain"``.
         arguments: arguments of the module.
         ranks: number of processes.
+        launcher: module that starts them.
     """
-    package = importlib.import_module("rankwise.launch").__name__  # "launch" in a checkout that is not installed
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    torchrun = [sys.executable, "-m", launcher, f"--nproc-per-node={ranks}"]
     # Port 0 lets the rendezvous take any free one; localhost needs no resolvable host name.
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
-    return [*torchrun, *rendezvous, "--module", f"{package}.{module}", *arguments]
+    return [*torchrun, *rendezvous, "--module", f"{_package()}.{module}", *arguments]
+
+
+def _package() -> str:
+    return importlib.import_module("rankwise.launch").__name__  # "launch" in a checkout that is not installed
+
+
+def _quiet_command(module: str, arguments: list[str], ranks: int) -> list[str]:
+    return torchrun_command(module, arguments, ranks, f"{_package()}.torchrun")
 
 
 def print_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> None:
@@ -70,22 +83,25 @@ def print_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> Non
     print(*variables, shlex.join(torchrun_command(module, arguments, ranks)))
 
 
-def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
-    """Runs a module on every rank and waits for it; ends the ranks when this process is interrupted or terminated.
+@contextmanager
+def started_ranks(
+    module: str, arguments: list[str], ranks: int, environment: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher of a module on every rank, which is ended with its ranks when the block is left.
 
-    Returns:
-        The launcher's exit status: 0 if every rank succeeded.
+    Args:
+        module: module name without its package.
+        arguments: arguments of the module.
+        ranks: number of processes.
+        environment: of all of them.
+        streams: ``stdout`` and ``stderr`` of all of them.
     """
-
-    def stop(signal_number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + signal_number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    process = subprocess.Popen(torchrun_command(module, arguments, ranks), env=rank_environment(ranks, cpu))
+    # In a session of its own: Ctrl-C reaches this process alone, which ends the launcher once.
+    command = _quiet_command(module, arguments, ranks)
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     try:
-        return process.wait()
+        yield process
     finally:
-        signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
             process.terminate()
             try:
@@ -94,9 +110,45 @@ def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
                 process.kill()
 
 
+def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
+    """Runs a module on every rank and waits for it; ends the ranks when this process is interrupted.
+
+    Returns:
+        The launcher's exit status: 0 if every rank succeeded.
+
+    Raises:
+        BrokenPipeError: nobody reads stdout any more.
+    """
+    environment = rank_environment(ranks, cpu)
+    if sys.stdout.isatty():
+        with started_ranks(module, arguments, ranks, environment) as process:
+            return process.wait()
+    # Through this process, so that it is not a rank that fails where nobody reads any more.
+    failed: list[OSError] = []
+    with started_ranks(module, arguments, ranks, environment, stdout=subprocess.PIPE) as process:
+        relay = threading.Thread(target=_relay, args=(process, failed), daemon=True)
+        relay.start()
+        status = process.wait()
+        relay.join(_LAST_WORDS_SECONDS)  # not longer: a process that a rank has left behind may keep the pipe open
+    if failed:
+        raise failed[0]
+    return status
+
+
+def _relay(process: subprocess.Popen[bytes], failed: list[OSError]) -> None:
+    assert process.stdout is not None
+    try:
+        while said := os.read(process.stdout.fileno(), 1 << 16):
+            sys.stdout.buffer.write(said)
+            sys.stdout.flush()
+    except OSError as error:
+        failed.append(error)
+        process.terminate()
+
+
 def exec_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> NoReturn:
     """Replaces this process by the launcher, so that signals and the exit status are the launcher's own."""
-    command = torchrun_command(module, arguments, ranks)
+    command = _quiet_command(module, arguments, ranks)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, rank_environment(ranks, cpu))

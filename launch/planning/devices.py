@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-__all__ = ["DEVICES", "Device", "Links", "device_of"]
+from rankwise.launch.typed_options import count, share
+
+__all__ = ["DEVICES", "SPEED", "Device", "Links", "device_of"]
+
+SPEED = "Its speed"
+"""Panel of the options of ``rankwise plan``."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,13 @@ class Links:
         per_node: Ranks of one node.
         inside: Between ranks of a node, 1e9 bytes per second in one direction.
         across: Between nodes, for each rank.
-        latency: Seconds of one collective.
+        latency: Microseconds of one collective.
     """
 
-    per_node: int = 8
-    inside: float = 300.0
-    across: float = 50.0
-    latency: float = 20e-6
+    per_node: Annotated[int, count("Ranks of a node.", SPEED, "--gpus-per-node")] = 8
+    inside: Annotated[float, share("GB/s in a node.", SPEED, "--node-gbps", least=0.001)] = 300.0
+    across: Annotated[float, share("GB/s between nodes.", SPEED, "--net-gbps", least=0.001)] = 50.0
+    latency: Annotated[float, share("Of a collective.", SPEED, "--latency-us", least=0)] = 20.0
 
     def shares(self, sent: float, ranks: int) -> tuple[float, float]:
         """Bytes that stay inside a node and bytes that leave it, if all pairs of ranks exchange as much.
@@ -82,4 +88,4 @@ class Links:
 
     def seconds(self, inside: float, across: float, collectives: float) -> float:
         """Time of messages that wait for nothing and hide behind nothing."""
-        return inside / (self.inside * 1e9) + across / (self.across * 1e9) + collectives * self.latency
+        return inside / (self.inside * 1e9) + across / (self.across * 1e9) + collectives * (self.latency * 1e-6)

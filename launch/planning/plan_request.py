@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,64 +11,14 @@ from torch import nn
 from rankwise.launch.planning.cluster import Cluster, Mesh
 from rankwise.launch.planning.model_shapes import KNOWN, Sizes, build, from_config, sizes_of, with_function
 from rankwise.launch.planning.optimizers import Chosen, chosen, flag_value
+from rankwise.launch.planning.question import Question
 from rankwise.launch.planning.rank_figures import Figures, deepspeed_figures, fsdp_figures, megatron_figures
 
-__all__ = ["ENGINES", "Asked", "Question", "answered"]
+__all__ = ["ENGINES", "Asked", "answered"]
 
 ENGINES = ("deepspeed", "megatron", "fsdp")
 _BATCH_TOKENS = 1 << 22
 _RANKS = 8
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was typed; None for what was not.
-
-    Attributes:
-        config: A DeepSpeed JSON or a YAML file of Megatron's flags.
-        optimizer: A name, with its packaged options.
-        model: See :func:`rankwise.launch.planning.model_shapes.build`; or a family with the next four.
-        layers: Layers of a family.
-        hidden: Of a family.
-        heads: Heads of a family.
-        vocab_size: Vocab size of a family.
-        ranks: All; of a mesh, as many as it has, else 8.
-        stage: ZeRO stage.
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
-        cp: Context-parallel ranks.
-        vpp: Model chunks of a pipeline stage.
-        ep: Expert-parallel ranks.
-        etp: Ranks an expert's matrix is cut over.
-        precision: Precision of the weights.
-        batch_tokens: Batch tokens of a global batch.
-        seq_len: Tokens of a sample.
-        flags: Megatron's.
-        engine: A name of :data:`ENGINES`; by default what the rest speaks of.
-        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.cluster.Mesh.read` reads it.
-    """
-
-    config: Path | None = None
-    optimizer: str | None = None
-    model: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    vocab_size: int | None = None
-    ranks: int | None = None
-    stage: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    precision: str | None = None
-    batch_tokens: int | None = None
-    seq_len: int = 4096
-    flags: tuple[str, ...] = ()
-    engine: str | None = None
-    mesh: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from rankwise.launch.planning.costs import Cost
 from rankwise.launch.planning.devices import Links
 from rankwise.launch.planning.rank_figures import Figures
 
-__all__ = ["as_json", "draw", "show", "write_json"]
+__all__ = ["as_json", "draw", "show"]
 
 _GIB = 1 << 30
 
@@ -146,11 +145,6 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
             for rank, master, gradients, weights, adamw in ranks
         ],
     }
-
-
-def write_json(text: dict[str, Any]) -> str:
-    """One line for each key."""
-    return json.dumps(text, indent=1)
 
 
 def draw(name: str, found: Figures, cluster: Cluster, path: Path) -> None:

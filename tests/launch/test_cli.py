@@ -286,7 +286,7 @@ def test_whoever_reads_may_stop(asked: list[str]) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read().decode()
-    assert "Traceback" not in said and process.returncode in (1, 141), said
+    assert said == "" and process.returncode == 141, said
 
 
 def test_explain_makes_no_weights_and_reads_megatrons_files(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from rankwise.configs import (
     trainer_config_path,
 )
 from rankwise.launch.flags import read_flags
-from rankwise.launch.planning.plan_request import Question, answered
+from rankwise.launch.planning.plan_request import answered
+from rankwise.launch.planning.question import Question
 
 
 def without(config: dict, key: str) -> str:

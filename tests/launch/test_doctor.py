@@ -94,7 +94,8 @@ def test_a_wrong_or_missing_trajectory_is_far() -> None:
 def test_two_ranks_follow_and_a_rank_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.run_self_test(300)
     assert found.status == "ok" and re.match(r"7 optimizers follow, [\w-]+ least", found.value), found
-    monkeypatch.setattr(doctor, "torchrun_command", lambda *_: ["python", "-c", "raise OSError('no network')"])
+    command = "rankwise.launch.spawn.torchrun_command"
+    monkeypatch.setattr(command, lambda *_: ["python", "-c", "raise OSError('no network')"])
     assert doctor.run_self_test(60).advice == "OSError: no network"
-    monkeypatch.setattr(doctor, "torchrun_command", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr(command, lambda *_: ["sleep", "60"])
     assert doctor.run_self_test(0.2).value == "no end after 0 s"

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 from rankwise.launch.comparing.logs import read_runs
 from rankwise.launch.comparing.side_by_side import as_rows
 from rankwise.launch.environment import missing_build_tools, rank_environment
-from rankwise.launch.run_configs import Overrides, planned_configs
+from rankwise.launch.run_configs import planned_configs
 from rankwise.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,10 +141,10 @@ def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None
 
 def megatron_settings(family: str, optimizer: str, tp: int, text: Path, tmp_path: Path) -> Settings:
     """Three steps on two ranks."""
-    config = planned_configs(None, [optimizer], Overrides(micro_batch=2))[optimizer]
+    config = planned_configs(None, [optimizer], Settings(micro_batch=2))[optimizer]
     shape: dict[str, Any] = {"model": family, "layers": 1, "hidden": 32, "heads": 2, "seq_len": 32}
     how: dict[str, Any] = {"framework": "megatron", "tensor_parallel": tp, "steps": 3, "validation_samples": 6}
-    places = {"output": str(tmp_path / f"{family}-{tp}"), "data": str(text), "cache": str(tmp_path / "cache")}
+    places = {"output": tmp_path / f"{family}-{tp}", "data": text, "cache": tmp_path / "cache"}
     return Settings(label=optimizer, deepspeed=config, **places, **shape, **how)
 
 
@@ -166,7 +166,7 @@ def summary_of(settings: Settings) -> dict[str, Any]:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     start_processes(_megatron_rank, (settings, port), nprocs=2, start_method="fork")
-    summary = json.loads((Path(settings.output) / "summary.json").read_text())
+    summary = json.loads((settings.output / "summary.json").read_text())
     model = build_model(settings.model, vocab_size=257, layers=1, hidden=32, heads=2, seq_len=32)
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["tokens"] == 3 * 2 * 2 * 32 and summary["world_size"] == 2

@@ -13,7 +13,8 @@ from rankwise.configs import OPTIMIZERS, model_config_path
 from rankwise.configs.for_models import MODELS, contents, recipe
 from rankwise.launch.flags import read_flags
 from rankwise.launch.planning.model_shapes import KNOWN
-from rankwise.launch.planning.plan_request import Question, answered
+from rankwise.launch.planning.plan_request import answered
+from rankwise.launch.planning.question import Question
 
 NAMES = [name for name in OPTIMIZERS if name != "mars"]
 

@@ -9,7 +9,7 @@ import torch
 from rankwise.configs import OPTIMIZERS, deepspeed_config
 from rankwise.launch.loop import learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.models import build_model
-from rankwise.launch.run_configs import Overrides, check_framework, planned_configs, read_config, split_names
+from rankwise.launch.run_configs import check_framework, planned_configs, read_config, split_names
 from rankwise.launch.settings import Settings
 from rankwise.launch.spawn import choose_device
 
@@ -24,7 +24,7 @@ def test_names_may_be_separated_in_any_usual_way() -> None:
 
 
 def test_runs_differ_only_in_the_optimizer_block() -> None:
-    plans = planned_configs(None, ["adamw", "mkor"], Overrides(stage=1, micro_batch=4, accumulation=3))
+    plans = planned_configs(None, ["adamw", "mkor"], Settings(stage=1, micro_batch=4, accumulation=3))
     assert list(plans) == ["adamw", "mkor"]
     blocks = [plan.pop("optimizer") for plan in plans.values()]
     assert plans["adamw"] == plans["mkor"] and blocks[0] != blocks[1]
@@ -41,13 +41,13 @@ def test_own_config_is_kept_but_for_the_overrides() -> None:
         "scheduler": {"type": "WarmupLR"},
         "bf16": {"enabled": False},
     }
-    (plan,) = planned_configs(own, [], Overrides(lr=0.5)).values()
+    (plan,) = planned_configs(own, [], Settings(lr=0.5)).values()
     assert plan["optimizer"] == {"type": "SONew", "params": {"lr": 0.5, "band": 4}}
     assert plan["train_batch_size"] == 12 and plan["bf16"] == {"enabled": False} and "scheduler" not in plan
     assert own["optimizer"]["params"]["lr"] == 1.0, "the caller's configuration must not change"
-    (other,) = planned_configs(own, ["ldadam"], Overrides(micro_batch=2)).values()
+    (other,) = planned_configs(own, ["ldadam"], Settings(micro_batch=2)).values()
     assert other["optimizer"]["type"] == "LDAdam" and "train_batch_size" not in other
-    both = planned_configs(own, ["adamw", "sonew"], Overrides())
+    both = planned_configs(own, ["adamw", "sonew"], Settings())
     assert both["sonew"]["optimizer"] == own["optimizer"], "named as well, its options are still the file's"
 
 
@@ -87,7 +87,7 @@ def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_config_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='no "optimizer" block'):
-        planned_configs({"train_batch_size": 1}, [], Overrides())
+        planned_configs({"train_batch_size": 1}, [], Settings())
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ValueError, match="no JSON object"):
@@ -118,11 +118,11 @@ def test_configs_may_hold_comments_as_deepspeed_allows(tmp_path: Path) -> None:
 )
 def test_settings_are_checked(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings("x", "out", {}, **change)
+        Settings(**change)
 
 
 def test_settings_survive_the_file(tmp_path: Path) -> None:
-    settings = Settings("x", str(tmp_path / "x"), deepspeed_config("mkor"), steps=7)
+    settings = Settings(label="x", output=tmp_path / "x", deepspeed=deepspeed_config("mkor"), steps=7)
     assert Settings.read(settings.write()) == settings
 
 

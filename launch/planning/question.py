@@ -1,0 +1,127 @@
+"""What is to be planned and how it is judged, as it was typed: the options of ``rankwise plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from rankwise.launch.planning.devices import SPEED
+from rankwise.launch.typed_options import count, share
+
+__all__ = [
+    *("ANSWER", "MODEL", "Goal", "Heads", "Hidden", "Layers", "ModelName", "OptimizerName", "PlanConfig", "Question"),
+    "VocabSize",
+]
+
+MODEL, _SIZES, ANSWER = "The model", "The cluster", "The answer"
+
+
+def _name(help: str, panel: str | None = None, metavar: str | None = "NAME") -> Any:
+    return typer.Option(metavar=metavar, help=help, rich_help_panel=panel)
+
+
+PlanConfig = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="DeepSpeed JSON, or YAML of Megatron's flags.", exists=True, dir_okay=False),
+]
+OptimizerName = Annotated[str | None, _name("Ready options; by default the config's, or mkor.")]
+ModelName = Annotated[str | None, _name("llama-70b, a config.json, or module:function.", MODEL)]
+Layers = Annotated[int | None, count("Blocks.", MODEL)]
+Hidden = Annotated[int | None, count("Width.", MODEL)]
+Heads = Annotated[int | None, count("Attention heads.", MODEL)]
+VocabSize = Annotated[int | None, count("Token ids.", MODEL)]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was typed; None for what was not.
+
+    Attributes:
+        config: A DeepSpeed JSON or a YAML file of Megatron's flags.
+        optimizer: A name, with its packaged options.
+        model: See :func:`rankwise.launch.planning.model_shapes.build`; or a family with the next four.
+        layers: Layers of a family.
+        hidden: Of a family.
+        heads: Heads of a family.
+        vocab_size: Vocab size of a family.
+        engine: A name of :data:`rankwise.launch.planning.plan_request.ENGINES`; by default what the rest speaks of.
+        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.mesh.Mesh.read` reads it.
+        ranks: All; of a mesh, as many as it has, else 8.
+        stage: ZeRO stage.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        cp: Context-parallel ranks.
+        vpp: Model chunks of a pipeline stage.
+        ep: Expert-parallel ranks.
+        etp: Ranks an expert's matrix is cut over.
+        precision: Precision of the weights.
+        batch_tokens: Batch tokens of a global batch.
+        seq_len: Tokens of a sample.
+        flags: Megatron's.
+    """
+
+    config: PlanConfig = None
+    optimizer: OptimizerName = None
+    model: ModelName = None
+    layers: Layers = None
+    hidden: Hidden = None
+    heads: Heads = None
+    vocab_size: VocabSize = None
+    engine: Annotated[str | None, _name("deepspeed, megatron or fsdp.", _SIZES)] = None
+    mesh: Annotated[str | None, _name("FSDP2's: dp=64,tp=8.", _SIZES, "NAME=N,..")] = None
+    ranks: Annotated[int | None, count("All of them; 8, or the mesh's.", _SIZES)] = None
+    stage: Annotated[int | None, count("Of ZeRO; by default the config's.", _SIZES, least=0, most=3)] = None
+    tp: Annotated[int | None, count("Megatron's tensor parallelism.", _SIZES)] = None
+    pp: Annotated[int | None, count("Megatron's pipeline stages.", _SIZES)] = None
+    cp: Annotated[int | None, count("Context parallelism.", _SIZES)] = None
+    vpp: Annotated[int | None, count("Chunks of a stage.", _SIZES)] = None
+    ep: Annotated[int | None, count("Expert parallelism.", _SIZES)] = None
+    etp: Annotated[int | None, count("Tensor parallelism of experts.", _SIZES)] = None
+    precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, _name("Of weights.", _SIZES, None)] = None
+    batch_tokens: Annotated[int | None, count("Tokens of a global batch.", _SIZES)] = None
+    seq_len: int = 4096
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the plan is to keep to, and how it is told.
+
+    Attributes:
+        efficiency: Share of the peak that products reach.
+        max_state_gb: GiB of states on the fullest rank.
+        max_overhead: Share of a training step.
+        gpu: That this is judged on, see :func:`rankwise.launch.planning.devices.device_of`.
+        png: Where a picture goes.
+        as_json: For programs.
+    """
+
+    efficiency: Annotated[float, share("Share of peak FLOP/s.", SPEED, least=0.01, most=1)] = 0.4
+    max_state_gb: Annotated[float | None, share("GiB on the fullest rank; not met: status 1.", ANSWER, least=0)] = None
+    max_overhead: Annotated[str | None, _name("Share of a training step.", ANSWER, "X%")] = None
+    gpu: Annotated[str, _name("A100 to MI300X, or TFLOP/s:TB/s.", ANSWER)] = "H100"
+    png: Annotated[Path | None, _name("Picture of the load per rank.", ANSWER, "FILE")] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=ANSWER)
+    ] = False
+
+    @property
+    def most(self) -> float | None:
+        """``max_overhead`` as a number.
+
+        Raises:
+            ValueError: It is no share.
+        """
+        text = self.max_overhead
+        if text is None:
+            return None
+        try:
+            value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError as error:
+            raise ValueError(f"{text!r} must be a share such as 2% or 0.02") from error
+        if not 0 < value < 1:
+            raise ValueError(f"{text!r} must lie between 0 and 100%")
+        return value
