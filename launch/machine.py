@@ -83,7 +83,6 @@ def look_at_kernels() -> Iterator[Finding]:
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     meaning = {
         "native": "compiled C++",
-        "blocked": "cache-blocked torch operations",
         "triton": "Triton",
         "lists": "torch._foreach operations",
     }
@@ -94,10 +93,10 @@ def look_at_kernels() -> Iterator[Finding]:
         except (RuntimeError, ValueError) as error:
             yield Finding("kernels", device.type, "cannot be used", "fail", str(error))
             continue
-        slow = form in ("blocked", "lists")
-        advice = {"blocked": "install a C++ compiler with OpenMP", "lists": "pip install 'rankwise[triton]'"}
+        slow = form == "lists"
+        advice = "install a C++ compiler with OpenMP" if device.type == "cpu" else "pip install 'rankwise[triton]'"
         value = f"{meaning.get(form, form)}; products of MARS-M, MARS-Shampoo and MKOR in {product}"
-        yield Finding("kernels", device.type, value, "note" if slow else "ok", advice.get(form, ""))
+        yield Finding("kernels", device.type, value, "note" if slow else "ok", advice if slow else "")
 
 
 def look_at_frameworks() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor.workspace import Workspace
 
 BF16 = torch.bfloat16
@@ -44,7 +44,7 @@ def preconditioned(
     right: list[Tensor] | None,
     rescale: bool = True,
     turned: bool = False,
-    into: Callable[..., None] = blocked_mkor.precondition_into,
+    into: Callable[..., None] = mkor_cpu.precondition_into,
 ) -> Tensor:
     """Flattened gradients one after the other in one workspace, each from and to tensors of its own."""
     space, results = Workspace(), torch.full_like(grads, torch.nan)
@@ -76,7 +76,7 @@ def assert_rounded_as_promised(
     bias: bool,
     turned: bool,
     sides: str,
-    into: Callable[..., None] = blocked_mkor.precondition_into,
+    into: Callable[..., None] = mkor_cpu.precondition_into,
 ) -> None:
     """In bfloat16 the gradient and each product are rounded once; elsewhere nothing is, beyond float32.
 

@@ -142,7 +142,7 @@ def test_imports_point_downwards(part: str) -> None:
         ("rankwise.sharding.owner_plan", "from .layout import Layout", False),
         ("rankwise.kernels.lists", "from rankwise.updates.adamw import Scalar", False),
         ("rankwise.kernels.lists", "from rankwise.planning import step_unit as unit", True),
-        ("rankwise.kernels.dispatch", "from rankwise.mkor import blocked", True),
+        ("rankwise.kernels.dispatch", "from rankwise.mkor import cpu", True),
         ("rankwise.planning.step_unit", "from rankwise.sharding import Layout", False),
         ("rankwise.planning.step_unit", "from rankwise.step.undo import Undo", True),
         ("rankwise.step.optimizer", "from rankwise.planning.step_unit import StepUnit", False),
@@ -230,7 +230,7 @@ def host_reads(tree: ast.AST) -> list[str]:
 
 def is_for_cpus_or_before(path: Path) -> bool:
     """Whether a file runs on CPUs only, where reading is free, or before a step."""
-    return path.name.startswith(("blocked", "native", "spec", "options")) or path.parent.name == "native"
+    return path.name.startswith(("cpu", "native", "spec", "options")) or path.parent.name == "native"
 
 
 STEP_PATH = [
@@ -352,7 +352,7 @@ def test_these_checks_themselves() -> None:
 
 # --- matrix rules ----------------------------------------------------------------------------------------------------
 
-BACKENDS = ("native", "triton", "blocked", "cuda")
+BACKENDS = ("native", "triton", "cpu", "cuda")
 CHOICES = ("kernels_for", "is_for_cpus", "MatrixExchange", "HaloExchange")
 
 
@@ -399,7 +399,7 @@ def test_the_check_of_rules_itself(source: str, forbidden: bool) -> None:
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
-ROLES = ("optimizer", "options", "rule", "spec", "formulas", "dispatch", "native", "cuda", "blocked")
+ROLES = ("optimizer", "options", "rule", "spec", "formulas", "dispatch", "native", "cuda", "cpu")
 """Files that every paper's room may have."""
 ADAPTERS = ("layouts", "losses", "monitor", "registry", "support")
 """Files that every framework's adapter has."""

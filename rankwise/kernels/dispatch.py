@@ -1,9 +1,9 @@
 """Which form of the shared kernels runs, chosen by device and type.
 
-On CPUs they are compiled C++ (:mod:`.native`), or go through memory block by block (:mod:`.blocked`) where there is no
-compiler; on CUDA, with Triton installed and in fp32, a launch serves all shards (:mod:`.triton`); everything else
-takes ``torch._foreach_*`` (:mod:`.lists`). All of them do what the pure functions of :mod:`rankwise.updates` and of the
-papers' rooms do, or oracles of the tests alone. What one paper alone needs is chosen in its own room.
+On CPUs with a compiler they are C++ (:mod:`.native`); on CUDA, with Triton installed and in fp32, a launch serves all
+shards (:mod:`.triton`); everything else takes ``torch._foreach_*`` (:mod:`.lists`). All of them do what the pure
+functions of :mod:`rankwise.updates` and of the papers' rooms do, or oracles of the tests alone. What one paper alone
+needs is chosen in its own room.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from rankwise.kernels import blocked, lists, native, quantization, triton
+from rankwise.kernels import lists, native, quantization, triton
 from rankwise.kernels.native import compiled_quantization
 from rankwise.kernels.native import tiled_newton_schulz as native_newton_schulz
 from rankwise.kernels.native.products import products
@@ -57,13 +57,13 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     if _forced is not None:
         return _forced
     if device.type == "cpu":
-        return native if native.is_available() else blocked
+        return native if native.is_available() else lists
     return triton if triton.is_available(device, dtype) else lists
 
 
 def is_for_cpus(module: ModuleType) -> bool:
     """Whether a module's forms work on CPUs only, where reading a value is free."""
-    return module in (blocked, native)
+    return module is native
 
 
 def newton_schulz_for(device: torch.device, timed: bool = False) -> Callable[..., torch.Tensor]:
@@ -152,7 +152,7 @@ def using(module: ModuleType) -> Iterator[None]:
     """Use one module everywhere, to compare or to debug.
 
     Args:
-        module: :mod:`.lists`, :mod:`.blocked`, :mod:`.native` or :mod:`.triton`.
+        module: :mod:`.lists`, :mod:`.native` or :mod:`.triton`.
     """
     global _forced
     before, _forced = _forced, module

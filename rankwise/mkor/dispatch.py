@@ -8,16 +8,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rankwise.kernels import native, triton
+from rankwise.kernels import triton
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
-from rankwise.mkor import blocked
+from rankwise.mkor import cpu
 from rankwise.mkor import native as compiled
 
 __all__ = ["factor_update_for", "precondition_into_for", "together_for"]
 
 
 def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    """:func:`rankwise.mkor.blocked.precondition_into`, or a form of it for what it runs on.
+    """:func:`rankwise.mkor.cpu.precondition_into`, or a form of it for what it runs on.
 
     Args:
         device: Where the gradients lie.
@@ -26,14 +26,11 @@ def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[
     Returns:
         None where matrices are preconditioned in stacks: where reading a norm would make the host wait.
     """
-    chosen = kernels_for(device, dtype)
-    if not is_for_cpus(chosen):
-        return None
-    return (compiled if chosen is native else blocked).precondition_into
+    return compiled.precondition_into if is_for_cpus(kernels_for(device, dtype)) else None
 
 
 def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> Callable[..., Tensor] | None:
-    """:func:`rankwise.mkor.blocked.update_factors_`, or a form of it for what it runs on.
+    """:func:`rankwise.mkor.cpu.update_factors_`, or a form of it for what it runs on.
 
     Args:
         device: Where the factors lie.
@@ -45,7 +42,7 @@ def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dt
     """
     chosen = kernels_for(device, dtype)
     if is_for_cpus(chosen):
-        return blocked.update_factors_
+        return cpu.update_factors_
     if chosen is not triton or factor == torch.float64:
         return None
     from rankwise.mkor.cuda.factor_updates import update_factors_

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels.native.products import SIDE, products
 from rankwise.kernels.sizes import check_shapes
-from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor import cpu
 from rankwise.mkor.workspace import Workspace
 
 __all__ = ["precondition_into"]
@@ -37,10 +37,10 @@ def precondition_into(
     rescale: bool = True,
     product: torch.dtype | None = None,
 ) -> None:
-    """As :func:`rankwise.mkor.blocked.precondition_into`, which takes what there is no form for here.
+    """As :func:`rankwise.mkor.cpu.precondition_into`, which takes what there is no form for here.
 
     That is: everything but bfloat16 products of float32 gradients and bfloat16 factors, and machines without such
-    tiles. The factors must be symmetric, as :func:`rankwise.mkor.blocked.update_factors_` leaves them. The
+    tiles. The factors must be symmetric, as :func:`rankwise.mkor.cpu.update_factors_` leaves them. The
     roundings to bfloat16 are the same; the order of the sums between them is not. The bits do not depend on the number
     of threads.
     """
@@ -49,7 +49,7 @@ def precondition_into(
     own = products() if known else None
     if own is None:
         options = {"turned": turned, "rescale": rescale, "product": product}
-        return blocked_mkor.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
+        return cpu.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
     rows, columns = shape
     rides = len(parts) > 1
     height, width = rows + (rides and turned), columns + (rides and not turned)

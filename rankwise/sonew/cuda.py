@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import triton.language as tl
@@ -22,10 +21,11 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.segments import Runs, addresses, run_sums, wide  # noqa: F401  the kernels' source calls wide
 from rankwise.kernels.triton.steps import number_of, step_scale  # noqa: F401  as above
+from rankwise.sonew.chain_runs import ChainRun
 from rankwise.sonew.cuda_source import kernel_source, padding, shape_of
 from rankwise.updates.adamw import Step, bias_corrections
 
-__all__ = ["GRAFTS", "MAX_BAND", "ChainRun", "sonew_directions"]
+__all__ = ["GRAFTS", "MAX_BAND", "sonew_directions"]
 
 GRAFTS = ("adam", "adam_official", "sgd", "momentum", "none")
 """Grafts whose direction needs no norm beforehand; "rmsprop" does."""
@@ -36,23 +36,6 @@ _OFFICIAL_GRAFT_EPS = 1e-8
 # Positions in a chain are 32-bit numbers.
 _LONGEST_CHAIN = 2**27
 _BORDER_BLOCK = 1024
-
-
-class ChainRun(Protocol):
-    """Where a run lies in its parameter.
-
-    Attributes:
-        start: Flat index of its first element.
-        chain: Elements per chain (row length), or None: the parameter is one chain.
-    """
-
-    @property
-    def start(self) -> int:
-        """See the class."""
-
-    @property
-    def chain(self) -> int | None:
-        """See the class."""
 
 
 def sonew_directions(

@@ -1,4 +1,9 @@
-"""SONew's pass over runs in C++; as :mod:`rankwise.sonew.blocked`, to the last bit of states and directions."""
+"""SONew's pass over runs in C++; as :mod:`rankwise.sonew.formulas`, to the last bit of states and directions.
+
+A run is a contiguous piece of a parameter in row-major order. It is worked on as it lies, whatever its chains: an edge
+that would leave its chain has the statistic zero, and a zero edge joins nothing. Where a run is cut inside a chain, its
+margins hold the neighbours' gradients and statistics of before the step.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,10 @@ from torch import Tensor
 from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
 from rankwise.kernels.sizes import check_shapes
-from rankwise.sonew import blocked as blocked_sonew
-from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.updates.adamw import bias_corrections
 
-__all__ = ["sonew_directions"]
+__all__ = ["sonew_directions", "takes"]
 
 _SOURCE = Path(__file__).with_name("sonew.cpp")
 _TILE = 32768
@@ -24,8 +28,18 @@ _TILE = 32768
 _GRAFTS = {"none": 0, "adam": 1, "adam_official": 2, "momentum": 3, "sgd": 4}
 
 
+def takes(dtype: torch.dtype, band: int) -> bool:
+    """Whether there is a compiled pass for a type and a band."""
+    return dtype in SUFFIXES and _library(band) is not None
+
+
+def _library(band: int) -> ctypes.CDLL | None:
+    # Compiled for the band: its loops over neighbours are unrolled.
+    return library(_SOURCE, (*EXACT, f"-DBAND={band}"))
+
+
 def sonew_directions(
-    runs: Sequence[Run],
+    runs: Sequence[ChainRun],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
@@ -42,32 +56,38 @@ def sonew_directions(
 ) -> Tensor:
     """Advance the statistics of runs and write their directions; norms for the graft in the same pass.
 
-    Arguments and results as for :func:`rankwise.sonew.blocked.sonew_directions`.
+    Args:
+        runs: Where each lies.
+        grads: Gradients, read only.
+        exp_avgs: Momenta, updated in place.
+        exp_avg_sqs: Diagonals, updated in place.
+        covariances: For each distance of the band, the edges of every run; updated in place.
+        margins: Neighbours where a run is cut inside a chain, else None.
+        betas: Decay rates of momentum and statistics.
+        eps: Absolute damping of the bias-corrected diagonal.
+        gamma: Relative edge tolerance.
+        step: Number of this step, from 1.
+        graft: "adam", "adam_official", "sgd", "momentum" or "none".
+        graft_eps: Added to the root of the "adam" graft.
+        out: Receives the directions; may not overlap the gradients.
+
+    Returns:
+        Squared norms of directions and graft directions, (2, runs) in fp64.
+
+    Raises:
+        ValueError: Tensors are no runs of one type that :func:`takes` names, or the lists do not fit together.
     """
-    fields = [grads, exp_avgs, exp_avg_sqs, *covariances]
-    # Compiled for the band: its loops over neighbours are unrolled.
-    own = library(_SOURCE, (*EXACT, f"-DBAND={len(covariances)}")) if grads and are_runs(*fields, out) else None
-    if own is None:
-        return blocked_sonew.sonew_directions(
-            runs,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            covariances,
-            margins,
-            betas=betas,
-            eps=eps,
-            gamma=gamma,
-            step=step,
-            graft=graft,
-            graft_eps=graft_eps,
-            out=out,
-        )
+    fields, band = [grads, exp_avgs, exp_avg_sqs, *covariances], len(covariances)
     if not len(runs) == len(margins) == len(grads):
         raise ValueError(f"{len(grads)} gradients come with {len(runs)} runs and {len(margins)} margins; pass one each")
     sums = torch.zeros(2, len(runs), dtype=torch.float64)
+    if not grads:
+        return sums
+    own = _library(band)
+    if own is None or not are_runs(*fields, out):
+        raise ValueError("gradients, statistics and directions must be contiguous, of one type, and as long each")
     # Kept until the call returns: C sees addresses only.
-    sides = [_sides(found, grads[0].dtype, len(covariances)) for found in margins]
+    sides = [_sides(found, grads[0].dtype, band) for found in margins]
     known = (ctypes.c_void_p * (2 * len(runs)))(*(None if m is None else m.data_ptr() for pair in sides for m in pair))
     getattr(own, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
         ctypes.c_int64(len(runs)),

@@ -15,7 +15,7 @@ from rankwise.planning.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchM
 from rankwise.planning.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
 from rankwise.sharding import Halo, HaloExchange, ReadField
 from rankwise.sonew import formulas as updates
-from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.dispatch import directions_for
 from rankwise.sonew.options import SONewOptions
@@ -190,7 +190,7 @@ class SONew(ShardedOptimizer):
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
         fields = [bucket.grads, *(bucket.state(name) for name in self.spec.statistics)]
-        fused = directions_for(unit.device, unit.dtype)
+        fused = directions_for(unit.device, unit.dtype, self.options.band)
         in_blocks = any(entry.shard.columns is not None for entry in bucket.entries)
         if fused is None or in_blocks or self.options.graft == "rmsprop":
             rms: list[Tensor] | None = bucket.state("graft_sq") if self.options.graft == "rmsprop" else None
@@ -210,7 +210,7 @@ class SONew(ShardedOptimizer):
         for entry in bucket.entries:
             shard = entry.shard
             by_row = self.options.chain == "row" and len(shard.shape) > 1
-            runs.append(Run(shard.start, shard.shape[-1] if by_row else None))
+            runs.append(ChainRun(shard.start, shard.shape[-1] if by_row else None))
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
         out = _buffers(unit, bucket, start)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import estimate
-from rankwise.kernels import blocked
+from rankwise.mkor import cpu as mkor_cpu
 from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -131,7 +131,7 @@ def _peak(call: Callable[[], Any]) -> int:
         pytest.MonkeyPatch.context() as patch,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorder,
     ):
-        patch.setattr(blocked, "_BLOCK", 1024)
+        patch.setattr(mkor_cpu, "_BLOCK", 1024)
         call()
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")

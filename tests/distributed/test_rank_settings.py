@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from simulated import CASES, Framework, world_group
 
-from rankwise.kernels import blocked, native
 from rankwise.kernels import dispatch as forms
+from rankwise.kernels import lists, native
 from rankwise.kernels.dispatch import using
 
 # What rank 1 has in its second param group.
@@ -67,7 +67,7 @@ def test_comparing_takes_one_collective_for_each_plan() -> None:
 def _with_other_kernels(rank: int, world: int) -> list[str]:
     found = [_with_other_products(rank, case) for case in ("mars-muon", "mkor-official-sgd")]
     framework = Framework("cut", CASES["mars-adamw"], torch.float32, rank, world, world_group())
-    with using(blocked if rank == 1 else native), pytest.raises(RuntimeError) as error:
+    with using(lists if rank == 1 else native), pytest.raises(RuntimeError) as error:
         framework.step()
     return [str(error.value), *found]
 
@@ -89,7 +89,7 @@ def test_a_rank_without_a_compiler_does_not_go_unnoticed() -> None:
     first, second = run_ranks(2, _with_other_kernels, timeout=60)
     assert first == second
     message, *products = first
-    assert "RANKWISE_NATIVE=0 makes them alike" in message and "rankwise.kernels.blocked on ranks [1]" in message
+    assert "RANKWISE_NATIVE=0 makes them alike" in message and "rankwise.kernels.lists on ranks [1]" in message
     # Nor does one whose machine has another fastest type of products, of which a rule makes its own.
     for option, message in zip(("ns_dtype", "product_dtype"), products, strict=True):
         assert f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)" in message

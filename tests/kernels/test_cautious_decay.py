@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked, lists, native, triton
+from rankwise.kernels import lists, native, triton
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
 
 LR, DECAY, BETAS, EPS, STEP, K = 0.05, 0.8, (0.9, 0.97), 1e-6, 3, 0.4
 LENGTHS = (1, 7, 0, 33, 5000)
 RULES: tuple[Rule, ...] = ("step", "lion", "adamw")
-FORMS = [lists, blocked, pytest.param(native, marks=pytest.mark.compiled), triton]
+FORMS = [lists, pytest.param(native, marks=pytest.mark.compiled), triton]
 
 
 def _fields(rule: Rule, dtype: torch.dtype, compared: bool) -> dict[str, list[Tensor]]:
@@ -54,7 +54,7 @@ def _expected(rule: Rule, fields: dict[str, list[Tensor]], factors: list[float])
     return found
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["lists", "blocked", "native", "triton"])
+@pytest.mark.parametrize("form", FORMS, ids=["lists", "native", "triton"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("compared", "scaled", "tensor_lr"), [(False, False, False), (True, True, False), (True, True, True)]
@@ -85,7 +85,7 @@ def test_opposed_elements_do_not_decay(
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("form", FORMS[:3], ids=["lists", "blocked", "native"])
+@pytest.mark.parametrize("form", FORMS[:2], ids=["lists", "native"])
 @pytest.mark.parametrize("rule", RULES)
 def test_without_decay_caution_changes_no_bit(form: ModuleType, rule: Rule) -> None:
     found = []

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels import blocked, native, triton
 from rankwise.kernels import dispatch as forms
 from rankwise.kernels import lists as foreach
+from rankwise.kernels import native, triton
 from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.native import compiled_passes as elementwise
@@ -24,7 +24,6 @@ from rankwise.ldadam import formulas as updates_ldadam
 from rankwise.ldadam import native as native_ldadam
 from rankwise.ldadam.dispatch import step_for
 from rankwise.mars import formulas as mars
-from rankwise.sonew import blocked as blocked_sonew
 from rankwise.sonew import native as native_sonew
 from rankwise.sonew.dispatch import directions_for
 from rankwise.updates import adamw
@@ -33,7 +32,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64])
 SIZES = st.lists(st.integers(0, 9), max_size=5)
 STEPS = 5
 FORMS = pytest.mark.parametrize(
-    "form", [foreach, blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=["foreach", "blocked", "native"]
+    "form", [foreach, pytest.param(native, marks=pytest.mark.compiled)], ids=["foreach", "native"]
 )
 
 
@@ -41,7 +40,6 @@ FORMS = pytest.mark.parametrize(
 def _small_blocks() -> Iterator[None]:
     """So that the shards of these tests take several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK", 4)
         patch.setattr(elementwise, "_TILE", 4)
         yield
 
@@ -301,7 +299,7 @@ def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) ->
     assert_lists_close(x, expected, dtype)
 
 
-@pytest.mark.parametrize("module", [blocked, native, triton], ids=["blocked", "native", "triton"])
+@pytest.mark.parametrize("module", [native, triton], ids=["native", "triton"])
 def test_all_forms_take_the_same_arguments(module) -> None:
     for name in forms.FORMS:
         own, general = (inspect.signature(getattr(form, name)).parameters.values() for form in (module, foreach))
@@ -312,7 +310,7 @@ def test_sonew_takes_the_same_arguments_everywhere() -> None:
     cuda = pytest.importorskip("rankwise.sonew.cuda")
     own, general = (
         [(p.name, p.kind) for p in inspect.signature(form).parameters.values()]
-        for form in (cuda.sonew_directions, blocked_sonew.sonew_directions)
+        for form in (cuda.sonew_directions, native_sonew.sonew_directions)
     )
     assert own == general
 
@@ -325,11 +323,10 @@ def test_the_form_follows_device_and_type() -> None:
     assert kernels_for(torch.device("meta"), torch.float32) is foreach
     with using(foreach):
         assert kernels_for(cpu, torch.float32) is foreach
-        assert directions_for(cpu, torch.float32) is None
+        assert directions_for(cpu, torch.float32, 1) is None
         assert step_for(cpu, torch.float32).func is updates_ldadam.ldadam_step
-    with using(blocked):
-        assert directions_for(cpu, torch.float32) is blocked_sonew.sonew_directions
-    assert directions_for(cpu, torch.float32) is native_sonew.sonew_directions
+    assert directions_for(cpu, torch.float32, 1) is native_sonew.sonew_directions
+    assert directions_for(cpu, torch.bfloat16, 1) is None
     assert step_for(cpu, torch.float32) is native_ldadam.ldadam_step
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import rankwise
-from rankwise.kernels import blocked, native
 from rankwise.kernels import dispatch as forms
+from rankwise.kernels import lists, native
 from rankwise.kernels.native import building
 
 ROOT = Path(__file__).parents[2]
@@ -135,17 +135,17 @@ def test_instructions_can_be_limited(cache: Path, monkeypatch: pytest.MonkeyPatc
 def test_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(building.SWITCH, "0")
     assert not native.is_available()
-    assert forms.kernels_for(torch.device("cpu"), torch.float32) is blocked
+    assert forms.kernels_for(torch.device("cpu"), torch.float32) is lists
     assert not cache.exists()
 
 
-def test_without_a_compiler_the_blocked_forms_serve(
+def test_without_a_compiler_the_plain_forms_serve(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.INFO, logger="rankwise"):
-        assert forms.kernels_for(torch.device("cpu"), torch.float32) is blocked
+        assert forms.kernels_for(torch.device("cpu"), torch.float32) is lists
     assert "no C++ compiler was found; set CXX to one" in caplog.text
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked, native
+from rankwise.kernels import lists, native
 from rankwise.kernels.dispatch import newton_schulz_for, using
 from rankwise.kernels.native import building
 from rankwise.kernels.native import products as library
@@ -177,7 +177,7 @@ def test_what_is_refused_is_what_the_library_refuses() -> None:
 @on_tiles
 def test_it_is_what_steps_use() -> None:
     assert newton_schulz_for(CPU) is tiles.newton_schulz
-    with using(blocked):
+    with using(lists):
         assert newton_schulz_for(CPU) is linalg.newton_schulz
 
 

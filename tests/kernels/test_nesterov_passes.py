@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked, lists, native, triton
+from rankwise.kernels import lists, native, triton
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
 
 LR, DECAY, BETA = 0.05, 0.8, 0.9
 LENGTHS = (1, 7, 0, 33, 5000, 20000)
 FORMS = pytest.mark.parametrize(
     "form",
-    [lists, blocked, pytest.param(native, marks=pytest.mark.compiled), triton],
-    ids=["lists", "blocked", "native", "triton"],
+    [lists, pytest.param(native, marks=pytest.mark.compiled), triton],
+    ids=["lists", "native", "triton"],
 )
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise import MARS, MKOR
-from rankwise.kernels import blocked, lists, native, product_types
 from rankwise.kernels import dispatch as forms
+from rankwise.kernels import lists, native, product_types
 from rankwise.kernels.dispatch import product_dtype_for, using
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -112,7 +112,7 @@ def test_our_own_tiles_count(fast: bool, tiles: bool, monkeypatch: pytest.Monkey
     with using(native):
         assert product_dtype_for(CPU, FP32) == (BF16 if fast or tiles else FP32)
         assert product_dtype_for(CPU, FP64) == FP64
-    with using(blocked):
+    with using(lists):
         assert product_dtype_for(CPU, FP32) == (BF16 if fast else FP32)
 
 
@@ -147,9 +147,7 @@ RULES: dict[str, tuple[type[ShardedOptimizer], dict[str, Any], str, int]] = {
 }
 
 
-@pytest.fixture(
-    params=[blocked, pytest.param(native, marks=pytest.mark.compiled), lists], ids=["blocked", "native", "lists"]
-)
+@pytest.fixture(params=[pytest.param(native, marks=pytest.mark.compiled), lists], ids=["native", "lists"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without tiles of its own for products; whether torch's are fast is up to the test."""
     monkeypatch.setattr(forms, "products", lambda: None)

@@ -11,7 +11,7 @@ import torch
 from narrow_cases import FIRSTS, LENGTHS, assert_same, copy_of, runs_of, values_of
 from oracles import codes_by_search
 
-from rankwise.kernels import blocked, native, quantization
+from rankwise.kernels import lists, native, quantization
 from rankwise.kernels.dispatch import quantization_for, using
 from rankwise.kernels.low_precision_runs import BFLOAT16, BLOCK, ROOT, SIGNED, LowPrecisionRuns
 from rankwise.kernels.native import compiled_quantization as compiled
@@ -192,7 +192,7 @@ def test_large_runs_in_parts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 
 def test_the_form_goes_by_device() -> None:
     cpu = torch.device("cpu")
-    with using(blocked):
+    with using(lists):
         assert quantization_for(cpu, torch.float32) is quantization
     with using(native):
         assert quantization_for(cpu, torch.float32) is compiled

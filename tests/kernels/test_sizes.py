@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked, native
+from rankwise.kernels import native
 from rankwise.kernels.native import tiled_newton_schulz as newton_schulz
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import native as ldadam
 from rankwise.mkor import native as mkor
 from rankwise.mkor.workspace import Workspace
 from rankwise.sonew import native as sonew
-from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.chain_runs import ChainRun, Margins
 
 LONG, SHORT = 100_000, 10
 
@@ -27,19 +27,17 @@ def lists(count: int, wrong: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("wrong", range(5))
-@pytest.mark.parametrize("module", [blocked, native], ids=["blocked", "native"])
-def test_lists_must_be_of_one_length(module: Any, wrong: int) -> None:
-    if module is native and not native.is_available():
-        pytest.skip("no compiler")
+@pytest.mark.compiled
+def test_lists_must_be_of_one_length(wrong: int) -> None:
     scalars = Scalars(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, step=2, k=0.5, advance=True)
     for rule, names in FIELDS.items():
         for fields in (names, (*names, "reference")):
             if wrong < len(fields):
                 with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
-                    module.run(Pass(rule, dict(zip(fields, lists(len(fields), wrong), strict=True)), scalars))
+                    native.run(Pass(rule, dict(zip(fields, lists(len(fields), wrong), strict=True)), scalars))
     if wrong < 2:
         with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
-            module.squared_norms(*lists(2, wrong), 0.5)
+            native.squared_norms(*lists(2, wrong), 0.5)
 
 
 def job(**other: Any) -> ldadam.LowRankStep:
@@ -74,7 +72,7 @@ def test_margins_must_be_those_of_the_band() -> None:
         fields = [[torch.zeros(SHORT)] for _ in range(3)]
         edges = [[torch.zeros(SHORT)] for _ in range(2)]
         out = [torch.zeros(SHORT)]
-        sonew.sonew_directions([Run(0, None)] * runs, *fields, edges, margins, out=out, **options)
+        sonew.sonew_directions([ChainRun(0, None)] * runs, *fields, edges, margins, out=out, **options)
 
     call([Margins(torch.zeros(5, 2), torch.zeros(5, 2))])
     for left, right in (((4, 2), (5, 2)), ((5, 2), (5, 1))):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS
-from rankwise.kernels import blocked, lists, native
+from rankwise.kernels import lists, native
 from rankwise.kernels.dispatch import using
 from rankwise.mars import optimizer as module
 from rankwise.mars.formulas import gradient_average, orthogonal_direction
@@ -89,7 +89,7 @@ MATRICES = ("a.weight", "b.weight", "experts")
 
 @VARIANTS
 @pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("form", [lists, blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=str)
+@pytest.mark.parametrize("form", [lists, pytest.param(native, marks=pytest.mark.compiled)], ids=str)
 def test_the_steps_of_the_form_with_a_reference(variant: str, cautious: bool, form: Any) -> None:
     how = "cautious" if cautious else "decoupled"
     with using(form):

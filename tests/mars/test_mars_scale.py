@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise import MARS
-from rankwise.kernels import blocked, lists, native, triton
+from rankwise.kernels import lists, native, triton
 from rankwise.kernels.dispatch import using
 from rankwise.mars.formulas import orthogonal_direction, shape_factor
 from rankwise.options.validation import OptionError
@@ -55,8 +55,8 @@ def _changes(form: ModuleType, dtype: torch.dtype, **options: Any) -> dict[str, 
 @pytest.mark.parametrize("variant", ["shampoo", "muon"])
 @pytest.mark.parametrize(
     "form",
-    [lists, blocked, pytest.param(native, marks=pytest.mark.compiled)],
-    ids=["lists", "blocked", "native"],
+    [lists, pytest.param(native, marks=pytest.mark.compiled)],
+    ids=["lists", "native"],
 )
 def test_each_logical_matrix_moves_as_far_as_under_adamw(form: ModuleType, variant: str) -> None:
     changes = _changes(form, torch.float64, variant=variant, scale="rms", ns_dtype="float64")
@@ -69,8 +69,8 @@ def test_each_logical_matrix_moves_as_far_as_under_adamw(form: ModuleType, varia
 
 @pytest.mark.parametrize(
     "form",
-    [lists, blocked, pytest.param(native, marks=pytest.mark.compiled), triton],
-    ids=["lists", "blocked", "native", "triton"],
+    [lists, pytest.param(native, marks=pytest.mark.compiled), triton],
+    ids=["lists", "native", "triton"],
 )
 def test_only_the_factor_differs(form: ModuleType, request: pytest.FixtureRequest) -> None:
     if form is triton:

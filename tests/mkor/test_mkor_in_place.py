@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankwise import MKOR
-from rankwise.kernels import blocked
 from rankwise.kernels import lists as foreach
+from rankwise.kernels import native
 from rankwise.kernels.dispatch import using
+from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.sharding import MatrixExchange
 from tests.ranks import run_ranks
@@ -94,7 +95,7 @@ def test_gradients_of_replicas_are_only_read() -> None:
 @pytest.mark.parametrize("factor_step", [False, True])
 def test_a_step_makes_nothing_as_large_as_a_matrix(factor_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first steps, with AdamW: then the states and the workspace are there."""
-    monkeypatch.setattr(blocked, "_BLOCK", WIDTH)  # factors are changed two blocks at a time
+    monkeypatch.setattr(mkor_cpu, "_BLOCK", WIDTH)  # factors are changed two blocks at a time
     model = network()
     optimizer = started(model)
     for step in range(4 + factor_step):
@@ -156,9 +157,10 @@ def _without_gradients(kernels: Any) -> list[Tensor]:
         return _weights(model)
 
 
+@pytest.mark.compiled
 def test_a_missing_gradient_counts_as_zero() -> None:
     """Of a bias or of a weight: the other one is preconditioned, as in the stacks of other kernels."""
-    for found, expected in zip(_without_gradients(blocked), _without_gradients(foreach), strict=True):
+    for found, expected in zip(_without_gradients(native), _without_gradients(foreach), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 

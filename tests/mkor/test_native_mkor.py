@@ -6,10 +6,10 @@ import pytest
 import torch
 from preconditioning import BF16, assert_rounded_as_promised, preconditioned, problem
 
-from rankwise.kernels import blocked, native
+from rankwise.kernels import lists, native
 from rankwise.kernels.dispatch import using
 from rankwise.kernels.native.products import products
-from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor.dispatch import precondition_into_for
 from rankwise.mkor.native import precondition_into
 
@@ -35,12 +35,12 @@ def test_products_are_rounded_as_often_as_promised(
 
 @on_tiles
 @pytest.mark.parametrize("rescale", [False, True])
-def test_as_exact_as_the_blocked_form(rescale: bool) -> None:
+def test_as_exact_as_the_general_form(rescale: bool) -> None:
     """Both round the same results to bfloat16; groups of columns are packed one after the other here."""
     _, flat, left, right = problem(True, BF16, (150, 1500))
     found, other = (
         preconditioned(flat, (150, 1500), left, right, rescale, into=into)
-        for into in (precondition_into, blocked_mkor.precondition_into)
+        for into in (precondition_into, mkor_cpu.precondition_into)
     )
     differing = (found - other).abs() > 1e-6 * other.abs()
     assert (found - other).norm() < 1e-3 * other.norm() and float(differing.float().mean()) < 0.05
@@ -79,11 +79,11 @@ def test_norms_neither_overflow_nor_vanish(scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_types_go_to_the_blocked_form(dtype: torch.dtype) -> None:
+def test_other_types_go_to_the_general_form(dtype: torch.dtype) -> None:
     _, flat, left, right = problem(True, dtype)
     found, other = (
         preconditioned(flat.to(dtype), (12, 9), left, right, into=into)
-        for into in (precondition_into, blocked_mkor.precondition_into)
+        for into in (precondition_into, mkor_cpu.precondition_into)
     )
     assert torch.equal(found, other)
 
@@ -91,5 +91,5 @@ def test_other_types_go_to_the_blocked_form(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not native.is_available(), reason="no compiler")
 def test_it_is_what_steps_use() -> None:
     assert precondition_into_for(CPU, torch.float32) is precondition_into
-    with using(blocked):
-        assert precondition_into_for(CPU, torch.float32) is blocked_mkor.precondition_into
+    with using(lists):
+        assert precondition_into_for(CPU, torch.float32) is None

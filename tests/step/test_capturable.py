@@ -13,7 +13,7 @@ from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
 from rankwise import MKOR
-from rankwise.kernels import blocked, graphs
+from rankwise.kernels import graphs, native
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
@@ -293,12 +293,11 @@ def test_steps_taken_one_by_one_are_the_same() -> None:
         assert _deviation(run, twin) < _tolerance(name), name
 
 
+@pytest.mark.compiled
 def test_on_cpus_the_option_changes_nothing() -> None:
-    from rankwise.kernels import blocked
-
     for name in NAMES:
         run, twin = Run(name, capturable=True), Run(name)
-        with using(blocked):
+        with using(native):
             for each in (run, twin):
                 each.step(0, without=LATE)
                 for index in range(1, 4):
@@ -387,10 +386,11 @@ def test_a_failed_factorisation_keeps_the_basis() -> None:
     assert all(not torch.equal(run.optimizer.matrix_states[key]["basis"], basis) for key, basis in before.items())
 
 
+@pytest.mark.compiled
 def test_the_metric_is_not_of_cpus() -> None:
     """Where the host sees what has failed, and another basis is found."""
     found = []
-    for module in (foreach, blocked):
+    for module in (foreach, native):
         run = Run("ldadam")
         with using(module):
             for index in range(2):

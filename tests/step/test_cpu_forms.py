@@ -1,4 +1,4 @@
-"""The compiled and the blocked forms of whole steps against the general ones."""
+"""The compiled forms of whole steps against the general ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.kernels import blocked, native
 from rankwise.kernels import lists as foreach
+from rankwise.kernels import native
 from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
@@ -83,11 +83,11 @@ def _assert_alike(found: list[Tensor], expected: list[Tensor], signs: bool = Fal
         assert float(differing) <= (1e-3 if signs else 0.0) * own.numel()
 
 
-@pytest.mark.parametrize("form", [blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=["blocked", "native"])
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_steps_are_those_of_the_general_forms(name: str, form: ModuleType) -> None:
+def test_steps_are_those_of_the_general_forms(name: str) -> None:
     expected, known = _steps(name, foreach)
-    found, counted = _steps(name, form)
+    found, counted = _steps(name, native)
     _assert_alike(found, expected, signs=name == "mars-lion")
     assert counted == pytest.approx(known, rel=1e-3)
 
@@ -190,11 +190,11 @@ def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing asks for a library that is not there, and the steps are those of the blocked forms."""
-    expected, _ = _steps(name, blocked)
+    """Nothing asks for a library that is not there, and the steps are the general ones."""
+    expected, _ = _steps(name, foreach)
     for module in (elementwise, native_sonew, native_ldadam):
         monkeypatch.setattr(module, "library", lambda *_: None)
-    assert kernels_for(torch.device("cpu"), torch.float32) is blocked
+    assert kernels_for(torch.device("cpu"), torch.float32) is foreach
     found, _ = _steps(name, None)
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
 
@@ -212,18 +212,18 @@ def test_directions_lie_where_they_lay() -> None:
     assert len(places) == 4 and places[0] and all(place == places[0] for place in places)
 
 
-@pytest.mark.parametrize("form", [blocked, pytest.param(native, marks=pytest.mark.compiled)], ids=["blocked", "native"])
+@pytest.mark.compiled
 @pytest.mark.parametrize("at_once", [1, 26240])
-def test_directions_are_there_a_part_at_a_time(form: ModuleType, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_are_there_a_part_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a host must have room for is no more than that, or a direction of the largest weight."""
-    whole, _ = _steps("sonew-tridiagonal", form)
+    whole, _ = _steps("sonew-tridiagonal", native)
     sizes: set[int] = set()
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
         sizes.update(each.scratch["directions"].numel() for each in optimizer.planner.units.values())
 
     monkeypatch.setattr(unit, "AT_ONCE", at_once)
-    parts, _ = _steps("sonew-tridiagonal", form, noted)
+    parts, _ = _steps("sonew-tridiagonal", native, noted)
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
     assert sizes == {max(at_once, 16000)}
 

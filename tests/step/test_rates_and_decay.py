@@ -11,7 +11,7 @@ from cases import BY_NAME, Case
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR
-from rankwise.kernels import blocked, lists
+from rankwise.kernels import lists
 from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
 
@@ -74,7 +74,7 @@ def _rate(case: Case, name: str) -> float:
 
 
 @EVERY
-@pytest.mark.parametrize("form", [lists, blocked, None], ids=["lists", "blocked", "chosen"])
+@pytest.mark.parametrize("form", [lists, None], ids=["lists", "chosen"])
 def test_cautious_decay_is_the_formula(case: Case, form: Any) -> None:
     with using(form) if form is not None else using(None):  # type: ignore[arg-type]
         bare = _one_step(case, weight_decay=0.0)

@@ -2,7 +2,7 @@
 
 The results are those of :mod:`rankwise.kernels.lists` but for the last bits. Narrow states are opened and kept again
 tile by tile, so that what goes through memory are their codes. What C++ has no form for (mixed types, tensors with
-gaps) goes to :mod:`rankwise.kernels.blocked`, and so does AdamW alone, which torch has in one kernel.
+gaps) goes to :mod:`rankwise.kernels.lists`; AdamW alone, to the kernel that torch has for it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.kernels import blocked
+from rankwise.kernels import lists
 from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, is_coded
 from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
 from rankwise.kernels.native.low_precision_arrays import in_c, takes
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
 from rankwise.kernels.passes import FIELDS, Field, Pass, Rule, Tensors
+from rankwise.kernels.sizes import check_lengths
 
 __all__ = ["is_available", "run", "squared_norms"]
 
@@ -58,16 +59,20 @@ def is_available() -> bool:
 
 
 def run(update: Pass) -> None:
-    """Do a pass, in place; arguments as for :func:`rankwise.kernels.blocked.run`."""
+    """Do a pass, in place; arguments as for :func:`rankwise.kernels.lists.run`."""
     scalars = update.scalars
     alone = update.rule == "adamw" and set(update.fields) == set(FIELDS["adamw"]) and update.factors is None
     left = alone and not update.is_cautious and not update.is_narrow
+    if left and not isinstance(scalars.step, Tensor):
+        _fused_adamw_(update)
+        return
     types = None if left or isinstance(scalars.step, Tensor) or not update.grads else _types(update.fields)
     if types is None and update.is_narrow:
         run_opened(update, run)
         return
     if types is None:
-        blocked.run(update)
+        check_lengths(*map(update.wide, update.fields))
+        lists.run(update)
         return
     numbers = {
         "rule": _RULES[update.rule],
@@ -87,6 +92,31 @@ def run(update: Pass) -> None:
     _call(f"run_{types}", update.fields, update.factors, numbers)
 
 
+def _fused_adamw_(update: Pass) -> None:
+    """Torch's own kernel."""
+    scalars, fields = update.scalars, {name: update.wide(name) for name in FIELDS["adamw"]}
+    check_lengths(*fields.values())
+    if not update.grads:
+        return
+    # Of a type that no default changes: bfloat16 has no 257.
+    count = torch.tensor(float(scalars.step), dtype=torch.float32)
+    torch._fused_adamw_(
+        fields["param"],
+        update.grads,
+        fields["exp_avg"],
+        fields["exp_avg_sq"],
+        [],
+        [count] * len(update.grads),
+        lr=scalars.lr if isinstance(scalars.lr, Tensor) else float(scalars.lr),
+        beta1=scalars.betas[0],
+        beta2=scalars.betas[1],
+        weight_decay=scalars.weight_decay,
+        eps=scalars.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """As :func:`rankwise.kernels.lists.squared_norms`, summed in a fixed order."""
     fields = {"grad": tensors, **({} if references is None else {"reference": references})}
@@ -94,7 +124,8 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
     if types is None and isinstance(references, LowPrecisionRuns):
         return norms_with_opened(tensors, references, k, squared_norms)
     if types is None:
-        return blocked.squared_norms(tensors, references, k)
+        check_lengths(tensors, references or tensors)
+        return lists.squared_norms(tensors, references, k)
     sums = torch.zeros(len(tensors), dtype=torch.float64)
     _call(f"squared_norms_{types}", fields, None, {"k": k, "tile": _TILE}, ctypes.c_void_p(sums.data_ptr()))
     return sums

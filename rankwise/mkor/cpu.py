@@ -1,4 +1,4 @@
-"""MKOR for CPUs: matrix by matrix and in place, factors a block at a time, which are converted for other products.
+"""MKOR for CPUs: matrix by matrix and in place, factors some rows at a time, which are converted for other products.
 
 They read what they compute, norms for instance, and decide in Python: elsewhere that would make the host wait.
 """
@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankwise.kernels.blocked import block_size
 from rankwise.mkor.formulas import product_dtype
 from rankwise.mkor.workspace import Workspace
 
 __all__ = ["precondition_into", "update_factors_"]
 
+_BLOCK = 65536
+"""Elements that a thread works on at a time: with them and a few temporaries the second-level cache is about full."""
 _CONVERTED = 2**20
 """Elements of a factor that are converted at a time: they stay in the cache until they are multiplied."""
 _LEAST_SIDE = 256
@@ -93,7 +94,7 @@ def _blocks(matrix: Tensor, work: Tensor) -> Iterator[tuple[slice, Tensor, Tenso
 def _workspace(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """For so many of its rows as keep two blocks in the cache."""
     rows, columns = matrix.shape
-    return torch.empty(min(rows, max(1, 2 * block_size() // columns)), columns, dtype=dtype)
+    return torch.empty(min(rows, max(1, 2 * _BLOCK * torch.get_num_threads() // columns)), columns, dtype=dtype)
 
 
 def _measure(inverse: Tensor, vector: Tensor, norm: str, work: Tensor) -> _Measured:

@@ -11,27 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.kernels import blocked
-from rankwise.sonew import blocked as blocked_sonew
 from rankwise.sonew import formulas as sonew
 from rankwise.sonew import native as native_sonew
-from rankwise.sonew.blocked import Margins, Run
+from rankwise.sonew.chain_runs import ChainRun, Margins
+from rankwise.sonew.native import sonew_directions
 from rankwise.updates.adamw import bias_corrections
 
 BETAS, EPS, GAMMA, GRAFT_EPS = (0.9, 0.99), 1e-6, 0.05, 1e-6
 
 
-FORMS = pytest.mark.parametrize(
-    "sonew_directions",
-    [blocked_sonew.sonew_directions, pytest.param(native_sonew.sonew_directions, marks=pytest.mark.compiled)],
-    ids=["blocked", "native"],
-)
+pytestmark = pytest.mark.compiled
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK", 7)
         patch.setattr(native_sonew, "_TILE", 7)
         yield
 
@@ -70,7 +64,6 @@ def _margins(fields: list[Tensor], start: int, end: int, band: int) -> Margins:
     return Margins(left, right)
 
 
-@FORMS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("band", [0, 1, 2, 4])
@@ -82,9 +75,7 @@ def _margins(fields: list[Tensor], start: int, end: int, band: int) -> Margins:
     graft=st.sampled_from(["adam", "adam_official", "sgd", "momentum", "none"]),
     seed=st.integers(0, 2**16),
 )
-def test_runs_follow_the_whole_parameter(
-    sonew_directions, band, by_row, dtype, rows, columns, cuts, graft, seed
-) -> None:
+def test_runs_follow_the_whole_parameter(band, by_row, dtype, rows, columns, cuts, graft, seed) -> None:
     fields, _ = _problem(rows, columns, band, by_row, seed)
     states, direction, taken = _expected(fields, graft, step=4)
     numel = rows * columns
@@ -92,7 +83,7 @@ def test_runs_follow_the_whole_parameter(
     chain = columns if by_row else None
     runs, margins = [], []
     for start, end in pairwise(edges):
-        runs.append(Run(start, chain))
+        runs.append(ChainRun(start, chain))
         margins.append(None if (start, end) == (0, numel) else _margins(fields, start, end, band))
         if margins[-1] is not None:
             margins[-1] = Margins(*(side.to(dtype) for side in margins[-1]))
@@ -117,21 +108,19 @@ def test_runs_follow_the_whole_parameter(
     torch.testing.assert_close(graft_squares.sum(), grafted.double(), rtol=1e-4, atol=1e-9)
 
 
-@FORMS
-def test_an_element_without_a_gradient_stays_where_it_is(sonew_directions) -> None:
+def test_an_element_without_a_gradient_stays_where_it_is() -> None:
     """Nothing divides by zero where there is no damping either."""
     fields = [[torch.zeros(9)] for _ in range(5)]
     fields[0][0][4:] = 1.0
     out = [torch.empty(9)]
     options = {"betas": BETAS, "eps": 0.0, "gamma": GAMMA, "step": 1, "graft": "adam", "graft_eps": 1e-8}
-    squares, _ = sonew_directions([Run(0, None)], *fields[:3], fields[3:], [None], out=out, **options)
+    squares, _ = sonew_directions([ChainRun(0, None)], *fields[:3], fields[3:], [None], out=out, **options)
     assert bool(out[0].isfinite().all()) and float(out[0][:3].abs().max()) == 0.0 and float(squares) > 0.0
 
 
-@FORMS
 @pytest.mark.parametrize("graft", ["adam", "adam_official", "momentum"])
 @pytest.mark.parametrize("band", [1, 2, 4])
-def test_the_bits_are_those_of_the_pure_functions(sonew_directions, band: int, graft: str) -> None:
+def test_the_bits_are_those_of_the_pure_functions(band: int, graft: str) -> None:
     """A layout may have one rank take the one form and another rank the other."""
     fields = [field.float() for field in _problem(6, 11, band, True, seed=band)[0]]
     c1, c2 = bias_corrections(BETAS, 4)
@@ -141,20 +130,18 @@ def test_the_bits_are_those_of_the_pure_functions(sonew_directions, band: int, g
     lists = [[field.reshape(-1).clone()] for field in fields]
     out = [torch.empty_like(lists[0][0])]
     options = {"betas": BETAS, "eps": EPS, "gamma": GAMMA, "step": 4, "graft": graft, "graft_eps": GRAFT_EPS}
-    _, graft_squares = sonew_directions([Run(0, 11)], *lists[:3], lists[3:], [None], out=out, **options)
+    _, graft_squares = sonew_directions([ChainRun(0, 11)], *lists[:3], lists[3:], [None], out=out, **options)
     for (got,), expected in zip([out, *lists[1:]], [direction, momentum, diagonal, *edges], strict=True):
         assert torch.equal(got, expected.reshape(-1))
     assert taken is not None
     # Torch's own root is not always the nearest number; the compiler's is.
-    rounding = 1e-14 if sonew_directions is blocked_sonew.sonew_directions else 1e-7
-    torch.testing.assert_close(graft_squares[0], taken.double().square().sum(), rtol=rounding, atol=0.0)
+    torch.testing.assert_close(graft_squares[0], taken.double().square().sum(), rtol=1e-7, atol=0.0)
 
 
-@FORMS
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 @pytest.mark.parametrize("band", [0, 1, 2, 3])
-def test_what_is_degenerate_is_dropped_as_by_the_pure_functions(sonew_directions, band, eps, constant) -> None:
+def test_what_is_degenerate_is_dropped_as_by_the_pure_functions(band, eps, constant) -> None:
     """No edge jumps over an element without a gradient where nothing is damped; no NaN in one that is dropped."""
     grad = torch.randn(40, generator=torch.Generator().manual_seed(band))
     if constant:
@@ -167,11 +154,10 @@ def test_what_is_degenerate_is_dropped_as_by_the_pure_functions(sonew_directions
     out = [torch.empty(40)]
     options = {"betas": BETAS, "eps": eps, "gamma": 0.0, "step": 1, "graft": "none", "graft_eps": 1e-8}
     lists = [[field] for field in zeros]
-    sonew_directions([Run(0, None)], [grad], *lists[:2], lists[2:], [None], out=out, **options)
+    sonew_directions([ChainRun(0, None)], [grad], *lists[:2], lists[2:], [None], out=out, **options)
     assert bool(expected.isfinite().all()) and torch.equal(out[0], expected)
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("band", [0, 1, 2, 4])
 def test_pieces_tiles_and_cuts_leave_no_trace(band: int, by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +175,8 @@ def test_pieces_tiles_and_cuts_leave_no_trace(band: int, by_row: bool, monkeypat
         lists = [[field.reshape(-1)[slice(*place)].clone() for place in places] for field in fields]
         out = [torch.empty_like(part) for part in lists[0]]
         options = {"betas": BETAS, "eps": EPS, "gamma": GAMMA, "step": 4, "graft": "adam", "graft_eps": GRAFT_EPS}
-        runs = [Run(start, 401 if by_row else None) for start, _ in places]
-        squares, graft_squares = native_sonew.sonew_directions(runs, *lists[:3], lists[3:], margins, out=out, **options)
+        runs = [ChainRun(start, 401 if by_row else None) for start, _ in places]
+        squares, graft_squares = sonew_directions(runs, *lists[:3], lists[3:], margins, out=out, **options)
         for parts, expected in zip([out, *lists[1:]], [direction, momentum, diagonal, *edges], strict=True):
             assert torch.equal(torch.cat(parts), expected.reshape(-1))
         torch.testing.assert_close(squares.sum(), direction.double().square().sum(), rtol=1e-12, atol=0.0)

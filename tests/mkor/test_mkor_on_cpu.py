@@ -23,17 +23,17 @@ from simulated import Conv1D
 from torch import Tensor, nn
 
 from rankwise import MKOR
-from rankwise.kernels import blocked, native, triton
 from rankwise.kernels import lists as foreach
+from rankwise.kernels import native, triton
 from rankwise.kernels.dispatch import using
-from rankwise.mkor import blocked as blocked_mkor
+from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor import formulas as mkor
 from rankwise.mkor.workspace import Workspace
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "_BLOCK", 50)
+    monkeypatch.setattr(mkor_cpu, "_BLOCK", 50)
 
 
 # --- factors ---------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_factors_follow_the_pure_function(
     stable = mkor.stabilize(old, threshold, 0.8, norm)
     assert not torch.equal(stable[0], old[0]) and torch.equal(stable[1], old[1])
     expected = mkor.rank1_inverse_update(stable, vectors.double(), 0.9, rule)
-    ok = blocked_mkor.update_factors_(actual, vectors, decay=0.9, rule=rule, stabilizer=(threshold, 0.8), norm=norm)
+    ok = mkor_cpu.update_factors_(actual, vectors, decay=0.9, rule=rule, stabilizer=(threshold, 0.8), norm=norm)
     assert ok.tolist() == [True, True]
     arithmetic = 20 * UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
     for found, wanted in zip(actual, expected, strict=True):
@@ -77,7 +77,7 @@ def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype, norm: mkor.Fac
     expected, taken = mkor.update_factor(torch.stack(before), vectors, 0.9, threshold=1e4, norm=norm)
     assert taken.tolist() == [False, False, True, False, True, True]
     seen = torch.tensor([True, True, True, True, False, True])
-    ok = blocked_mkor.update_factors_(actual, vectors, decay=0.9, stabilizer=(1e4, 0.9), norm=norm, seen=seen)
+    ok = mkor_cpu.update_factors_(actual, vectors, decay=0.9, stabilizer=(1e4, 0.9), norm=norm, seen=seen)
     assert ok.tolist() == [False, False, True, False, False, True]
     for index in (0, 1, 3, 4):
         torch.testing.assert_close(actual[index], before[index], rtol=0, atol=0, equal_nan=True)
@@ -87,7 +87,7 @@ def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype, norm: mkor.Fac
 
 def test_a_bad_vector_leaves_the_stabilized_inverse() -> None:
     actual = [3.0 * torch.eye(9), torch.full((9, 9), torch.inf)]
-    ok = blocked_mkor.update_factors_(actual, torch.full((2, 9), torch.nan), decay=0.9, stabilizer=(2.0, 0.75))
+    ok = mkor_cpu.update_factors_(actual, torch.full((2, 9), torch.nan), decay=0.9, stabilizer=(2.0, 0.75))
     assert ok.tolist() == [False, False]
     assert torch.equal(actual[0], 2.5 * torch.eye(9)) and torch.equal(actual[1], torch.eye(9))
 
@@ -96,13 +96,13 @@ def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
     actual = inverses(1, 8, 5)
     actual[0][0, 0] = torch.inf
     before = actual[0].clone()
-    ok = blocked_mkor.update_factors_(actual, torch.ones(1, 8), decay=0.9, stabilizer=None)
+    ok = mkor_cpu.update_factors_(actual, torch.ones(1, 8), decay=0.9, stabilizer=None)
     assert not ok.item() and torch.equal(actual[0], before)
 
 
 def test_an_update_that_would_overflow_is_refused() -> None:
     actual = [torch.eye(4, dtype=torch.float16) * 6e4]
-    ok = blocked_mkor.update_factors_(actual, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
+    ok = mkor_cpu.update_factors_(actual, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
     assert not ok.item() and torch.equal(actual[0], torch.eye(4, dtype=torch.float16) * 6e4)
 
 
@@ -175,7 +175,7 @@ def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 @pytest.mark.parametrize("rescale", ["joint", None])
 @pytest.mark.parametrize("factor_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "kernels", [blocked, pytest.param(native, marks=pytest.mark.compiled), triton], ids=["blocked", "native", "triton"]
+    "kernels", [pytest.param(native, marks=pytest.mark.compiled), triton], ids=["native", "triton"]
 )
 def test_every_form_makes_the_same_step(
     kernels: Any, factor_dtype: str, rescale: str | None, request: pytest.FixtureRequest
@@ -205,6 +205,7 @@ def test_every_form_makes_the_same_step(
         assert 1e-6 < largest_difference(found, exact) < 2 * UNIT[BF16]
 
 
+@pytest.mark.compiled
 def test_cpus_take_their_own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     called = dict.fromkeys(("precondition_into", "update_factors_"), 0)
 
@@ -216,14 +217,17 @@ def test_cpus_take_their_own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     for name in called:
-        monkeypatch.setattr(blocked_mkor, name, counted(name, getattr(blocked_mkor, name)))
-    with using(blocked):
+        monkeypatch.setattr(mkor_cpu, name, counted(name, getattr(mkor_cpu, name)))
+    monkeypatch.setattr("rankwise.mkor.native.products", lambda: None)
+    with using(native):
         trained()
     # Five matrices, four steps, two of which move both factors; a matrix that lies whole comes alone.
     assert called == {"precondition_into": 4 * 5, "update_factors_": 2 * 2 * 5}
 
 
-@pytest.mark.parametrize("kernels", [blocked, triton], ids=["blocked", "triton"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(native, marks=pytest.mark.compiled), triton], ids=["native", "triton"]
+)
 def test_float64_factors_of_float32_parameters(kernels: Any, interpreter: None) -> None:
     """No Triton kernel moves these."""
     exact, exact_factors = trained(torch.float64, factor_dtype="float64")
@@ -237,8 +241,8 @@ def test_float64_factors_of_float32_parameters(kernels: Any, interpreter: None) 
 @pytest.mark.parametrize("bias", [False, True])
 def test_factors_are_converted_a_block_at_a_time(bias: bool, sides: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For products in float32 of factors in bfloat16: no rounding but float32's, and no copy of a whole factor."""
-    monkeypatch.setattr(blocked_mkor, "_CONVERTED", 40)
-    monkeypatch.setattr(blocked_mkor, "_LEAST_SIDE", 3)
+    monkeypatch.setattr(mkor_cpu, "_CONVERTED", 40)
+    monkeypatch.setattr(mkor_cpu, "_LEAST_SIDE", 3)
     asked: list[tuple[str, int]] = []
     take = Workspace.take
 
@@ -248,7 +252,7 @@ def test_factors_are_converted_a_block_at_a_time(bias: bool, sides: str, monkeyp
 
     monkeypatch.setattr(Workspace, "take", noted)
     matrices, flat, left, right = problem(bias, BF16)
-    into = partial(blocked_mkor.precondition_into, product=torch.float32)
+    into = partial(mkor_cpu.precondition_into, product=torch.float32)
     given = (None if sides == "right" else left), (None if sides == "left" else right)
     for index, found in enumerate(preconditioned(flat, (12, 9), *given, into=into)):
         own = [None if side is None else side[index] for side in given]

@@ -1,0 +1,28 @@
+"""Runs of parameters as SONew's pass over them sees them: their place in their chains, and their neighbours."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["ChainRun", "Margins"]
+
+
+class ChainRun(NamedTuple):
+    """Where a run lies in its parameter.
+
+    Attributes:
+        start: Flat index of its first element.
+        chain: Elements of a chain, which starts at every multiple of it; None: the parameter is one chain.
+    """
+
+    start: int
+    chain: int | None
+
+
+class Margins(NamedTuple):
+    """Neighbours of a run, each (3 + band, band): gradient, momentum, diagonal, edges by distance; zero past an end."""
+
+    left: Tensor
+    right: Tensor
