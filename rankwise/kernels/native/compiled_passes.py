@@ -121,9 +121,9 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
     """As :func:`rankwise.kernels.lists.squared_norms`, summed in a fixed order."""
     fields = {"grad": tensors, **({} if references is None else {"reference": references})}
     types = _types(fields) if tensors else None
-    if types is None and isinstance(references, LowPrecisionRuns):
-        return norms_with_opened(tensors, references, k, squared_norms)
     if types is None:
+        if isinstance(references, LowPrecisionRuns):
+            return norms_with_opened(tensors, references, k, squared_norms)
         check_lengths(tensors, references or tensors)
         return lists.squared_norms(tensors, references, k)
     sums = torch.zeros(len(tensors), dtype=torch.float64)
