@@ -123,18 +123,47 @@ def _shown(output: str, folder: Path, kept: int) -> str:
 
 def recordings_page(found: Sequence[tuple[Recording, str]]) -> str:
     """The page of these recordings."""
-    parts = [_HEAD]
+    rows = [f"| [`{name}`](#{name}) | {text} |\n" for name, text in ((_name(one), one.text) for one, _ in found)]
+    parts = [_HEAD.format(rows="".join(rows), script=_SCRIPT)]
     for recording, output in found:
-        title = recording.words.split()[0]
+        title = _name(recording)
         parts.append(f"## {title}\n\n{recording.text}\n\n```text\n$ rankwise {recording.words}\n{output}\n```\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _TAIL])
 
 
-_HEAD = f"""# The commands, recorded
+def _name(recording: Recording) -> str:
+    return recording.words.split()[0]
 
-Each command of `rankwise`, in a folder with a `ds.json` (LDAdam, ZeRO-2) and this `train.py`, on a CPU machine.
-Made by `python -m benchmarks recordings --page docs/commands.md`, which fails if any of them does.
+
+_HEAD = """# The commands, recorded
+
+| `rankwise …` | what it shows |
+|---|---|
+{rows}
+`rankwise COMMAND --help` lists the options. [Exit codes, pipes and JSON](#exit-codes-pipes-json) are the same for all.
+
+What follows is each command with what it printed, in a folder with a `ds.json` (LDAdam, ZeRO-2) and this `train.py`, on
+a CPU machine. It was made by `python -m benchmarks recordings --page docs/commands.md`, which fails if a command does.
 
 ```python
-{_SCRIPT}```
+{script}```
+"""
+
+_TAIL = """\
+## Exit codes, pipes, JSON
+
+| code | what |
+|---|---|
+| 0 | done |
+| 1 | a check found a fault, a limit is not met, a run failed, or a file could not be written |
+| 2 | bad usage: what was typed, or a file that it names, cannot be used; no training was started |
+| 130, 143, 129 | ended by Ctrl-C, SIGTERM or a closed terminal; no rank is left behind |
+| 141 | whoever read the output stopped, as in `rankwise list \\| head -1` |
+
+- `rankwise deepspeed` and `rankwise megatron` end as torchrun does, whose place they take, but for signals. Under a
+  launcher they run the script in their own process, and it ends as it would under Python.
+- `--json` of doctor, list, plan, explain and compare prints one JSON value on stdout and nothing else; `null` stands
+  for a loss that is no number. Errors go to stderr, and stdout is empty then.
+- A closed stdout (`>&-`) is as `>/dev/null`. Without a terminal, or with `NO_COLOR`, there are no colours;
+  `FORCE_COLOR` asks for them.
 """
