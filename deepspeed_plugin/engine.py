@@ -103,7 +103,7 @@ def backward(original: Callable[..., Any], engine: DeepSpeedEngine, loss: Tensor
         engine: The engine.
         loss: As for DeepSpeed, like the rest.
         args: ``retain_graph`` and ``scale_wrt_gas``.
-        options: The same by name.
+        options: Further arguments by name.
     """
     losses = next((hook for hook in getattr(engine, _HOOKS, ()) if isinstance(hook, BackwardLosses)), None)
     if losses is None:

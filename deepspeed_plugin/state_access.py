@@ -182,7 +182,7 @@ class StateAccess:
 
         Args:
             parameter: Parameter of the model.
-            value: To be set.
+            value: Value to be set.
             set_rest: Sets as much of a state.
         """
         if not self._has_rest(parameter):

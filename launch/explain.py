@@ -25,7 +25,7 @@ class ExplainedParameter(NamedTuple):
     Attributes:
         parameter: Its name.
         shape: As in the model.
-        rule: That steps it.
+        rule: Rule that steps it.
         why: What decided so.
         state_bytes: State bytes of all its states on one rank.
     """

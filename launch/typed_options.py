@@ -19,9 +19,9 @@ def count(help: str, panel: str | None = None, *names: str, least: int = 1, most
     Args:
         help: Its text.
         panel: Panel of the command's help.
-        names: If it is not called as its field is.
-        least: That is taken.
-        most: That is taken.
+        names: Names on the command line, if other than the field's.
+        least: Least value that is taken.
+        most: Largest value that is taken.
     """
     return typer.Option(*names, min=least, max=most, metavar="N", help=help, rich_help_panel=panel)
 

@@ -15,7 +15,7 @@ class Apex(NamedTuple):
     Attributes:
         kind: ``"absent"``; ``"nvidia"`` with compiled kernels; ``"nvidia-python-only"`` without them; ``"other"`` for a
             package that is not NVIDIA's.
-        message: The same for a user, with what to do about it.
+        message: The kind in words for a user, with what to do about it.
     """
 
     kind: Literal["absent", "nvidia", "nvidia-python-only", "other"]

@@ -39,7 +39,7 @@ def share_members(wrappers: Sequence[MegatronOptimizer], pipeline: dist.ProcessG
     """Names of the parameters of every group of every wrapper, other stages' too. A collective of the stages' ranks.
 
     Args:
-        wrappers: As many on every stage.
+        wrappers: The optimizer's wrappers, as many on every stage.
         pipeline: One rank of every stage.
     """
     mine = [_members(wrapper.optimizer) for wrapper in wrappers]

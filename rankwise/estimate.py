@@ -115,7 +115,7 @@ def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> li
     """The same for units that are planned or imagined.
 
     Args:
-        optimizer: Whose units they are.
+        optimizer: The optimizer that the units were planned for.
         units: All of one round of steps, at least one.
     """
     ranks = [RankEstimate() for _ in range(units[0].layout.world_size)]

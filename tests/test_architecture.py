@@ -440,3 +440,36 @@ def test_long_files_are_reported(record_property: pytest.RecordProperty) -> None
     for path, length in long.items():
         print(f"{path}: {length} lines")
     assert lengths and max(lengths.values()) < 1000, long
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+LONGEST, MOST_ARGUMENTS = 80, 13
+
+
+def too_large(tree: ast.Module) -> list[str]:
+    """Functions with more lines, or more arguments, than somebody can keep in mind; kernels name every address."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        arguments = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+        is_kernel = any(isinstance(one, ast.Name) and one.id == "jit" for one in node.decorator_list)
+        if lines > LONGEST or (arguments > MOST_ARGUMENTS and not is_kernel):
+            found.append(f"{node.name}: {lines} lines, {arguments} arguments")
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_functions_are_small(package: str) -> None:
+    found = {str(path.relative_to(ROOT)): too_large(ast.parse(path.read_text())) for path in sources(package)}
+    assert {path: functions for path, functions in found.items() if functions} == {}
+
+
+def test_the_check_of_sizes_itself() -> None:
+    long = "def long() -> None:\n" + "    pass\n" * LONGEST
+    wide = f"def wide({', '.join(f'a{index}' for index in range(MOST_ARGUMENTS + 1))}): ..."
+    assert too_large(ast.parse(long)) == ["long: 81 lines, 0 arguments"]
+    assert too_large(ast.parse(wide)) == ["wide: 1 lines, 14 arguments"]
+    assert too_large(ast.parse(f"@jit\n{wide}")) == []

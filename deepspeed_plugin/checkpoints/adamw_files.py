@@ -25,8 +25,8 @@ def in_our_form(saved: SavedCheckpoint, rank: int, order: GroupedShapes | None) 
     """What :meth:`SavedCheckpoint.optimizer` would say of one rank, had one of ours written these weights and moments.
 
     Args:
-        saved: Written with AdamW or Muon.
-        rank: Whose file.
+        saved: The checkpoint, written with AdamW or Muon.
+        rank: Rank that wrote the file.
         order: See :meth:`deepspeed_plugin.layouts.DeepSpeedLayout.order`: at stage 0 nothing else tells which parameter
             a state belongs to.
 

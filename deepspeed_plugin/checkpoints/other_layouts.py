@@ -38,8 +38,8 @@ def vectors_of(saved: SavedCheckpoint, ranks: range, order: GroupedShapes | None
     """What the files of some ranks hold, by name.
 
     Args:
-        saved: Written by one of ours, or by AdamW or Muon.
-        ranks: Whose files.
+        saved: The checkpoint, written by one of ours, or by AdamW or Muon.
+        ranks: Ranks that wrote the files.
         order: Order of AdamW or Muon at stage 0, see :func:`deepspeed_plugin.checkpoints.adamw_files.in_our_form`.
     """
     if saved.author is None:

@@ -48,7 +48,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
     Raises:
         ConversionError: None of our optimizers wrote it, or its states are not in it.
         CheckpointError: A file is missing or damaged.
-        StorageError: The same, of those with our states.
+        StorageError: A file with our states is missing or damaged.
     """
     found = UniversalCheckpoint.of_anybody(folder.parent, folder.name)
     if found is None:

@@ -23,7 +23,7 @@ def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor],
     An embedding stays whole, unless the output head has the same weight.
 
     Args:
-        model: Whose layers have the names of Llama's.
+        model: A model whose layers have the names of Llama's.
         parameters: In the optimizer's order, by name.
         tp: Tensor-parallel ranks.
 

@@ -80,7 +80,7 @@ class Links:
 
         Args:
             sent: Bytes of one rank.
-            ranks: That exchange.
+            ranks: Ranks that exchange.
         """
         here = min(self.per_node, ranks) - 1
         stays = sent * here / (ranks - 1) if ranks > 1 else 0.0

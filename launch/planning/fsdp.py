@@ -34,7 +34,7 @@ def tensor_parallel_dims(model: nn.Module) -> dict[str, int]:
     """The dimension along which tensor parallelism cuts a parameter, by name; others are whole on all its ranks.
 
     Args:
-        model: Whose layers have the names of Llama's, Hugging Face's or torchtitan's.
+        model: A model whose layers have the names of Llama's, Hugging Face's or torchtitan's.
 
     Raises:
         ValueError: No layer of the model has.

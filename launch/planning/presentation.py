@@ -35,7 +35,7 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     """Print the plan.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         name: Name of the optimizer.
         found: The plan.
         cluster: Its ranks.

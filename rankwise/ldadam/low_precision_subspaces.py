@@ -44,7 +44,7 @@ class LowPrecisionSubspaces:
 
         Args:
             keys: Keys of the matrices.
-            states: Theirs.
+            states: States of the matrices.
             new: What they are to be, by name.
             step: The number of the step, one for all or (matrices,) on the device; None: the states have it counted.
         """

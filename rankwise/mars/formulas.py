@@ -118,7 +118,7 @@ def shape_factor(variant: MatrixVariant, rows: int, cols: int, scale: Scale = "p
         variant: Which of the two rules.
         rows: Rows of the logical matrix: before any sharding, and before any transposition for the computation.
         cols: Columns of the logical matrix.
-        scale: Whose.
+        scale: A value of the option "scale", see :class:`rankwise.mars.options.MARSOptions`.
 
     Raises:
         ValueError: If ``variant`` or ``scale`` is none of those known, or a side is below 1.
@@ -182,7 +182,7 @@ def orthogonal_direction(
         rows: Rows of the logical matrix, for :func:`shape_factor`.
         cols: Columns of the logical matrix.
         beta1: Decay rate of the momentum, for :func:`norm_offset`.
-        scale: Whose, for :func:`shape_factor`.
+        scale: As for :func:`shape_factor`.
         eps: As there.
         ns_steps: Newton-Schulz iterations.
         ns_dtype: Type of their products; ``torch.bfloat16`` as published, ``None`` that of ``exp_avg``.

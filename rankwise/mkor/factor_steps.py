@@ -37,7 +37,7 @@ class _News(NamedTuple):
     """A factor step of which the host has yet to learn.
 
     Attributes:
-        unit: That took it.
+        unit: The unit that took the step.
         counts: The numbers of the step by matrix.
         numbers: See :class:`rankwise.statistics.collector.Reduced`.
     """
@@ -196,7 +196,7 @@ class FactorSteps:
         """Learn from the factor steps of the last round as the next one begins.
 
         Args:
-            unit: That is to be stepped; None: it has yet to be planned.
+            unit: The unit to be stepped; None if it has yet to be planned.
             groups: The optimizer's param groups.
 
         Raises:

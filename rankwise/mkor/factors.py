@@ -73,7 +73,7 @@ class KroneckerFactors:
 
         Args:
             tasks: The matrices.
-            states: Theirs, changed in place.
+            states: States of the matrices, changed in place.
             vectors: The statistics by key.
 
         Returns:
@@ -143,7 +143,7 @@ class KroneckerFactors:
 
         Args:
             signature: Signature of its matrices.
-            states: Theirs.
+            states: States of the matrices.
             stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone
                 unless it is spent.
             product: Type of the products.

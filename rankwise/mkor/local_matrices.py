@@ -47,8 +47,8 @@ class LocalMatrixPlan:
     """Of some matrices.
 
     Args:
-        taken: Them.
-        states: Theirs: which sides have factors.
+        taken: The matrices.
+        states: States of the matrices: which sides have factors.
 
     Attributes:
         tasks: Tasks of the matrices.

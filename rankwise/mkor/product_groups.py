@@ -123,8 +123,8 @@ class ProductGroup(NamedTuple):
     """Gradients that are multiplied at once; their memory follows one another.
 
     Attributes:
-        form: Theirs.
-        places: Among all gradients.
+        form: What the gradients have in common.
+        places: Indices among all gradients.
         start: Where their memory begins.
     """
 

@@ -72,8 +72,8 @@ class CodesPlan(NamedTuple):
 
     Attributes:
         tensors: Tensors of the unit, those that have any, in the order of the parts.
-        codes: In their states.
-        exponents: The same.
+        codes: Index of every code in those states.
+        exponents: Index of every exponent in them.
     """
 
     tensors: tuple[int, ...]

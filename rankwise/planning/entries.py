@@ -106,10 +106,10 @@ def entries_of_blocks(
     """The entries that matrix rules see: pieces of blocks where weights are fused; the same list where none is.
 
     Args:
-        stored: As they are kept.
+        stored: The entries as states are kept for them.
         blocks: Blocks of fused weights, by key.
-        infos: Infos of everything, by the keys of blocks.
-        routes: The same.
+        infos: What is known of every parameter and block, by the keys of blocks.
+        routes: Routes of everything, by the same keys.
     """
     if not blocks:
         return stored

@@ -26,9 +26,9 @@ class GroupChanges:
 
     Args:
         spec: Structural options, and the states that depend on them.
-        values: Judges values of groups.
+        values: Judges the values that groups set.
         table: The parameters and their rules.
-        planner: Whose plans are to go with the groups.
+        planner: Forgets its plans where a group has changed.
         matrix_states: The optimizer's.
     """
 

@@ -66,7 +66,7 @@ def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> Par
     Args:
         info: Its weight.
         block: The block.
-        key: Its own, where it is taken out of the stack.
+        key: Key of the matrix, where it is taken out of a stack.
     """
     shape = block.shape(info.shape)
     if key is None:

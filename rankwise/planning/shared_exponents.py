@@ -88,7 +88,7 @@ class SharedExponents:
         Args:
             exponents: int8, of blocks of this rank.
             positions: Which of them are shared.
-            rows: Where each of these stands in the message.
+            rows: Row of each of these in the message.
         """
         table = torch.full((len(self._rows),), _LEAST, dtype=torch.int32, device=self._indices.device)
         if positions:

@@ -21,7 +21,7 @@ def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapp
 
     Args:
         table: Table of the parameters.
-        unit: Whose keys.
+        unit: The unit of the parameters.
 
     Yields:
         The elements of one of them by rank, how many they are, and bytes of the states of all of them by rank.
@@ -55,8 +55,8 @@ def keepers_in(
         table: Table of the parameters.
         unit: Unit of the matrices.
         tasks: Tasks of one rank each.
-        lendable: Their states.
-        owners: Theirs.
+        lendable: Sizes of the states that another rank may keep, by matrix.
+        owners: Rank that owns each matrix.
         given: Who keeps which state already.
     """
     known = {task.signature: lendable(task) for task in tasks}

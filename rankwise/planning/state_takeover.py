@@ -47,7 +47,7 @@ class StateTakeover:
 
         Args:
             owner: The optimizer that takes over.
-            author: Whose states they were.
+            author: Name of the optimizer that wrote the states.
             ramp: Steps over which updates of what starts afresh reach their size.
         """
         both = [name for name, moments in self.carried.items() if len(moments) == len(MOMENTS)]

@@ -95,7 +95,7 @@ class MatrixExchange:
     matrix already lies whole on its owner communicates nothing.
 
     Attributes:
-        batches: To be gathered and returned, in this order on every rank.
+        batches: Batches to be gathered and returned, in this order on every rank.
         in_place: Matrices that this rank alone has, each part in one run, a matrix a batch; nothing of them travels,
             and no other rank waits for them. Empty unless matrices are computed one by one.
         in_place_shards: Their local shards.
@@ -254,7 +254,7 @@ class MatrixExchange:
         Args:
             plan: The batch.
             sources: See :meth:`start_gather`.
-            missing: The same.
+            missing: See :meth:`start_gather`.
         """
         if missing:
             return tuple(row for row, task in enumerate(plan.owned) if not missing.issuperset(task.parts))

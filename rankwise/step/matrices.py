@@ -124,7 +124,7 @@ class MatrixRule(ABC):
         """Step many matrices that this rank alone has, and that have all of their values, where they lie.
 
         Args:
-            matrices: The same list at every step that finds them so.
+            matrices: The matrices; the same list object at every step that finds the same ones.
 
         Returns:
             Those that :meth:`take` is yet to be asked about.

@@ -361,7 +361,7 @@ def take_moments(
         shapes: Shapes of the moments there are, by parameter, alike on every rank.
         began: Steps that the other optimizer has taken; 0 if it has taken none.
         values: A moment of what one of the optimizer's tensors holds, as long as the tensor.
-        author: Whose states they were.
+        author: Name of the optimizer that wrote the states.
         note: Further words for the user.
         elsewhere: What starts afresh in parts of the model that other optimizers have. One record is saved for all.
     """

@@ -116,8 +116,8 @@ class SavedStates:
         """Say in living groups and states that a checkpoint has more of them: torch asks for no other names.
 
         Args:
-            groups: The optimizer's.
-            states: The same.
+            groups: The optimizer's param groups.
+            states: Its element states.
             states_too: Whether to mark states: once torch's functions have shown up, or where ranks have parts of
                 parameters, which nothing else saves.
         """

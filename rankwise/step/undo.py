@@ -136,7 +136,7 @@ class Undo:
             unit: The unit of the step.
             states: The optimizer's element states.
             weights: Weights of every tensor; None for one that takes no step.
-            grads: Theirs.
+            grads: Gradients of every tensor, likewise.
             judged: What must be finite for the step to count.
             update: Does it, with these gradients.
         """

@@ -281,7 +281,7 @@ class _BucketPlan(NamedTuple):
 
     Attributes:
         place: Place of the group among those that steps read.
-        rule: Theirs.
+        rule: Rule of the entries.
         before: Steps that their counts have from before their states began.
         entries: In storage order.
         runs: Where they lie in weights and gradients.

@@ -287,45 +287,19 @@ def update_kernel(
     # fmt: on
 
 
+# fmt: off
 @jit
 def _update_tiles(
-    row: tl.tensor,
-    start: tl.tensor,
-    length: tl.tensor,
-    factor: tl.tensor,
-    rate: tl.tensor,
-    keep: tl.tensor,
-    k: tl.tensor,
-    share: tl.tensor,
-    beta1: tl.tensor,
-    share1: tl.tensor,
-    beta2: tl.tensor,
-    share2: tl.tensor,
-    root_scale: tl.tensor,
-    eps: tl.tensor,
-    count: tl.tensor,
-    RULE: tl.constexpr,
-    CORRECT: tl.constexpr,
-    SCALED: tl.constexpr,
-    ADVANCE: tl.constexpr,
-    CAUTIOUS: tl.constexpr,
-    GRAD: tl.constexpr,
-    EXP_AVG: tl.constexpr,
-    EXP_AVG_AT: tl.constexpr,
-    EXP_AVG_RANDOM: tl.constexpr,
-    EXP_AVG_SQ: tl.constexpr,
-    EXP_AVG_SQ_AT: tl.constexpr,
-    EXP_AVG_SQ_RANDOM: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    REFERENCE_AT: tl.constexpr,
-    REFERENCE_RANDOM: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    row: tl.tensor, start: tl.tensor, length: tl.tensor, factor: tl.tensor, rate: tl.tensor, keep: tl.tensor,
+    k: tl.tensor, share: tl.tensor, beta1: tl.tensor, share1: tl.tensor, beta2: tl.tensor, share2: tl.tensor,
+    root_scale: tl.tensor, eps: tl.tensor, count: tl.tensor, RULE: tl.constexpr, CORRECT: tl.constexpr,
+    SCALED: tl.constexpr, ADVANCE: tl.constexpr, CAUTIOUS: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr,
+    EXP_AVG_AT: tl.constexpr, EXP_AVG_RANDOM: tl.constexpr, EXP_AVG_SQ: tl.constexpr, EXP_AVG_SQ_AT: tl.constexpr,
+    EXP_AVG_SQ_RANDOM: tl.constexpr, REFERENCE: tl.constexpr, REFERENCE_AT: tl.constexpr,
+    REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """Fields: gradient, momentum, then weight or what is written, second moment (AdamW), reference, as there are."""
-    # fmt: off
     lanes = lanes_of(BLOCK)
     # Addresses are read once: the compiler cannot know that what is stored are not they.
     grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
@@ -390,4 +364,4 @@ def _update_tiles(
         if RULE >= 1 and RULE <= 3:
             weight = _kept(weight, direction, keep, CAUTIOUS) - value
             write(moved(weights, offset, FAST), weight, lanes, inside, FAST)
-    # fmt: on
+# fmt: on

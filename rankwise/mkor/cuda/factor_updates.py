@@ -171,6 +171,21 @@ def _measure_kernel(
 
 
 @jit
+def _rank_one_weights(along: tl.tensor, decay: tl.tensor, RULE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """What the rank-1 term of a rule is multiplied by, and the inverse before it; ``along`` is the curvature."""
+    if RULE == 0:
+        weight = 1.0 / (1.0 + along)
+        keep = decay
+    elif RULE == 1:
+        weight = (1.0 - decay) / (decay * (decay + (1.0 - decay) * along))
+        keep = 1.0 / decay
+    else:
+        weight = (1.0 - decay) / (decay * decay * (1.0 + decay * (1.0 - decay) * along))
+        keep = decay
+    return weight, keep
+
+
+@jit
 def _decide_kernel(
     vectors: tl.tensor,
     products: tl.tensor,
@@ -222,15 +237,7 @@ def _decide_kernel(
         tl.store(products + at, value, mask=at < length)
         curvature += value * vector
     along = tl.sum(curvature, axis=0)
-    if RULE == 0:
-        weight = 1.0 / (1.0 + along)
-        keep = decay
-    elif RULE == 1:
-        weight = (1.0 - decay) / (decay * (decay + (1.0 - decay) * along))
-        keep = 1.0 / decay
-    else:
-        weight = (1.0 - decay) / (decay * decay * (1.0 + decay * (1.0 - decay) * along))
-        keep = decay
+    weight, keep = _rank_one_weights(along, decay, RULE)
     # The root goes into the vector, which enters twice: the product is symmetric to the last bit.
     root = tl.where(weight >= 0.0, tl.sqrt_rn(tl.maximum(weight, 0.0)), float("inf"))
     tl.debug_barrier()

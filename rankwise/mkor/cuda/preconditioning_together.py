@@ -56,7 +56,7 @@ def preconditioned_as(
     """:func:`preconditioned` of gradients whose arrangement is planned.
 
     Args:
-        arrangement: Theirs.
+        arrangement: Which gradients are multiplied together.
         runs: Runs of all gradients, in order.
         lefts: Lefts of every gradient, its factor for the rows.
         rights: For the columns, alike.
@@ -119,7 +119,7 @@ class _Work:
     """Gradients on their way.
 
     Args:
-        arrangement: Theirs.
+        arrangement: Which gradients are multiplied together.
         runs: Runs of all of them.
         lefts: Their factors for the rows.
         rights: For the columns.
