@@ -15,7 +15,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
-from torch import nn
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor, nn
 
 from deepspeed_plugin.auto_tp import uncut
 from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
@@ -30,6 +31,7 @@ from deepspeed_plugin.optimizer_block import (
     validate_config,
 )
 from deepspeed_plugin.pipeline import is_pipeline
+from deepspeed_plugin.sub_groups import sub_groups_of
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise.abandoned_locks import build_lock, settle
@@ -54,6 +56,7 @@ _WRAPPED: Mapping[str, type] = {
     "_initialize_params": DeepSpeedConfig,
     "_configure_optimizer": DeepSpeedEngine,
     "_configure_tensor_parallel": DeepSpeedEngine,
+    "_create_fp16_sub_groups": DeepSpeedZeroOptimizer_Stage3,
     "_is_supported_optimizer": DeepSpeedEngine,
     "backward": DeepSpeedEngine,
     "destroy": DeepSpeedEngine,
@@ -87,9 +90,10 @@ def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps eight methods: one to check the optimizer block first, two to learn parameter names and
-    layouts, one for its error message, one for the loss, two for checkpoints, and one to leave the model as it was; and
-    the build of its collectives, which would wait for a dead process.
+    that ZeRO accepts, and wraps nine methods: one to check the optimizer block first, two to learn parameter names and
+    layouts, one to keep layers whole in ZeRO-3's sub-groups, one for its error message, one for the loss, two for
+    checkpoints, and one to leave the model as it was; and the build of its collectives, which would wait for a dead
+    process.
     """
     if _originals:
         return
@@ -104,6 +108,7 @@ def register() -> None:
     for name, owner in _WRAPPED.items():
         _originals[name] = getattr(owner, name)
     DeepSpeedConfig._initialize_params = _initialize_params
+    DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups = _create_sub_groups
     DeepSpeedEngine._configure_optimizer = _configure_optimizer
     DeepSpeedEngine._configure_tensor_parallel = _configure_tensor_parallel
     DeepSpeedEngine._is_supported_optimizer = _is_supported_optimizer
@@ -168,6 +173,11 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
         refuse_replaced(engine)
         if isinstance(engine.basic_optimizer, ShardedOptimizer):
             attach(engine, engine.basic_optimizer)
+
+
+def _create_sub_groups(wrapper: DeepSpeedZeroOptimizer_Stage3, parameters: list[Tensor]) -> list[list[Tensor]]:
+    """DeepSpeed's method, which would part weights from their biases."""
+    return sub_groups_of(_originals["_create_fp16_sub_groups"], wrapper, parameters)
 
 
 @functools.wraps(DeepSpeedEngine.backward)

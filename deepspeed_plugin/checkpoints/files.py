@@ -171,7 +171,7 @@ class SavedCheckpoint(CheckpointFolder):
             stages=int(self.content.get("mp_world_size", 1)),
             tensor=int((self.config.get("tensor_parallel") or {}).get("autotp_size") or 1),
             partitioned=self.partitioned_weights,
-            cut=cut_of(self.config),
+            cut=cut_of(self.config, self._sub_groups if states and self.author is not None else ()),
             groups=len(self.common["param_groups"]) if states and self.author is not None else 0,
             moments=states and self.author is None and self.has_moments,
             order=self._order if states and self.author is None and self.has_moments else None,
@@ -276,6 +276,11 @@ class SavedCheckpoint(CheckpointFolder):
         return found
 
     @property
+    def _sub_groups(self) -> tuple[int, ...]:
+        flats = self._wrapper_state(0).get("fp32_flat_groups", ()) if self.zero_files else ()
+        return tuple(flat.numel() for flat in flats)
+
+    @property
     def _order(self) -> Order | None:
         """All that tells, at stage 0, which parameter a state belongs to; with ZeRO there are names."""
         if self.zero_files:
@@ -317,8 +322,13 @@ class SavedCheckpoint(CheckpointFolder):
         return _config(self.content)
 
 
-def cut_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Settings on which it depends, besides stage and ranks, what lies where in ZeRO's files, its type, their names."""
+def cut_of(config: Mapping[str, Any], sub_groups: tuple[int, ...]) -> tuple[Any, ...]:
+    """What decides, besides stage and ranks, what lies where in ZeRO's files, its type, their names.
+
+    Args:
+        config: The engine's configuration.
+        sub_groups: At ZeRO-3, the first rank's elements of each sub-group: they depend on more than their setting.
+    """
     block = config.get("zero_optimization") or {}
     sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
     types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
@@ -326,7 +336,7 @@ def cut_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
         bool((config.get(key) or {}).get(f"{name}_master_weights_and_grads"))
         for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
     ]
-    return (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"))
+    return (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"), sub_groups)
 
 
 def _shard_names(content: Mapping[str, Any]) -> list[str]:

@@ -42,13 +42,21 @@ def present_of(engine: DeepSpeedEngine) -> Present:
         pipeline=is_pipeline(engine),
         experts=bool(engine.has_moe_layers),
         partitioned=bool(engine.zero_optimization_partition_weights()),
-        cut=cut_of(engine.config),
+        cut=cut_of(engine.config, _sub_groups_of(engine) if identity is not None else ()),
         groups=len(optimizer.param_groups) if identity is not None else 0,
         frozen=next(frozen, None),
         alone=ranks == dist.get_world_size(),
         copies=isinstance(engine.optimizer, FP16_UnfusedOptimizer),
         order=_order_of(engine),
     )
+
+
+def _sub_groups_of(engine: DeepSpeedEngine) -> tuple[int, ...]:
+    """Elements of the first rank's sub-groups, on every rank: of uneven tensor-parallel shards others have others."""
+    found = [tuple(getattr(engine.optimizer, "fp16_partitioned_groups_flat_numel", ()))]
+    if found[0]:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _order_of(engine: DeepSpeedEngine) -> Order | None:

@@ -167,7 +167,7 @@ class MKOR(ShardedOptimizer):
         self.statistics.follow_exchanged()
         if self.switch.is_over:
             return
-        tasks = matrix_tasks(unit, self.statistics.records, self.table, self.options.backend)
+        tasks = matrix_tasks(unit, self.statistics.records, self.table)
         product = self._factors.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None

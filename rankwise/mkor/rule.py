@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from rankwise.planning.entries import Entry
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
 from rankwise.planning.parameter_table import ParameterTable
 from rankwise.planning.step_unit import WHOLE, Bucket, StepUnit
-from rankwise.sharding import Batch, BatchPlan, MatrixTask
+from rankwise.sharding import Batch, BatchPlan, LayoutError, MatrixTask
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step
@@ -29,9 +28,6 @@ from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule, profiled
 
 __all__ = ["MKORRule", "matrix_tasks"]
-
-logger = logging.getLogger(__name__)
-
 
 _MOST_RUNS = 64
 """Of a block that is stepped where it lies: each is a row of tables that the host makes."""
@@ -290,18 +286,16 @@ def _takes(signature: LayerSignature) -> bool:
     return all(len(runs) <= _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block))
 
 
-def matrix_tasks(
-    unit: StepUnit, records: Mapping[str, Record], table: ParameterTable, backend: str
-) -> list[MatrixTask]:
+def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable) -> list[MatrixTask]:
     """The unit's matrices; one whose bias is in the same param group of it takes it along.
 
     Args:
         unit: The unit.
         records: Records of the captured weights, by name.
         table: The parameters.
-        backend: For messages: what steps a bias that is left alone.
 
     Raises:
+        LayoutError: A weight and its bias, of one param group, are in different units.
         OptionError: A matrix was not captured.
     """
     unknown = [key for key in unit.keys("matrix") if key not in records]
@@ -316,7 +310,7 @@ def matrix_tasks(
         record, position = records[key], unit.group_position[key]
         bias = None
         if record.bias is not None:
-            bias = _bundled(key, names.get(id(record.bias)), unit, table, backend)
+            bias = _bundled(key, names.get(id(record.bias)), unit, table)
         inputs, outputs, transposed = record.shape
         blocks = table.blocks.get(key, ())
         signature = LayerSignature(outputs, inputs, bias is not None, transposed, position, blocks)
@@ -324,14 +318,10 @@ def matrix_tasks(
     return tasks
 
 
-def _bundled(key: str, bias: str | None, unit: StepUnit, table: ParameterTable, backend: str) -> str | None:
-    if bias in unit.layout.shapes:
-        return bias if unit.group_position[bias] == unit.group_position[key] else None
-    if bias is not None and table.catalog[bias][1] == table.catalog[key][1]:
-        logger.warning(
-            "MKOR: '%s' is stepped apart from its weight and takes %s alone; a ZeRO-3 sub_group_size that keeps "
-            "them together avoids it.",
-            bias,
-            backend,
-        )
-    return None
+def _bundled(key: str, bias: str | None, unit: StepUnit, table: ParameterTable) -> str | None:
+    """The bias, if it is stepped with its weight: they are in one param group."""
+    if bias is None or table.catalog[bias][1] != table.catalog[key][1]:
+        return None
+    if bias not in unit.layout.shapes:
+        raise LayoutError(f"MKOR: '{bias}' must be stepped together with '{key}', but the framework steps it apart.")
+    return bias

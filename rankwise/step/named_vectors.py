@@ -219,16 +219,22 @@ def restore(
         strict: False leaves weights alone that were not saved.
 
     Raises:
-        StorageError: On every rank alike, before anything changes: a parameter was not saved, or with another shape,
-            or the folder cannot be read.
+        MisfitError: On every rank alike, before anything changes: a matrix has a state of another shape.
+        StorageError: Alike: a parameter was not saved, or with another shape, or the folder cannot be read.
     """
+
+    def checked() -> tuple[Mapping[str, tuple[torch.Size, torch.dtype]], dict[str, MatrixState]]:
+        stored = _checked(optimizer, folder, strict)
+        matrices = _owned_destinations(optimizer, stored) if extra is not None else {}
+        optimizer.saved.refuse_misfits(optimizer, matrices)
+        return stored, matrices
+
     # No rank gives up, whose caller may remove the folder, while others still look.
-    stored = together(lambda: _checked(optimizer, folder, strict), group)
-    matrices: dict[str, MatrixState] = {}
+    stored, matrices = together(checked, group)
     steps: dict[str, Tensor] = {}
     if extra is not None:
         optimizer.forget_states()
-        matrices, steps = _owned_destinations(optimizer, stored), _counts(stored)
+        steps = _counts(stored)
     wanted, unpacked = _destinations(optimizer, stored, extra is not None)
     places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
     load_vectors({**wanted, **places, **steps}, folder, group)

@@ -328,8 +328,7 @@ class SavedStates:
         self.forget_consolidated()
         units = list(self._planner.units.values())
         matrix_states = self.carrier.carried(matrix_states)
-        for unit in units:
-            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
+        self.refuse_misfits(optimizer, matrix_states)
         device = next((unit.device for unit in units), torch.device("cpu"))
         self._matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
@@ -339,6 +338,19 @@ class SavedStates:
                 step = steps.get(group_index)
                 if step is not None:
                     states[tensor]["step"] = step.to(device=self._spec.count_device(tensor), copy=True)
+
+    def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
+        """Refuse states of other shapes than this rank's matrices have.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            matrix_states: By matrix; their values do not matter.
+
+        Raises:
+            MisfitError: Names the first one.
+        """
+        for unit in self._planner.units.values():
+            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
 
     # --- where states lie ---------------------------------------------------------------------------------------
 

@@ -57,8 +57,7 @@ def check_replay(job: ds.Job, ranks: list[ds.Record]) -> None:
 @pytest.mark.parametrize("variant", marked({name: ci for name, (_, ci) in ZERO.items()}))
 def test_zero_settings(variant: str) -> None:
     small = variant == "small_sub_groups"
-    # Sub-groups are stepped one by one, so MKOR takes a bias along only if it is in its weight's sub-group.
-    cell = ds.ours(ds.KINDS, steps=STEPS, split=small)
+    cell = ds.ours(ds.KINDS, steps=STEPS)
     for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, ZERO[variant][0]), strict=True):
         check_replay(job, ranks)
         calls = {count for record in ranks for count in record.calls}
