@@ -16,6 +16,7 @@ from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.load_plan import Order, Saved
 from deepspeed_plugin.checkpoints.reading import read
 from deepspeed_plugin.checkpoints.zero_file_form import from_stock
+from rankwise.sharding.chunked_vectors import NamedVectors
 from rankwise.step.adamw_states import moment_names, moments_of
 
 __all__ = [
@@ -87,17 +88,17 @@ class CheckpointFolder:
 
 @dataclass(frozen=True)
 class NamedStates:
-    """Weights and states by name, on disk.
+    """Weights and states by name.
 
     Attributes:
-        folder: Written by :func:`rankwise.sharding.chunked_vectors.save_vectors`.
-        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; empty where
+        vectors: Under the names of :func:`rankwise.step.named_vectors.saved_vectors`.
+        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; None where
             states are not wanted, or are another's.
-        inherited: Whether the states are moments of AdamW or Muon.
+        inherited: Whether moments of AdamW or Muon are wanted as states.
     """
 
-    folder: Path
-    common: Mapping[str, Any]
+    vectors: NamedVectors
+    common: Mapping[str, Any] | None = None
     inherited: bool = False
 
 

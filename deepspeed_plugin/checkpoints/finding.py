@@ -10,7 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from deepspeed_plugin.auto_tp import tensor_ranks
-from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
+from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint, cut_of, tag_in
 from deepspeed_plugin.checkpoints.load_plan import Order, Present, Saved, Universal
 from deepspeed_plugin.checkpoints.reading import require_intact
@@ -80,27 +80,27 @@ def find(
         present: What is known of the engine.
 
     Raises:
-        CheckpointError: Alike on every rank where the optimizer is ours: there is none, or it is damaged.
+        CheckpointError: Where the optimizer is ours: there is none, or what this rank looks at of it is damaged.
     """
+    found: Checkpoint | None
     if engine.load_universal_checkpoint():
-        if present.identity is None:
-            return _known(UniversalCheckpoint.of_anybody(load_dir, tag), states)
-        group: dist.ProcessGroup = engine.seq_data_parallel_group
-        return read_together(group, lambda: _known(_universal_for_ours(group, load_dir, tag, states, present), states))
-    if present.identity is not None:
-        return read_together(dist.group.WORLD, lambda: _known(_for_ours(Path(load_dir), tag, states, present), states))
+        found = _universal(load_dir, tag, states, present)
+    elif present.identity is not None:
+        found = _for_ours(Path(load_dir), tag, states, present)
+    else:
+        found = _for_others(load_dir, tag, states, present)
+    return (None, None) if found is None else (found, found.known(states))
+
+
+def _for_others(load_dir: str, tag: str | None, states: bool, present: Present) -> SavedCheckpoint | None:
     try:
         saved = SavedCheckpoint.find(load_dir, tag)
     except CheckpointError:
-        return None, None  # DeepSpeed will say it
+        return None  # DeepSpeed will say it
     if saved is None or not saved.record:
-        return None, None
+        return None
     _require_complete(saved, states, present)
-    return saved, saved.known(states)
-
-
-def _known(found: Checkpoint | None, states: bool) -> tuple[Checkpoint, Saved | Universal] | tuple[None, None]:
-    return (None, None) if found is None else (found, found.known(states))
+    return saved
 
 
 def _for_ours(load_dir: Path, tag: str | None, states: bool, present: Present) -> SavedCheckpoint | None:
@@ -111,21 +111,21 @@ def _for_ours(load_dir: Path, tag: str | None, states: bool, present: Present) -
     _require_complete(saved, states, present)
     if states and saved.author is not None and saved.zero_files:
         saved.optimizer(dist.get_rank() % len(saved.zero_files))  # cut off or damaged files end here
-    _require_intact(saved.files(states), dist.group.WORLD)
+    _require_intact(saved.files(states))
     return saved
 
 
-def _universal_for_ours(
-    group: dist.ProcessGroup, load_dir: str, tag: str | None, states: bool, present: Present
-) -> UniversalCheckpoint:
+def _universal(load_dir: str, tag: str | None, states: bool, present: Present) -> UniversalCheckpoint | None:
+    if present.identity is None:
+        return UniversalCheckpoint.of_anybody(load_dir, tag)
     found = UniversalCheckpoint.find(load_dir, tag, states, present.identity)
-    _require_intact(found.files, group)
+    _require_intact(found.files)
     return found
 
 
-def _require_intact(files: Sequence[Path], group: dist.ProcessGroup | None) -> None:
+def _require_intact(files: Sequence[Path]) -> None:
     """All of them before anything changes, each by one rank."""
-    for path in files[dist.get_rank(group) :: dist.get_world_size(group)]:
+    for path in files[dist.get_rank() :: dist.get_world_size()]:
         require_intact(path)
 
 

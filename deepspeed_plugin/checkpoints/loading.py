@@ -18,8 +18,8 @@ from deepspeed_plugin.checkpoints.errors import CheckpointError, own_error, read
 from deepspeed_plugin.checkpoints.files import RECORD, NamedStates, SavedCheckpoint
 from deepspeed_plugin.checkpoints.finding import Checkpoint, find, present_of
 from deepspeed_plugin.checkpoints.load_plan import Plan, Wanted, Way, decide
-from deepspeed_plugin.checkpoints.other_layouts import fill, fill_weights, laid_down
-from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
+from deepspeed_plugin.checkpoints.other_layouts import fill, laid_down
+from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, UniversalWeights
 from deepspeed_plugin.checkpoints.zero_file_form import zero_form
 from rankwise.planning.param_remainders import forget_remainders
 from rankwise.step.optimizer import ShardedOptimizer
@@ -56,14 +56,27 @@ def load_checkpoint(
     Raises:
         CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.
     """
-    wanted, present = Wanted(**options), present_of(engine)
-    found, known = find(engine, load_dir, tag, wanted.states, present)
-    plan = decide(known, present, wanted)
+    found, plan = _decided(engine, load_dir, tag, Wanted(**options))
     if plan.note is not None:
         print_on_first_rank(plan.note)
     if plan.way is Way.DEEPSPEED or found is None:
         return _by_deepspeed(original, engine, load_dir, tag, found, plan)
     return _by_name(engine, found, plan)
+
+
+def _decided(engine: DeepSpeedEngine, load_dir: str, tag: str | None, wanted: Wanted) -> tuple[Checkpoint | None, Plan]:
+    """The checkpoint, and what is to be done; with an optimizer of ours the ranks agree before anything changes."""
+    present = present_of(engine)
+
+    def look() -> tuple[Checkpoint | None, Plan]:
+        found, known = find(engine, load_dir, tag, wanted.states, present)
+        plan = decide(known, present, wanted)
+        if plan.judge and isinstance(found, SavedCheckpoint):
+            own = dist.get_rank(engine.seq_data_parallel_group)
+            engine.basic_optimizer.saved.fit.refuse_foreign(found.optimizer(own)[0])
+        return found, plan
+
+    return look() if present.identity is None else read_together(dist.group.WORLD, look)
 
 
 def _by_deepspeed(
@@ -74,8 +87,6 @@ def _by_deepspeed(
     found: Checkpoint | None,
     plan: Plan,
 ) -> tuple[str | None, Any]:
-    if plan.judge and isinstance(found, SavedCheckpoint):
-        _refuse_foreign_states(engine, found)
     with zero_form(engine):
         path, client_state = original(engine, load_dir, tag=tag, **vars(plan.wanted))
     if isinstance(engine.basic_optimizer, ShardedOptimizer) and not plan.wanted.states:
@@ -86,33 +97,23 @@ def _by_deepspeed(
     return path, client_state if path is None else _without_record(client_state)
 
 
-def _refuse_foreign_states(engine: DeepSpeedEngine, saved: SavedCheckpoint) -> None:
-    """Refuse on all ranks what the optimizer of any would refuse of its file, when the others have taken theirs."""
-    group: dist.ProcessGroup = engine.seq_data_parallel_group
-    rank = dist.get_rank(group)
-    read_together(group, lambda: engine.basic_optimizer.saved.fit.refuse_foreign(saved.optimizer(rank)[0]))
-
-
 def _by_name(engine: DeepSpeedEngine, found: Checkpoint, plan: Plan) -> tuple[str, dict[str, Any]]:
     """Collective: weights and states from where they lie by name, then what else the model file holds."""
-    wanted, states, strict = plan.wanted, plan.wanted.states, plan.wanted.strict
-    if strict:
+    wanted = plan.wanted
+    if wanted.strict:
         _refuse_other_model(engine, found.content)
-    with own_error(), _named_states(engine, found, plan.way, states) as named:
+    with own_error(), _named_states(engine, found, plan.way, wanted.states) as named:
         _restore_module(engine, found.content, wanted)
-        if named is not None:
-            fill(engine, named, states, strict)
-        elif isinstance(found, UniversalCheckpoint):
-            fill_weights(engine, found, strict)
-    scaler = found.scaler_state() if states else {}
+        fill(engine, named, wanted.strict)
+    scaler = found.scaler_state() if wanted.states else {}
     return str(found.model_file), restore_engine(engine, found.content, scaler, wanted)
 
 
 @contextmanager
-def _named_states(engine: DeepSpeedEngine, found: Checkpoint, way: Way, states: bool) -> Iterator[NamedStates | None]:
-    """Weights and states by name; None where a universal checkpoint's weights alone are to be loaded."""
+def _named_states(engine: DeepSpeedEngine, found: Checkpoint, way: Way, states: bool) -> Iterator[NamedStates]:
+    """Weights and states by name."""
     if isinstance(found, UniversalCheckpoint) and way is not Way.MOVE:
-        yield found.states
+        yield found.states if found.states is not None else NamedStates(UniversalWeights(found))
         return
     saved = found.source if isinstance(found, UniversalCheckpoint) else found
     assert saved is not None

@@ -7,17 +7,26 @@ the checkpoint it was made of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import PARAM
+from torch import Tensor
+
+from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import CheckpointFolder, NamedStates, SavedCheckpoint, newest_model_file, tag_in
 from deepspeed_plugin.checkpoints.load_plan import Universal
 from deepspeed_plugin.checkpoints.reading import read
+from rankwise.planning.param_remainders import NARROW
+from rankwise.sharding.chunked_vectors import NamedVectors, Stored, VectorFolder
+from rankwise.sharding.memory_mapped import STACKED
+from rankwise.updates.remainders import split
 
-__all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint"]
+__all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint", "UniversalWeights"]
 
 FOLDER, COMMON = "rankwise", "common.pt"
 """Where our states lie in a universal checkpoint, and the file there with what does not depend on the layout."""
@@ -77,7 +86,8 @@ class UniversalCheckpoint(CheckpointFolder):
 
     def known(self, states: bool) -> Universal:
         """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.known`."""
-        common = self.states.common if self.states is not None else self.source.common if self.source else {}
+        held = self.states or self.source
+        common = held.common if held is not None and held.common is not None else {}
         return Universal(
             name=self.folder.name,
             author=self.record.get("identity"),
@@ -101,7 +111,11 @@ def _own_states(folder: Path, record: Mapping[str, Any]) -> NamedStates | None:
     """What ``convert`` added, unless it is of an earlier conversion into the same folder."""
     path = folder / FOLDER / COMMON
     common = read(path) if path.is_file() else None
-    return NamedStates(path.parent, common) if common is not None and common["save"] == record["save"] else None
+    return (
+        NamedStates(VectorFolder(path.parent), common)
+        if common is not None and common["save"] == record["save"]
+        else None
+    )
 
 
 def _source(folder: Path, record: Mapping[str, Any]) -> SavedCheckpoint | None:
@@ -113,3 +127,88 @@ def _source(folder: Path, record: Mapping[str, Any]) -> SavedCheckpoint | None:
             if saved is not None and saved.record.get("save") == record["save"] and not saved.missing:
                 return saved
     return None
+
+
+class UniversalWeights(NamedVectors):
+    """Weights in full precision, which a universal checkpoint has in a file for each parameter."""
+
+    def __init__(self, found: UniversalCheckpoint) -> None:
+        self._folder, self._module = found.folder, found.content["module"]
+
+    def __getitem__(self, name: str) -> Stored:
+        if name not in self:
+            raise KeyError(name)
+        weight = self._weight(name)
+        return weight.shape, weight.dtype
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).startswith("weight/") and self._place(str(name))[0].is_file()
+
+    def __iter__(self) -> Iterator[str]:
+        folder = self._folder / "zero"
+        return (f"weight/{path.parent.relative_to(folder).as_posix()}" for path in folder.rglob("fp32.pt"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+        """As :func:`rankwise.sharding.chunked_vectors.load_vectors`.
+
+        Raises:
+            CheckpointError: On every rank alike: a file is damaged, or is not of the model's weight.
+        """
+
+        def read_weights() -> None:
+            for name, vector in wanted.items():
+                self._verify(name)
+                weight = self._weight(name).reshape(-1)
+                for start, values in vector.chunks:
+                    values.copy_(weight[start : start + values.numel()])
+
+        read_together(group, read_weights)
+
+    def _place(self, name: str) -> tuple[Path, int | None]:
+        """The file of a weight; of a matrix of a stack, whose file has all of it, also which one it is."""
+        key = name.removeprefix("weight/")
+        path, stacked = self._folder / "zero" / key / "fp32.pt", STACKED.fullmatch(key)
+        if stacked is None or path.is_file():
+            return path, None
+        return self._folder / "zero" / stacked[1] / "fp32.pt", int(stacked[2])
+
+    def _weight(self, name: str) -> Tensor:
+        path, position = self._place(name)
+        whole = _content(path)
+        return whole if position is None else whole[position]
+
+    def _verify(self, name: str) -> None:
+        """Compare a file with the model's weight."""
+        path, _ = self._place(name)
+        rounded = self._module.get(path.parent.relative_to(self._folder / "zero").as_posix())
+        if rounded is None or not rounded.numel():
+            return  # ZeRO-3's placeholder
+        if not _rounds_to(_content(path), rounded):
+            # DeepSpeed 0.19's converter mixes up parameters that round_robin_gradients had reordered.
+            raise CheckpointError(
+                f"{path} is not the weight that {self._folder.name} has in its model file: DeepSpeed's converter "
+                "misplaces weights of runs with zero_optimization.round_robin_gradients; load the original checkpoint "
+                "instead."
+            )
+
+
+def _content(path: Path) -> Tensor:
+    content: Any = read(path)
+    weight: Tensor = content[PARAM] if isinstance(content, Mapping) else content
+    return weight.detach()
+
+
+def _rounds_to(weight: Tensor, rounded: Tensor) -> bool:
+    """Whether these are the weight's values in another type; in the middle of two, what is split goes to the larger."""
+    weight, rounded = weight.reshape(-1), rounded.reshape(-1)
+    if weight.shape != rounded.shape:
+        return False
+    found = weight.to(rounded.dtype) == rounded
+    if rounded.dtype is NARROW:
+        halves = torch.empty_like(rounded)
+        split(weight.float(), halves, torch.empty_like(rounded, dtype=torch.int16))
+        found |= halves == rounded
+    return bool(found.all())

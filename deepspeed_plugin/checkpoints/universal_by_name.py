@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed_plugin.checkpoints.files import RECORD
 from deepspeed_plugin.checkpoints.reading import require_intact
 from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS, UniversalCheckpoint
-from rankwise.sharding.chunked_vectors import save_vectors, stored_tensors
+from rankwise.sharding.chunked_vectors import save_vectors
 from rankwise.sharding.memory_mapped import STACKED, joined_stacks, mapped_tensors
 from rankwise.step.named_checkpoint import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, of_another
 
@@ -58,13 +58,13 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
     if identity is None:
         raise of_another(folder)
     found = UniversalCheckpoint.find(folder.parent, folder.name, True, identity)
-    if found.states is None or PARAMETERS not in found.states.common:
+    common = None if found.states is None else found.states.common
+    if found.states is None or common is None or PARAMETERS not in common:
         raise ConversionError(
             f"{folder} has not the states of {identity} by name: make it anew from the checkpoint it is of, by "
             "'rankwise universal'"
         )
-    common = found.states.common
-    vectors = mapped_tensors(found.states.folder, stored_tensors(found.states.folder), scratch)
+    vectors = mapped_tensors(folder / FOLDER, found.states.vectors, scratch)
     parameters: dict[str, NamedParameter] = {}
     groups = []
     for index, (settings, shapes) in enumerate(zip(common["param_groups"], common[PARAMETERS], strict=True)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["ChunkedVector", "StorageError", "load_vectors", "own_errors", "save_vectors", "stored_tensors"]
+__all__ = [
+    "ChunkedVector",
+    "NamedVectors",
+    "StorageError",
+    "VectorFolder",
+    "load_vectors",
+    "own_errors",
+    "save_vectors",
+    "stored_tensors",
+]
+
+Stored = tuple[torch.Size, torch.dtype]
 
 
 class StorageError(RuntimeError):
@@ -136,7 +149,7 @@ def load_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
         )
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Shape and type of every tensor saved in ``folder``.
 
     Raises:
@@ -149,6 +162,46 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
         for name, stored in metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
+
+
+class NamedVectors(Mapping[str, Stored]):
+    """Saved vectors, wherever they lie: shape and type by name. Looking may raise a :class:`StorageError`."""
+
+    @abstractmethod
+    def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+        """Collective: fill vectors in place, as :func:`load_vectors` does.
+
+        Args:
+            wanted: Destinations by name.
+            group: Ranks that call this together; None for one process.
+
+        Raises:
+            StorageError: On every rank alike, if any of them could not read.
+        """
+
+
+class VectorFolder(NamedVectors):
+    """What :func:`save_vectors` wrote into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def _stored(self) -> dict[str, Stored]:
+        return stored_tensors(self.folder)
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+        """As :func:`load_vectors`."""
+        load_vectors(wanted, self.folder, group)
 
 
 @contextmanager

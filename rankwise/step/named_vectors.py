@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from rankwise.planning.matrix_states import MatrixState, kept_by
 from rankwise.planning.param_remainders import REMAINDER
 from rankwise.planning.state_takeover import MOMENTS
 from rankwise.sharding import Shard, together
-from rankwise.sharding.chunked_vectors import ChunkedVector, StorageError, load_vectors, stored_tensors
+from rankwise.sharding.chunked_vectors import ChunkedVector, NamedVectors, StorageError
 from rankwise.sharding.dtensors import local_view
 from rankwise.step.kept_states import initial_part
 from rankwise.step.optimizer import ShardedOptimizer
@@ -202,17 +202,17 @@ def merge_vectors(parts: Sequence[Vectors]) -> Vectors:
 
 def restore(
     optimizer: ShardedOptimizer,
-    folder: Path,
+    saved: NamedVectors,
     group: dist.ProcessGroup | None,
     extra: Mapping[str, Any] | None = None,
     *,
     strict: bool = True,
 ) -> None:
-    """Load weights and states from ``folder`` into an optimizer whose units are planned, whatever its layout.
+    """Load weights and states into an optimizer whose units are planned, whatever its layout.
 
     Args:
         optimizer: Its tensors receive the weights; its states are replaced by the saved ones, which may be none.
-        folder: Written by :func:`rankwise.sharding.chunked_vectors.save_vectors` from :func:`saved_vectors`.
+        saved: Under the names of :func:`saved_vectors`.
         group: Ranks that call this together.
         extra: As :meth:`ShardedOptimizer.extra_state` gave it, perhaps among other things; None loads the weights alone
             and leaves the states as they are.
@@ -220,24 +220,24 @@ def restore(
 
     Raises:
         MisfitError: On every rank alike, before anything changes: a matrix has a state of another shape.
-        StorageError: Alike: a parameter was not saved, or with another shape, or the folder cannot be read.
+        StorageError: Alike: a parameter was not saved, or with another shape, or what was saved cannot be read.
     """
 
-    def checked() -> tuple[Mapping[str, tuple[torch.Size, torch.dtype]], dict[str, MatrixState]]:
-        stored = _checked(optimizer, folder, strict)
-        matrices = _owned_destinations(optimizer, stored) if extra is not None else {}
+    def checked() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
+        _refuse_another_model(optimizer, saved, strict, group)
+        if extra is None:
+            return {}, {}
+        matrices = _owned_destinations(optimizer, saved)
         optimizer.saved.refuse_misfits(optimizer, matrices)
-        return stored, matrices
+        return matrices, _counts(saved)
 
-    # No rank gives up, whose caller may remove the folder, while others still look.
-    stored, matrices = together(checked, group)
-    steps: dict[str, Tensor] = {}
+    # No rank gives up, whose caller may remove the files, while others still look.
+    matrices, steps = together(checked, group)
     if extra is not None:
         optimizer.forget_states()
-        steps = _counts(stored)
-    wanted, unpacked = _destinations(optimizer, stored, extra is not None)
+    wanted, unpacked = _destinations(optimizer, saved, extra is not None)
     places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
-    load_vectors({**wanted, **places, **steps}, folder, group)
+    saved.load({**wanted, **places, **steps}, group)
     for unpack in unpacked:
         unpack()
     if extra is not None:
@@ -245,19 +245,20 @@ def restore(
         optimizer.adopt(matrices, counts, extra)
 
 
-def _checked(optimizer: ShardedOptimizer, folder: Path, strict: bool) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-    """What was saved, compared with all of the model's parameters, whichever rank holds them."""
-    stored = stored_tensors(folder)
-    for key, shape in optimizer.planner.logical_shapes().items():
-        found = stored.get(f"weight/{key}")
+def _refuse_another_model(
+    optimizer: ShardedOptimizer, saved: NamedVectors, strict: bool, group: dist.ProcessGroup | None
+) -> None:
+    """Compare what was saved with the model's parameters, whichever rank holds them: each rank looks at its share."""
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    for key, shape in islice(optimizer.planner.logical_shapes().items(), rank, None, ranks):
+        found = saved.get(f"weight/{key}")
         if found is None and strict:
-            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model")
+            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing")
         if found is not None and found[0].numel() != prod(shape):
             raise StorageError(
                 f"'{key}' has {found[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
                 "another model"
             )
-    return stored
 
 
 def _destinations(
@@ -301,9 +302,7 @@ def _make(optimizer: ShardedOptimizer, key: str, name: str, values: Tensor, thei
     values.copy_(optimizer.spec.made_of(name, theirs, optimizer.param_groups[position]))
 
 
-def _owned_destinations(
-    optimizer: ShardedOptimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, MatrixState]:
+def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:
     """Room for the saved states of the matrices that this rank owns."""
     saved: dict[str, dict[str, str]] = {}
     for path in stored:
@@ -320,25 +319,24 @@ def _owned_destinations(
     }
 
 
-def _counts(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def _counts(stored: NamedVectors) -> dict[str, Tensor]:
     """Room for the steps of each param group."""
     return {name: torch.zeros((), dtype=kind) for name, (_, kind) in stored.items() if name.startswith("step/")}
 
 
-def take_over_moments(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None) -> None:
+def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: dist.ProcessGroup | None) -> None:
     """Go on where an optimizer with AdamW's states has stopped, whatever its layout; as :func:`restore` for states.
 
     Args:
         optimizer: Planned; its weights are loaded already, its states are replaced.
-        folder: Where the moments lie under the names of :func:`saved_vectors`.
+        saved: Moments under the names of :func:`saved_vectors`.
         group: Ranks that call this together.
 
     Raises:
-        StorageError: The folder cannot be read.
+        StorageError: They cannot be read.
     """
-    stored = stored_tensors(folder)
-    moments, steps = _stored_moments(optimizer, stored), _counts(stored)
-    load_vectors(steps, folder, group)
+    moments, steps = _stored_moments(optimizer, saved), _counts(saved)
+    saved.load(steps, group)
     began = max((int(step) for step in steps.values()), default=0)
 
     def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
@@ -346,7 +344,7 @@ def take_over_moments(optimizer: ShardedOptimizer, folder: Path, group: dist.Pro
         for part, _, _, states in stored_shards(optimizer):
             for moment, name in carried.get(part.key, {}).items():
                 _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
-        load_vectors(wanted, folder, group)
+        saved.load(wanted, group)
 
     _succeed(optimizer, moments, began, fill, "another optimizer")
 
@@ -404,9 +402,7 @@ def _succeed(
         logger.warning("%s%s", told, note)
 
 
-def _stored_moments(
-    optimizer: ShardedOptimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, dict[str, tuple[int, ...]]]:
+def _stored_moments(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, dict[str, tuple[int, ...]]]:
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, (info, _) in optimizer.table.catalog.items():
         for name in MOMENTS:

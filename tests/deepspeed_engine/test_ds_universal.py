@@ -18,6 +18,8 @@ from deepspeed.checkpoint import ds_to_universal
 from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError, convert, loading
+from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, UniversalWeights
+from rankwise.sharding.chunked_vectors import ChunkedVector
 
 HALF = ds.STEPS // 2
 
@@ -259,7 +261,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     nothing, ordinary, lacking, mixed, damaged = results[0]
     assert "has no 'latest_universal'" in nothing
     assert "is not a universal checkpoint" in ordinary
-    assert "down.weight/fp32.pt is missing" in lacking
+    assert "no parameter 'down.weight'" in lacking and "files are missing" in lacking
     assert "not the weight that universal has in its model file" in mixed
     assert "up.weight/fp32.pt is damaged" in damaged and "must have the checksum" in damaged
 
@@ -280,3 +282,22 @@ def test_reordered_weights(tmp_path: Path) -> None:
     mine, stock = run_ranks(1, _attempts, _at(job, 3, True), [str(root), str(tmp_path / "stock")])[0]
     assert mine == "loaded"
     assert "round_robin_gradients; load the original checkpoint instead" in stock
+
+
+def test_weights_of_a_stack_are_found_by_matrix(tmp_path: Path) -> None:
+    stack = torch.arange(24.0).view(2, 3, 4)
+    for name, value in {"experts.up": stack, "norm": torch.ones(4)}.items():
+        (tmp_path / "zero" / name).mkdir(parents=True)
+        torch.save({"param": value}, tmp_path / "zero" / name / "fp32.pt")
+    torch.save({"module": {"experts.up": stack.half()}}, tmp_path / "mp_rank_00_model_states.pt")
+    found = UniversalWeights(UniversalCheckpoint(tmp_path, tmp_path / "mp_rank_00_model_states.pt"))
+    assert sorted(found) == ["weight/experts.up", "weight/norm"] and len(found) == 2
+    assert found["weight/experts.up[1]"][0] == (3, 4) and found["weight/experts.up"][0] == (2, 3, 4)
+    assert "weight/head" not in found and "step/0" not in found
+    row, rest = torch.zeros(4), torch.zeros(10)
+    vectors = {
+        "weight/experts.up[1]": ChunkedVector(12, [(4, row)]),
+        "weight/experts.up": ChunkedVector(24, [(14, rest)]),
+    }
+    found.load(vectors, None)
+    assert row.tolist() == [16.0, 17.0, 18.0, 19.0] and rest.tolist() == list(map(float, range(14, 24)))

@@ -21,7 +21,7 @@ from torch import Tensor
 from rankwise.estimate import estimate
 from rankwise.planning import state_memory
 from rankwise.sharding import keepers_of
-from rankwise.sharding.chunked_vectors import save_vectors
+from rankwise.sharding.chunked_vectors import VectorFolder, save_vectors
 from rankwise.step.named_vectors import owned_states, restore, saved_vectors
 
 F64 = torch.float64
@@ -192,7 +192,7 @@ def _restore(rank: int, world: int, folder: Path, extra: Any, every: bool) -> fl
         framework = _build("flat", rank, world)
         optimizer = framework.optimizer
         optimizer.plan_ahead(_one_unit(optimizer))
-        restore(optimizer, folder, world_group(), extra)
+        restore(optimizer, VectorFolder(folder), world_group(), extra)
         framework.count = 5
         _steps(framework, 4)
     errors = [(values - run_of(expected[piece.name], piece)).abs().max() for piece, values in framework.pieces()]
