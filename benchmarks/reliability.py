@@ -13,8 +13,21 @@ __all__ = ["read_rows", "reliability_page"]
 
 _HEAD = """# Reliability
 
-What a run of ours does when something goes wrong: each fault is provoked in real processes, and what is seen must be
-what is expected, word for word. Generated from what the tests saw:
+This page says what a run does when something goes wrong. The tests provoke each fault in real processes, and what they
+see must be what is listed here, word for word. The short answer:
+
+| what goes wrong | what the run does |
+| --- | --- |
+| NaN or Inf in a gradient, `skip_nonfinite` on | undoes the step on all ranks and counts it |
+| the same, `skip_nonfinite` off | takes the step, as torch.optim does |
+| a rank is killed | the others end within 60 s; the last checkpoint continues |
+| the disk is full while saving | all ranks raise; the previous checkpoint is intact |
+| a checkpoint file is damaged | all ranks raise and name the file; nothing has changed |
+| ranks disagree on options, model or version | all ranks raise and name the difference |
+| ranks' learning rates part later | nothing is noticed: [check it yourself](#rates-that-differ-between-ranks) |
+| SIGTERM on one rank | all ranks save and end, with [this loop](#stopping-with-grace) |
+
+The page is generated from what the tests saw:
 
 ```sh
 export RANKWISE_FAULT_TABLE=faults.jsonl
@@ -23,17 +36,20 @@ python -m pytest -m exhaustive tests/faults/test_fault_table.py
 python -m benchmarks reliability faults.jsonl docs/reliability.md
 ```
 
-`tests/faults/test_killed_ranks.py` kills ranks at twelve random points besides, with other optimizers and ZeRO stages.
+In addition, `tests/faults/test_killed_ranks.py` kills ranks at twelve random points, with other optimizers and ZeRO
+stages.
 
 ## Faults
+
+Each outcome is followed by the faults that lead to it. Where a test's name is given, that test shows it.
 """
 
 _FUZZ = """
 ## Mutated settings
 
-Random slips in optimizer blocks and flags (values, types, misspelt keys, options of other optimizers): each either
-trains steps that change every weight it should, or ends before the first step in a message that names the key. Any
-other exception fails the test.
+These tests make random mistakes in optimizer blocks and flags: wrong values, wrong types, misspelt keys, options of
+other optimizers. A run then either trains and changes every weight it should, or ends before the first step with a
+message that names the key. Any other exception fails the test.
 
 | what | cases in the default run | cases with `-m exhaustive` | test |
 | --- | --- | --- | --- |
@@ -44,8 +60,9 @@ other exception fails the test.
 _GRACE = """
 ## Stopping with grace
 
-A scheduler's SIGTERM may reach one rank only, in the midst of a step. Let the handler take a note and the ranks agree
-at the end of every step, where a checkpoint is whole; the row “SIGTERM with grace” runs this loop:
+A scheduler's SIGTERM may reach one rank only, in the middle of a step. A checkpoint is consistent only at the end of a
+step. So let the handler set a flag, and let the ranks agree at the end of every step. The fault “SIGTERM with grace”
+runs this loop:
 
 ```python
 asked = []
@@ -63,11 +80,12 @@ for batch in batches:
 _RATES = """
 ## Rates that differ between ranks
 
-Ranks that share states compare the rates of their first step. A schedule may change them at every later one, and
-comparing them then would cost a message a step: as with torch.optim, a rank whose scheduler went another way is not
-noticed. Under `DistributedDataParallel` the ranks' weights part; where weights are cut over ranks (ZeRO, Megatron's
-distributed optimizer) they stay alike, and the parts of one rank take its rate. Where the schedule is code of your own,
-call this on all ranks now and then; the row “the learning rate” runs it:
+Ranks that share states compare their learning rates at the first step only. A schedule may change the rates at every
+later step, and comparing them then would cost a message a step. So nothing notices a rank whose schedule goes another
+way, as with torch.optim. Under `DistributedDataParallel` the weights of the ranks then diverge. Where weights are cut
+over ranks (ZeRO, Megatron's distributed optimizer) the copies stay equal, and the shards of one rank use its rate. If
+your schedule is your own code, call this function on all ranks now and then. The fault “ranks disagree on the learning
+rate” runs it:
 
 ```python
 def refuse_other_rates(optimizer):
@@ -102,17 +120,14 @@ def reliability_page(rows: Sequence[Row], soak: Sequence[Row] = ()) -> str:
         ValueError: A cell is empty.
     """
     columns = ("fault", "where", "expected", "seen")
-    lines = [_line(columns), _line(["---"] * len(columns))]
-    faults = list(dict.fromkeys(row["fault"] for row in rows))  # the same fault elsewhere follows it
-    for row in sorted(rows, key=lambda row: faults.index(row["fault"])):
-        cells = [str(row[column]).strip() for column in columns]
-        if not all(cells):
-            raise ValueError(f"a cell of the row {cells} is empty; run the tests again")
-        lines.append(_line([*cells[:3], "as expected" if cells[3] == cells[2] else cells[3]]))
-    return (
-        _HEAD + "\n" + "\n".join(lines) + "\n" + _GRACE + _RATES + _FUZZ + ("\n" + soak_section(soak) if soak else "")
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    places: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        fault, where, expected, seen = (str(row[column]).strip() for column in columns)
+        if not all((fault, where, expected, seen)):
+            raise ValueError(f"a cell of the row {row} is empty; run the tests again")
+        places.setdefault((expected, "" if seen == expected else seen), {}).setdefault(where, []).append(fault)
+    lines: list[str] = []
+    for (expected, seen), faults in places.items():
+        lines += ["", f"**{expected[0].upper()}{expected[1:]}**{f' ({seen})' if seen else ''}", ""]
+        lines += [f"- *{where}*: {'; '.join(dict.fromkeys(found))}" for where, found in faults.items()]
+    return _HEAD + "\n".join(lines) + "\n" + _GRACE + _RATES + _FUZZ + ("\n" + soak_section(soak) if soak else "")

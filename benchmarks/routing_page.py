@@ -13,38 +13,43 @@ __all__ = ["routing_page", "words"]
 
 _HEAD = """# Which weights take which rule
 
-Written by `python -m benchmarks routing` from the table in
-[benchmarks/architectures.py](../benchmarks/architectures.py). Tests hold a tiny model of every row to it, without any
-configuration, and check against the forward passes of most that the rows of a block are what the model uses as it.
+This page says which weights of a model the optimizer treats as matrices, and how it divides fused weights into their
+matrices. The short answer:
 
-Weights of two dimensions and stacks of such take the rule for matrices, as what they are in the model; norms, biases
-and other vectors take the first-order fallback, as do embeddings, output heads, routers and convolutions. (MARS-AdamW,
-MARS-Lion and SONew treat all weights alike; `"exclude"` and a param group's `"fallback"` overrule the table.)
+- Two-dimensional weights and stacks of them use the matrix rule.
+- Norms, biases and other vectors, embeddings, output heads, routers and convolutions use the first-order fallback.
+- A fused weight (QKV, gate and up) is several matrices, without any configuration.
+- MARS-AdamW, MARS-Lion and SONew treat all weights alike.
+- `"exclude"` and a param group's `"fallback"` overrule the table.
+
+`rankwise explain` prints the rule of every parameter of your model. `python -m benchmarks routing` writes this page from
+the table in [benchmarks/architectures.py](../benchmarks/architectures.py). Tests build a tiny model for every row and
+compare. For most rows they also check, with the forward pass, that the rows of a block are what the model uses as it.
 
 ## Fused weights
 
-A weight may hold several matrices: queries, keys and values, a gate and what it multiplies, experts: its blocks. Where
-they lie is read from the classes of the modules and from their numbers (heads, sizes), those of the model's `config`
-included; under Megatron from its `TransformerConfig`. Nothing is guessed: a weight whose module's class is not known,
-or whose size is not the sum of its parts, stays one matrix. In plain PyTorch, `rankwise.annotate(model)` before the
-optimizer is built shows it the modules; under DeepSpeed and Megatron that happens by itself. Fused weights
-[end where separate ones do](blocks.md).
+A fused weight holds several matrices, its *blocks*: queries, keys and values; a gate and what it multiplies; experts.
+rankwise reads where the blocks lie from the classes of the modules, from their numbers (heads, sizes) and from the
+model's `config`; under Megatron from its `TransformerConfig`. It does not guess: a weight stays one matrix if the class
+of its module is unknown, or if its size is not the sum of its parts. In plain PyTorch, call `rankwise.annotate(model)`
+before the optimizer is built, so that it sees the modules. Under DeepSpeed and Megatron this happens by itself. Fused
+weights [end where separate ones do](blocks.md).
 
-Another model is a row of the table in [fused_layers.py](../rankwise/routing/fused_layers.py): the name of the layer,
-the class of the module that uses it, and how its parts lie.
+To support another model, add a row to the table in [fused_layers.py](../rankwise/routing/fused_layers.py): the name of
+the layer, the class of the module that uses it, and how its parts lie. The table below uses these words:
 
 - *per head*: the rows of one head together, then those of the next;
 - *per key head*: the same, with all the queries that share a head of keys;
-- *per group of heads*: the same of several heads, as CodeGen was laid out over four processors;
+- *per group of heads*: the same for several heads, as CodeGen was laid out over four processors;
 - *in turns*: row by row (or column by column);
 - *columns*: of weights that are stored as (inputs, outputs), as GPT-2's `Conv1D` and some experts are.
 
-A state-space layer's `in_proj` is one weight for the sake of one product: gate (`z`), input (`x`), `B`, `C` and time
-steps (`dt`) meet in the state-space equations alone, and each has another scale there. They are blocks of their own,
-like the queries, gates and decays of gated delta nets.
+A state-space layer's `in_proj` is one weight only to make one product. Gate (`z`), input (`x`), `B`, `C` and time steps
+(`dt`) meet in the state-space equations alone, and each has another scale there. So each is a block of its own, like
+the queries, gates and decays of gated delta nets.
 
-Latent attention's `kv_a_proj_with_mqa` holds what keys and values are made of, and the part of all heads' keys that has
-positions. Its `q_b_proj` is one matrix: both of its parts are queries.
+Latent attention's `kv_a_proj_with_mqa` has two blocks: what keys and values are made of, and the part of all heads' keys
+that has positions. Its `q_b_proj` is one matrix, because both of its parts are queries.
 
 | model | fused weights and their blocks | one matrix (or a stack) | fallback |
 |---|---|---|---|
@@ -63,22 +68,23 @@ _TAIL = """
 | `in_proj` of Mamba layers | z, x, B, C, dt |
 | `in_proj` of gated delta nets | q, k, v, gate, beta, alpha |
 
-These are the blocks of the whole weight, whatever the tensor-parallel size; with `rankwise_tp_mode="block"` those of
-every rank's own shard, as far as whole groups of heads lie in it. A legacy `GroupedMLP`'s joined experts are not split.
+These are the blocks of the whole weight, whatever the tensor-parallel size. With `rankwise_tp_mode="block"` they are the
+blocks of each rank's own shard, as far as whole groups of heads lie in it. The joined experts of a legacy `GroupedMLP`
+are not split.
 """
 
 _LOSSES = Path(__file__).resolve().parent.parent / "docs/data/fused-weights.json"
 _TRIED = """
 ## What it does to the loss
 
-Validation loss of the small GPT of `make train`, whose fused weights are the `c_attn`s alone
-({command}; commit {commit}):
+The table shows the validation loss of the small GPT of `make train`. Its only fused weights are the `c_attn`s
+({command}; commit {commit}).
 
 | type | blocks: q, k, v | one matrix | a matrix for each head |
 |---|---|---|---|
 {rows}
-One seed and no search of rates: differences below 0.01 say nothing. Heads have 32 rows here, of which LDAdam at rank 32
-saves nothing, so its weights keep their blocks.
+This is one seed without a search of rates: differences below 0.01 say nothing. Heads have 32 rows here. LDAdam at rank
+32 saves nothing on such a matrix, so its weights keep their blocks.
 """
 
 

@@ -19,8 +19,8 @@ _A_STEP = 1024
 _SETTLED = 4 * 2**20
 """Bytes by which it may grow there at least. Allocators take the most in their first few hundred steps."""
 
-_FLAT = """Nothing that is counted (units, index tables, hooks, states, tensors) grew within a segment; in its second
-half, memory grew by less than 4 MiB or 1 KiB a step, whichever is more."""
+_FLAT = """Nothing that is counted (units, index tables, hooks, states, tensors) grew within a segment. In the second
+half of a segment, memory grew by less than 4 MiB or 1 KiB a step, whichever is more."""
 
 _COUNTED = (
     "units",
@@ -35,19 +35,23 @@ _COUNTED = (
 
 _TEXT = """## Soak
 
-A small GPT (2 blocks of width 32, 30 thousand weights) on real text under DeepSpeed ZeRO-3: gloo, a batch of 12 × 16
-tokens, gradient clipping, a learning-rate schedule, a checkpoint every 50 steps. It starts on four ranks and is
-disturbed at random: one rank is killed (`SIGKILL`, a third of the times while a checkpoint is being written), or all
-save and end; what follows continues the last checkpoint on one to four ranks, drawn anew, with the same samples a step.
-Beside it runs one that nothing disturbs and, for what another order of the sums alone does, one on a single rank.
+The soak trains a small GPT for thousands of steps and disturbs it at random. It shows that a disturbed run ends at the
+loss of an undisturbed one, and that nothing accumulates in memory.
+
+The model has 2 blocks of width 32 (30 thousand weights) and trains on real text under DeepSpeed ZeRO-3: gloo, a batch
+of 12 × 16 tokens, gradient clipping, a learning-rate schedule, a checkpoint every 50 steps. It starts on four ranks.
+Then, at random, one rank is killed (`SIGKILL`; a third of the times while a checkpoint is being written), or all ranks
+save and end. The run continues the last checkpoint on one to four ranks, drawn anew, with the same samples a step. Two
+other runs stand beside it: an undisturbed one, and one on a single rank, which shows the effect of another summation
+order alone.
 
 ```sh
 python -m benchmarks soak soak.jsonl checkpoints --type MARS-M --type MKOR
 python -m benchmarks soak-figures soak.jsonl --folder checkpoints
 ```
 
-The loss is that of text held out. A difference of losses that does not grow, and is of the size that summation order
-alone makes, is rounding: it decides individual weights of a run of thousands of steps, not how well it trains.
+The loss is measured on held-out text. A difference of losses that does not grow, and is of the size that summation
+order alone makes, is rounding. It decides individual weights after thousands of steps, not how well the run trains.
 """
 
 
