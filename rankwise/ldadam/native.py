@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankwise.kernels.native.building import FAST, library
 from rankwise.kernels.sizes import check_shapes
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import formulas
 from rankwise.ldadam.in_place import InPlace, LowRankStep
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
@@ -107,7 +107,7 @@ def ldadam_step(
     rows = matrix.mT if right else matrix
     hyper = {"betas": betas, "rho": rho, "eps": eps, "error_feedback": error_feedback}
     if matrix.dim() == 2 and step > 1 and not options and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
-        updates.check_shapes(matrix, U_prev, M_prev)
+        formulas.check_shapes(matrix, U_prev, M_prev)
         names = ("basis", "exp_avg", "exp_avg_sq")
         state = {name: old.clone() for name, old in zip(names, (U_prev, M_prev, V_prev), strict=True)}
         job = LowRankStep((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)
@@ -117,7 +117,7 @@ def ldadam_step(
         if _run([described])[0] is not None:
             return state["basis"], state["exp_avg"], state["exp_avg_sq"], direction
     hyper["written_beta1"] = written_beta1
-    return updates.ldadam_step(matrix, U_prev, M_prev, V_prev, step, **hyper, **options)  # type: ignore[arg-type]
+    return formulas.ldadam_step(matrix, U_prev, M_prev, V_prev, step, **hyper, **options)  # type: ignore[arg-type]
 
 
 def _described(job: LowRankStep, written_beta1: float | None = None) -> _Matrix:
@@ -127,8 +127,8 @@ def _described(job: LowRankStep, written_beta1: float | None = None) -> _Matrix:
     states = {"basis": (short, rank), "exp_avg": (rank, long), "exp_avg_sq": (rank, long)}
     check_shapes(**{name: (job.state[name], shape) for name, shape in states.items()})
     past, present = ([1 - beta**count for beta in betas] for count in (job.step - 1, job.step))
-    weights = updates.basis_weights(job.step, betas[0], job.group["rho"], feedback, written_beta1)
-    share = updates.momentum_share(betas[0], written_beta1) if feedback else 0.0
+    weights = formulas.basis_weights(job.step, betas[0], job.group["rho"], feedback, written_beta1)
+    share = formulas.momentum_share(betas[0], written_beta1) if feedback else 0.0
     rates = dict(
         zip(("beta1", "beta2", "past1", "past2", "present1", "present2"), (*betas, *past, *present), strict=True)
     )
@@ -167,7 +167,7 @@ def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     """
     left, right = left.contiguous(), right.contiguous()
     if not takes(left.shape[1], matrix, left, right):
-        return updates.subtract_product_(matrix, left, right)
+        return formulas.subtract_product_(matrix, left, right)
     check_shapes(left=(left, (matrix.shape[0], left.shape[1])), right=(right, (left.shape[1], matrix.shape[1])))
     own = library(_SOURCE, FAST)
     assert own is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.options import LDAdamOptions
@@ -92,8 +92,8 @@ class LDAdam(ShardedOptimizer):
     def _signature(self, unit: StepUnit, key: str) -> LowRankSignature:
         """Of a whole matrix."""
         rows, columns = unit.infos[key].matrix_shape
-        rank = updates.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
-        return LowRankSignature(rows, columns, rank, unit.step_group[key], updates.projects_right(rows, columns))
+        rank = formulas.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
+        return LowRankSignature(rows, columns, rank, unit.step_group[key], formulas.projects_right(rows, columns))
 
     def _slices(self, unit: StepUnit) -> dict[str, SlicedMatrix]:
         """The matrices that ranks compute together."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.signature import LowRankSignature
@@ -83,14 +83,14 @@ def step_slices(
     U_prev, M_prev, V_prev = (joined.state(states, name) for name in _AXES)
     if step == 1:
         basis = _by_whole_matrices(
-            joined, holders, lambda C, U, M: updates.initial_basis(C, U.shape[-1]), matrix, U_prev, M_prev
+            joined, holders, lambda C, U, M: formulas.initial_basis(C, U.shape[-1]), matrix, U_prev, M_prev
         )
     else:
-        weights = updates.basis_weights(step, beta1, group["rho"], feedback, written_beta1)
+        weights = formulas.basis_weights(step, beta1, group["rho"], feedback, written_beta1)
         basis, failed = next_basis_of_slices(matrix, U_prev, M_prev, *weights, cut, holders)
         if bool(failed.any()):  # Alike on all ranks, as what it is judged by.
             basis = _by_whole_matrices(
-                joined, holders, lambda C, U, M: updates.next_basis(C, U, M, *weights), matrix, U_prev, M_prev
+                joined, holders, lambda C, U, M: formulas.next_basis(C, U, M, *weights), matrix, U_prev, M_prev
             )
     projected, rotation = project_slices(matrix, U_prev, basis, cut, holders)
     M, V, D = moments_for(stack.device, stack.dtype)(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import formulas
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.planning.element_states import StateTypes
 from rankwise.planning.optimizer_spec import OptimizerSpec
@@ -43,7 +43,7 @@ class LDAdamSpec(OptimizerSpec):
             return Route("fallback", f"{len(info.shape)}-D tensor")
         if chosen.rule == "fallback" or group.get("fallback") is False:
             return chosen
-        if updates.worth_projecting(group["rank"], *info.matrix_shape, error_feedback=group["error_feedback"]):
+        if formulas.worth_projecting(group["rank"], *info.matrix_shape, error_feedback=group["error_feedback"]):
             return chosen
         return Route("fallback", f"rank {group['rank']} saves nothing")
 
@@ -78,6 +78,6 @@ class LDAdamSpec(OptimizerSpec):
     ) -> Mapping[str, Collection[tuple[int, ...]]]:
         """Basis (short side, rank) and moments (rank, long side)."""
         rows, columns = info.matrix_shape
-        rank = updates.effective_rank(group["rank"], rows, columns)
+        rank = formulas.effective_rank(group["rank"], rows, columns)
         moments = [(rank, max(rows, columns))]
         return {"basis": [(min(rows, columns), rank)], "exp_avg": moments, "exp_avg_sq": moments}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import moments_for, step_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
 from rankwise.ldadam.signature import LowRankSignature
@@ -193,7 +193,7 @@ class Subspaces:
         factors = [direction]
         if group["error_feedback"]:
             unchanged = step == 1 or beta1 == written_beta1
-            factors.append(exp_avg if unchanged else updates.kept_factor(matrices, basis, exp_avg, beta1))
+            factors.append(exp_avg if unchanged else formulas.kept_factor(matrices, basis, exp_avg, beta1))
         return (basis, exp_avg, exp_avg_sq), factors
 
 
@@ -234,10 +234,10 @@ def _step_on_device(
     """
     basis, M, V = old
     beta1, feedback = group["betas"][0], group["error_feedback"]
-    of_matrix, of_momentum = updates.basis_weights(step, beta1, group["rho"], feedback, written)
-    found, failed = updates.try_next_basis(matrices, basis, M, of_matrix, updates.per_matrix(of_momentum, M))
+    of_matrix, of_momentum = formulas.basis_weights(step, beta1, group["rho"], feedback, written)
+    found, failed = formulas.try_next_basis(matrices, basis, M, of_matrix, formulas.per_matrix(of_momentum, M))
     new_basis = torch.where(failed[..., None, None], basis, found)
-    projected, rotation = updates.project(matrices, basis, new_basis)
+    projected, rotation = formulas.project(matrices, basis, new_basis)
     moments = moments_for(matrices.device, matrices.dtype)
     new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
     factors = [direction]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import shards_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.signature import LowRankSignature, split_factors
@@ -203,9 +203,9 @@ class WorkingShards:
         """Subtract a shard's elements of a product of two factors."""
         place = (part.start, part.end, signature.rows, part.row_length, signature.right)
         if part.spread is not None:
-            run.sub_(updates.low_rank_rows(basis, other, *place).view(run.shape))
+            run.sub_(formulas.low_rank_rows(basis, other, *place).view(run.shape))
             return
-        updates.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
+        formulas.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
 
     def _shard(self, index: int) -> Shard:
         assert self._unit.exchange is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankwise.kernels.passes import STATES, Scalars
 from rankwise.kernels.passes import Rule as PassRule
-from rankwise.mars import formulas as updates
+from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
 from rankwise.mars.spec import MARSSpec
@@ -237,7 +237,7 @@ class MARS(ShardedOptimizer):
             if id(bucket) not in clipped:
                 found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
             else:
-                found.append(updates.clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
+                found.append(formulas.clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
                 self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
         return joined(found) if clipping else None
 
@@ -340,7 +340,7 @@ def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
 
 
 def _factor(bucket: Bucket) -> float:
-    return updates.correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
+    return formulas.correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
 
 
 def _fallback_lr_ratio(options: MARSOptions) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels.dispatch import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
-from rankwise.mars import formulas as updates
+from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
 from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import Batch, MatrixTask
@@ -70,8 +70,8 @@ class MARSRule(MatrixRule):
     ) -> None:
         super().__init__(unit, buckets, groups, health)
         self._product = product
-        self._variant: updates.MatrixVariant = options.variant  # type: ignore[assignment]
-        self._scaled_as: updates.Scale = options.scale  # type: ignore[assignment]
+        self._variant: formulas.MatrixVariant = options.variant  # type: ignore[assignment]
+        self._scaled_as: formulas.Scale = options.scale  # type: ignore[assignment]
         self._steps_in_place = steps_in_place(unit, product)
         self._taken: list[OrthogonalStep] = []
         self._numbers: dict[MomentumSignature, tuple[float, float]] = {}
@@ -121,7 +121,7 @@ class MARSRule(MatrixRule):
     def _directions(self, signature: MomentumSignature, exp_avgs: Tensor) -> Tensor:
         """Of momenta (matrices, elements)."""
         group = self.groups[signature.group]
-        directions = updates.orthogonal_direction(
+        directions = formulas.orthogonal_direction(
             exp_avgs.view(-1, signature.rows, signature.columns),
             self._variant,
             *signature.logical,
@@ -138,8 +138,8 @@ class MARSRule(MatrixRule):
     def _in_place(self, signature: MomentumSignature, exp_avg: Tensor, weight: Tensor) -> OrthogonalStep:
         group, shape = self.groups[signature.group], (signature.rows, signature.columns)
         if signature not in self._numbers:
-            eps = updates.norm_offset(self._variant, group["betas"][0], self._eps(group))
-            self._numbers[signature] = eps, updates.shape_factor(self._variant, *signature.logical, self._scaled_as)
+            eps = formulas.norm_offset(self._variant, group["betas"][0], self._eps(group))
+            self._numbers[signature] = eps, formulas.shape_factor(self._variant, *signature.logical, self._scaled_as)
         eps, factor = self._numbers[signature]
         return OrthogonalStep(
             shape,

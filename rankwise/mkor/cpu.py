@@ -53,9 +53,9 @@ def update_factors_(
 ) -> Tensor:
     """One step of many factor inverses: :func:`rankwise.mkor.formulas.update_factor` on each, in place.
 
-    Each is read twice and written once. As in :func:`rankwise.kernels.triton.update_factors_`, a result is judged by
-    the largest entry it could have rather than by its entries, and what the stabilizer blends is rounded to the storage
-    type only once the rank-1 term has been added.
+    Each is read twice and written once. As :func:`rankwise.mkor.cuda.factor_updates.update_factors_` does, it judges a
+    result by the largest entry it could have rather than by its entries, and rounds what the stabilizer blends to the
+    storage type only once the rank-1 term has been added.
 
     Args:
         inverses: (d, d) each, contiguous, of any floating-point type.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.dispatch import product_dtype_for
-from rankwise.mkor import formulas as updates
+from rankwise.mkor import formulas
 from rankwise.mkor.dispatch import factor_update_for, precondition_into_for, together_for
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
@@ -119,9 +119,9 @@ class KroneckerFactors:
     def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         options = self._options
         if options.stabilizer is None:
-            moved = updates.rank1_inverse_update(old, vector, options.factor_decay, options.rule)  # type: ignore[arg-type]
-            return updates.guarded(moved, old)
-        return updates.update_factor(
+            moved = formulas.rank1_inverse_update(old, vector, options.factor_decay, options.rule)  # type: ignore[arg-type]
+            return formulas.guarded(moved, old)
+        return formulas.update_factor(
             old,
             vector,
             options.factor_decay,
@@ -180,8 +180,8 @@ class KroneckerFactors:
         update = _products(stack, shape, left, right, product)
         if self._options.rescale is None:
             return update
-        norms = (updates.gradient_norm(each[:, None]) for each in (update, stack))
-        return updates.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
+        norms = (formulas.gradient_norm(each[:, None]) for each in (update, stack))
+        return formulas.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
 
     def together(self, device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
         """What preconditions many gradients of this type on this device at once, if there is such a form."""
@@ -284,7 +284,7 @@ def _products(
     matrix = stack[:, :elements].view(-1, *shape)
     whole = torch.cat([matrix, stack[:, elements:, None]], dim=2) if stack.shape[1] > elements else matrix
     stacked = [None if side is None else torch.stack(list(side)) for side in (left, right)]
-    product = updates.apply_inverses(whole, stacked[0], stacked[1], dtype)
+    product = formulas.apply_inverses(whole, stacked[0], stacked[1], dtype)
     if whole is matrix:
         return product.view_as(stack)
     return torch.cat([product[..., : shape[1]].flatten(1), product[..., shape[1]]], dim=1)

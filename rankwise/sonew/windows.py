@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankwise.sharding import Halo, Shard
-from rankwise.sonew import formulas as updates
+from rankwise.sonew import formulas
 from rankwise.updates.adamw import Step, bias_corrections
 
 __all__ = ["windowed_directions"]
@@ -56,13 +56,15 @@ def windowed_directions(
         grad, *states = (field[index] for field in fields)
         window = _Window(shard, chain, len(states) - 2)
         embedded = window.embed((grad, *states), halos[index])
-        momentum, diagonal, covariances = updates.statistics(embedded[0], embedded[1], embedded[2], embedded[3:], betas)
+        momentum, diagonal, covariances = formulas.statistics(
+            embedded[0], embedded[1], embedded[2], embedded[3:], betas
+        )
         # Bias corrections folded into the damping and the result: no pass over memory for them.
-        direction = updates.direction(momentum, diagonal, covariances, eps=eps * correction2, tolerance=gamma)
+        direction = formulas.direction(momentum, diagonal, covariances, eps=eps * correction2, tolerance=gamma)
         directions.append(window.extract(direction) * (correction2 / correction1))
         for stored, new in zip(states, (momentum, diagonal, *covariances), strict=True):
             stored.copy_(window.extract(new))
-        taken, new_rms = updates.graft_direction(
+        taken, new_rms = formulas.graft_direction(
             graft,
             grad,
             states[0] / correction1,

@@ -16,8 +16,6 @@ from rankwise.mkor.formulas import (
     guarded,
     precondition,
     product_dtype,
-    rank1_apply,
-    rank1_direction,
     rank1_inverse_update,
     rescale_to_norm,
     stabilize,
@@ -110,27 +108,6 @@ def test_half_precision_storage_does_not_drift(rule: str, bound: float) -> None:
         assert bool(ok)
     assert float((stored.double() - exact).abs().max()) <= bound
     assert torch.equal(stored, stored.mT)
-
-
-@quick
-@given(batches, st.integers(2, 9), seeds, st.sampled_from(["official", "ema", "paper_literal"]), st.data())
-def test_row_blocks_equal_the_whole(
-    batch: tuple[int, ...], dim: int, seed: int, rule: str, data: st.DataObject
-) -> None:
-    """What tensor-parallel ranks do: rows of the factor, with vectors, dot products and norms completed in between."""
-    cut = data.draw(st.integers(1, dim - 1))
-    inverse, vector = 3 * positive_definite(*batch, dim, seed=seed), randn(*batch, dim, seed=seed + 1)
-    whole, _ = update_factor(inverse, vector, GAMMA, rule)
-    starts, blocks = (0, cut), [inverse[..., :cut, :], inverse[..., cut:, :]]
-    size = torch.stack([factor_norm(block) for block in blocks]).amax(0)
-    blocks = [stabilize(b, 2.0, 0.9, size=size, row_start=r) for b, r in zip(blocks, starts, strict=True)]
-    rows = [rank1_direction(b, vector, GAMMA, rule, r) for b, r in zip(blocks, starts, strict=True)]
-    direction = torch.cat(rows, -1)
-    curvature = (direction * vector).sum(-1)
-    new = [
-        rank1_apply(b, u, direction, curvature, GAMMA, rule, r) for b, u, r in zip(blocks, rows, starts, strict=True)
-    ]
-    assert_close(torch.cat(new, -2), whole, 1e-14)
 
 
 def test_update_arguments() -> None:
