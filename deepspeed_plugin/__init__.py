@@ -1,4 +1,24 @@
-"""rankwise under DeepSpeed: importing this package makes its optimizers valid ``"type"`` values of the JSON."""
+"""rankwise under DeepSpeed: importing this package makes its optimizers valid ``"type"`` values of the JSON.
+
+Where the code depends on names of DeepSpeed's own:
+
+======================== ==============================================================================================
+module                   names of
+======================== ==============================================================================================
+``registry``             methods of the engine, its configuration and ZeRO-3's optimizer that are wrapped
+``support``              settings and wrappers that are refused
+``layouts``              ZeRO's optimizers: flat buffers, groups, positions, the loss scale
+``state_access``         what DeepSpeed attaches to parameters, and its functions that read states through it
+``sub_groups``           ZeRO-3's sub-groups
+``auto_tp``              AutoTP: its layers and their shards (``tensor_parallel_shards``)
+``pipeline``, ``losses`` pipeline engines, and the loss that ``backward`` is given
+``monitor``              the monitors that health is written to
+``trainer_defaults``     what Hugging Face's Trainer fills into the JSON
+``checkpoints.files``    files and keys of a checkpoint (``adamw_files``, ``zero_file_form``: as DeepSpeed writes them)
+``checkpoints.loading``  what the engine and its wrappers restore: counters, schedulers, the loss scale
+``checkpoints.saving``   what ``save_checkpoint`` writes beside our states
+======================== ==============================================================================================
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where each engine wrapper keeps each parameter. DeepSpeed's internals are read here and nowhere else.
+"""Where each engine wrapper keeps each parameter: its flat buffers and groups are read here and nowhere else.
 
-ZeRO hands the inner optimizer flat fp32 partitions. Nothing of DeepSpeed is replaced: the position of every parameter
+ZeRO hands the inner optimizer flat fp32 partitions, and nothing of them is replaced: the position of every parameter
 is read off the wrapper once, at the first step on each flat tensor, and compared there with the model's weights.
 """
 

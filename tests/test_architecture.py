@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
@@ -473,3 +474,66 @@ def test_the_check_of_sizes_itself() -> None:
     assert too_large(ast.parse(long)) == ["long: 81 lines, 0 arguments"]
     assert too_large(ast.parse(wide)) == ["wide: 1 lines, 14 arguments"]
     assert too_large(ast.parse(f"@jit\n{wide}")) == []
+
+
+# --- what documentation refers to ------------------------------------------------------------------------------------
+
+
+def referred_to(text: str) -> list[str]:
+    """Targets of the roles of a source's docstrings."""
+    return re.findall(r":(?:func|class|meth|mod|data|attr):`~?([\w.]+)`", text)
+
+
+def defined_in(path: Path) -> set[str]:
+    """Names that a module defines or imports, with its classes' members, and its own."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return found
+
+
+@functools.cache
+def definitions() -> dict[str, set[str]]:
+    return {module_name(path): defined_in(path) for path in sources(*PARTS)}
+
+
+def is_defined(target: str, module: str, is_package: bool) -> bool:
+    """Whether a reference from a module leads to a module of ours or to a name in one, or out of our packages."""
+    if target.startswith("."):
+        package = module if is_package else module.rpartition(".")[0]
+        target = f"{package}{target}"
+    parts, anywhere = target.split("."), set().union(*definitions().values())
+    if parts[0] in definitions()[module]:
+        return parts[0] in ("torch", "np") or set(parts[1:]) <= anywhere
+    if not within(target, *OURS, "benchmarks"):
+        return len(parts) > 1  # another package's
+    length = max(n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in definitions())
+    first, rest = parts[length : length + 1], parts[length + 1 :]
+    return set(first) <= definitions()[".".join(parts[:length])] and set(rest) <= anywhere
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_references_lead_somewhere(part: str) -> None:
+    dead = [
+        f"{module_name(path)}: {target}"
+        for path in sources(part)
+        for target in referred_to(path.read_text())
+        if not is_defined(target, module_name(path), path.name == "__init__.py")
+    ]
+    assert not dead, "\n".join(dead)
+
+
+def test_dead_references_are_seen() -> None:
+    module = "rankwise.mkor.cpu"
+    assert is_defined("rankwise.mkor.formulas.stabilize", module, False) and is_defined(
+        "update_factors_", module, False
+    )
+    assert not is_defined("rankwise.mkor.formulas.gone", module, False)
+    assert not is_defined("rankwise.mkor.gone.stabilize", module, False)
+    assert not is_defined(".gone", module, False) and not is_defined("gone", module, False)
+    assert referred_to("See :func:`~a.b`, :class:`C`.") == ["a.b", "C"]

@@ -48,7 +48,7 @@ class Question:
         heads: Heads of a family.
         vocab_size: Vocab size of a family.
         engine: A name of :data:`rankwise.launch.planning.plan_request.ENGINES`; by default what the rest speaks of.
-        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.mesh.Mesh.read` reads it.
+        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.cluster.Mesh.read` reads it.
         ranks: All; of a mesh, as many as it has, else 8.
         stage: ZeRO stage.
         tp: Tensor-parallel ranks.

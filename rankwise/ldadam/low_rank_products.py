@@ -38,7 +38,7 @@ def subtract_low_rank_(
         end: One past the last flat index.
         rows: Rows of the parameter.
         cols: Columns of the parameter.
-        right: What :func:`projects_right` says for the parameter.
+        right: What :func:`rankwise.ldadam.formulas.projects_right` says for the parameter.
         subtract: For whole rows.
     """
     first, last = -(-start // cols), end // cols
@@ -72,7 +72,7 @@ def low_rank_rows(U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: i
         end: One past the last flat index; ``start == end`` gives an empty result.
         rows: Rows of the parameter.
         cols: Columns of the parameter.
-        right: What :func:`projects_right` says for the parameter.
+        right: What :func:`rankwise.ldadam.formulas.projects_right` says for the parameter.
 
     Returns:
         A new tensor (..., end - start).

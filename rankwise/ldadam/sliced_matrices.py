@@ -72,7 +72,7 @@ def step_slices(
         narrow: Keeps their states.
 
     Returns:
-        (slices, elements): the factors of each slice, as :func:`split_factors` reads them.
+        (slices, elements): the factors of each slice, as :func:`rankwise.ldadam.signature.split_factors` reads them.
     """
     count, written_beta1 = int(states[0]["step"]), float(states[0]["beta1"])
     step, beta1, feedback = count + 1, group["betas"][0], group["error_feedback"]

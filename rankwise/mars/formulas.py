@@ -177,7 +177,7 @@ def orthogonal_direction(
     2510.21800 for ``"muon"``.
 
     Args:
-        exp_avg: Whole momentum matrices (..., m, n), after the step's :func:`momentum_update`.
+        exp_avg: Whole momentum matrices (..., m, n), after the step's update of the momentum.
         variant: Which of the two rules.
         rows: Rows of the logical matrix, for :func:`shape_factor`.
         cols: Columns of the logical matrix.

@@ -74,7 +74,9 @@ class MKOROptions(Options):
         "of nothing.",
     )
     stabilizer: tuple[float, float] | None = option(
-        (2.0, 0.9), _Stabilizer(), "Of the norm-based stabilizer; None switches it off."
+        (2.0, 0.9),
+        _Stabilizer(),
+        "Norm above which a factor is blended with the identity, and the share of it that stays; None: never.",
     )
     stabilizer_norm: str = option(
         "row_sum", Choice("row_sum", "max_entry"), 'Which norm; "max_entry" as in the published code.'

@@ -33,10 +33,10 @@ def blocks_of(
         info: The weight, or a stack of weights that are fused alike.
         layouts: The option ``blocks``; a pattern that matches the weight overrules what was found with it.
         split_heads: Whether each attention head is a block of its own, where they are known.
-        together: Whether the heads of a part are one block after all, whatever asks for them apart.
+        together: Whether the heads of a part stay one block, even if an option asks to split them.
 
     Returns:
-        None where the weight is one matrix.
+        Empty where the weight is one matrix.
 
     Raises:
         OptionError: What the option says does not fit the weight.
@@ -55,7 +55,7 @@ def blocks_of(
                 rule = f"the attention heads in '{info.own_name}' must be known, and are not"
                 _refuse(owner, pattern, layout, rule, 'write the parts and their heads, e.g. {"q": 1024, "heads": 16}')
         else:
-            fused = _written(owner, info, pattern, layout)
+            fused = _from_option(owner, info, pattern, layout)
         split_heads = split_heads or layout == "heads" or (isinstance(layout, Mapping) and "heads" in layout)
     return () if fused is None or not _fits(info, fused) else _blocks(fused, split_heads and not together)
 
@@ -94,7 +94,7 @@ def _blocks(fused: FusedShape, split_heads: bool) -> tuple[Block, ...]:
     return tuple(found) if len(found) > 1 else ()
 
 
-def _written(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> FusedShape:
+def _from_option(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> FusedShape:
     """What the option says of a weight: of its outputs."""
     dim = -1 if info.transposed else -2
     length = info.shape[dim]
