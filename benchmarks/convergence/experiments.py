@@ -6,6 +6,7 @@ from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Claim, Contender, Experiment
 from benchmarks.convergence.language_models import E3, E4, E5
 from benchmarks.convergence.rates import RATES
+from benchmarks.convergence.sizes import CELLS
 
 __all__ = ["CHECK", "EXPERIMENTS", "chosen"]
 
@@ -34,14 +35,16 @@ CHECK = Experiment(
 
 
 def chosen(names: str) -> list[Experiment]:
-    """Experiments from a list of names separated by commas; empty for all of the page.
+    """Experiments from a list of names separated by commas; empty for all of the page, "E9" for all of its cells.
 
     Raises:
         ValueError: There is none of that name.
     """
     wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or list(EXPERIMENTS)
-    known = {**EXPERIMENTS, CHECK.name: CHECK, RATES.name: RATES}
+    cells = {cell.name.upper(): experiment for cell, experiment in CELLS.items()}
+    single = {**EXPERIMENTS, **cells, CHECK.name: CHECK, RATES.name: RATES}
+    known = {"E9": list(cells.values()), **{name: [experiment] for name, experiment in single.items()}}
     for name in wanted:
         if name not in known:
             raise ValueError(f"no experiment {name!r}; there are: {', '.join(known)}")
-    return [known[name] for name in wanted]
+    return [experiment for name in wanted for experiment in known[name]]

@@ -7,25 +7,25 @@ from typing import Any, Literal
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment, harmless
 
-__all__ = ["E3", "E4", "E5"]
+__all__ = ["ADAMW", "E3", "E4", "E5", "SMALL_MODEL"]
 
-_TASK = {"kind": "language model", "heads": 4, "window": 64, "batch": 32, "clip": 1.0}
-_SMALL = {**_TASK, "layers": 2, "hidden": 64}
-_LARGER = {**_TASK, "layers": 2, "hidden": 96}
+SMALL_MODEL: dict[str, Any] = {"kind": "language model", "heads": 4, "window": 64, "batch": 32, "clip": 1.0}
+_SMALL = {**SMALL_MODEL, "layers": 2, "hidden": 64}
+_LARGER = {**SMALL_MODEL, "layers": 2, "hidden": 96}
 _on_text = partial(Experiment, metric="validation_loss", counts=0.01, relative=False)
 _TEXT = (
     "{} parameters in GPT-2's shape, bytes of the Python standard library, as `make train` takes them; {} steps of 32 "
     "windows of 64 bytes, 20 bytes per parameter; gradients clipped to a norm of 1; warm-up of a twentieth, cosine to "
     "zero; compared is the loss on held-out files after the last step, in nats per byte."
 )
-_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 _MKOR = "MKOR, arXiv 2306.01685"
 _LONG_MEMORY = "MKOR on AdamW, every step, decay 0.995"
 
 
 def _mkor(name: str, guess: float, **options: Any) -> Contender:
-    return Contender(name, "mkor", guess, ({**_ADAMW, **options},))
+    return Contender(name, "mkor", guess, ({**ADAMW, **options},))
 
 
 E3 = _on_text(
@@ -35,15 +35,15 @@ E3 = _on_text(
     task=_LARGER,
     steps=2550,
     contenders=(
-        Contender("AdamW", "adamw", 4e-3, (_ADAMW,)),
+        Contender("AdamW", "adamw", 4e-3, (ADAMW,)),
         _mkor("MKOR on AdamW", 8e-3),
-        Contender("LAMB", "lamb", 1e-2, (_ADAMW,)),
+        Contender("LAMB", "lamb", 1e-2, (ADAMW,)),
         _mkor("MKOR on LAMB", 1e-2, backend="lamb"),
         _mkor("MKOR-H on AdamW", 8e-3, hybrid=True),
         _mkor("MKOR on AdamW, every step", 4e-3, update_interval=1),
         _mkor("MKOR on AdamW, rule ema", 8e-3, rule="ema"),
         Contender(
-            _LONG_MEMORY, "mkor", 1.6e-2, ({**_ADAMW, "update_interval": 1, "factor_decay": 0.995},), afterwards=True
+            _LONG_MEMORY, "mkor", 1.6e-2, ({**ADAMW, "update_interval": 1, "factor_decay": 0.995},), afterwards=True
         ),
     ),
     claims=(
@@ -65,7 +65,7 @@ E3 = _on_text(
 
 _MARS = "MARS, arXiv 2411.10438"
 _MARS_M = "MARS-M, arXiv 2510.21800"
-_AS_ADAMW = "MARS-AdamW, AdamW's betas"
+_ASADAMW = "MARS-AdamW, AdamW's betas"
 _BETAS = ((0.9, 0.95), (0.95, 0.99))
 
 
@@ -104,7 +104,7 @@ E4 = _on_text(
             "Lion", "lion", 5e-4, tuple({"betas": betas, "weight_decay": 0.1} for betas in ((0.9, 0.99), (0.95, 0.98)))
         ),
         _mars("MARS-Lion", 5e-4, variant="lion", gamma=0.025),
-        Contender(_AS_ADAMW, "mars", 8e-3, ({**_ADAMW, "gamma": 0.025},), afterwards=True),
+        Contender(_ASADAMW, "mars", 8e-3, ({**ADAMW, "gamma": 0.025},), afterwards=True),
     ),
     claims=(
         Claim(_MARS, "lower than AdamW (published: 0.036 nats at 125 M)", "MARS-AdamW", "AdamW"),
@@ -116,12 +116,12 @@ E4 = _on_text(
         Claim(_MARS, "the clip does no harm", "MARS-AdamW", "MARS-AdamW, no clip", "no worse"),
         Claim(_MARS, "MARS-Lion is lower than Lion", "MARS-Lion", "Lion"),
         Claim(_MARS, "MARS-Lion is as good as AdamW (asked afterwards)", "MARS-Lion", "AdamW", "no worse"),
-        _afterwards("lower than AdamW", _AS_ADAMW, "AdamW"),
-        _afterwards("the correction does it", _AS_ADAMW, "MARS-AdamW, gamma 0"),
-        _afterwards("the clip does no harm", _AS_ADAMW, "MARS-AdamW, no clip", "no worse"),
-        _afterwards("gamma 0.05 is no better than 0.025", _AS_ADAMW, "MARS-AdamW, gamma 0.05", "no worse"),
+        _afterwards("lower than AdamW", _ASADAMW, "AdamW"),
+        _afterwards("the correction does it", _ASADAMW, "MARS-AdamW, gamma 0"),
+        _afterwards("the clip does no harm", _ASADAMW, "MARS-AdamW, no clip", "no worse"),
+        _afterwards("gamma 0.05 is no better than 0.025", _ASADAMW, "MARS-AdamW, gamma 0.05", "no worse"),
         _afterwards("lower than AdamW with gamma 0.05", "MARS-AdamW, gamma 0.05", "AdamW"),
-        harmless("its betas instead of AdamW's", "MARS-AdamW", _AS_ADAMW),
+        harmless("its betas instead of AdamW's", "MARS-AdamW", _ASADAMW),
         Claim(_MARS_M, "MARS-M is lower than Muon", "MARS-M", "Muon"),
         Claim(_MARS_M, "its correction does it", "MARS-M", "MARS-M, gamma 0"),
     ),
@@ -135,7 +135,7 @@ def _ldadam(name: str, rank: int, **options: Any) -> Contender:
 
 
 def _low_rank(name: str, optimizer: str, rank: int) -> Contender:
-    settings = ({**_ADAMW, "rank": rank, "buffer_bytes": 4.0},)
+    settings = ({**ADAMW, "rank": rank, "buffer_bytes": 4.0},)
     return Contender(name, optimizer, 8e-3, settings)
 
 
@@ -148,7 +148,7 @@ E5 = _on_text(
     task=_SMALL,
     steps=1220,
     contenders=(
-        Contender("AdamW", "adamw", 4e-3, (_ADAMW,)),
+        Contender("AdamW", "adamw", 4e-3, (ADAMW,)),
         _ldadam("LDAdam, rank d/4", 16),
         _ldadam("LDAdam, rank d/4, no error feedback", 16, error_feedback=False),
         _ldadam("LDAdam, rank d/16", 4),

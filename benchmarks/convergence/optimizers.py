@@ -73,11 +73,56 @@ def _for_matrices(kind: Callable[..., Any], model: nn.Module, lr: float, **optio
     return Joined(kind(matrices, lr=lr, **options), torch.optim.AdamW(others, lr, **{"weight_decay": 0.0, **shared}))
 
 
-def _muon(model: nn.Module, lr: float, weight_decay: float = 0.0, **options: Any) -> Any:
+def _muon_parts(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, **options: Any
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """torch's, with the scale of Moonlight's, so that one learning rate serves AdamW's part too."""
     matrices, others = _matrices(model)
     muon = torch.optim.Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw", **options)
-    return Joined(muon, torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=weight_decay))
+    return muon, torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=weight_decay)
+
+
+def _muon(model: nn.Module, lr: float, **options: Any) -> Any:
+    return Joined(*_muon_parts(model, lr, **options))
+
+
+class MKORAndMuon(Joined):
+    """Muon of the gradients that MKOR has preconditioned; AdamW, of its own gradients, of what is no matrix.
+
+    Args:
+        model: To be trained.
+        lr: Of Muon, and of AdamW.
+        weight_decay: Weight decay of both.
+        options: MKOR's ``mkor_…``, without that prefix; the others are Muon's.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0, **options: Any) -> None:
+        own = {key.removeprefix("mkor_"): value for key, value in options.items() if key.startswith("mkor_")}
+        muon = {key: value for key, value in options.items() if not key.startswith("mkor_")}
+        super().__init__(*_muon_parts(model, lr, weight_decay, **muon))
+        self._parameters = list(model.parameters())
+        self._matrices = _matrices(model)[0]
+        # Its step of rate 1 from weights of zero is the preconditioned gradient, with the other sign.
+        self.mkor = _mkor(model, lr=1.0, backend="sgd", momentum=0.0, weight_decay=0.0, **own)
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Of all parts, and MKOR's factors."""
+        return {**super().state, **self.mkor.matrix_states.everything()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """See torch."""
+        weights = [parameter.clone() for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.zero_()
+        self.mkor.step()
+        directions = [-matrix for matrix in self._matrices]
+        for parameter, weight in zip(self._parameters, weights, strict=True):
+            parameter.copy_(weight)
+        for matrix, direction in zip(self._matrices, directions, strict=True):
+            matrix.grad = direction
+        super().step()
 
 
 OPTIMIZERS: dict[str, Build] = {
@@ -92,10 +137,12 @@ OPTIMIZERS: dict[str, Build] = {
     "eva": rivals.Eva,
     "galore": partial(_for_matrices, rivals.GaLore),
     "apollo": partial(_for_matrices, rivals.APOLLO),
+    "soap": partial(_for_matrices, rivals.SOAP),
     "mars": partial(_ours, rankwise.MARS),
     "sonew": partial(_ours, rankwise.SONew),
     "ldadam": partial(_ours, rankwise.LDAdam),
     "mkor": _mkor,
+    "mkor and muon": MKORAndMuon,
 }
 """Each is called with a model, ``lr`` and further keywords."""
 

@@ -3,5 +3,6 @@
 from benchmarks.convergence.rivals.dense import KFAC, Eva
 from benchmarks.convergence.rivals.elementwise import LAMB, Lion
 from benchmarks.convergence.rivals.low_rank import APOLLO, GaLore
+from benchmarks.convergence.rivals.soap import SOAP
 
-__all__ = ["APOLLO", "KFAC", "LAMB", "Eva", "GaLore", "Lion"]
+__all__ = ["APOLLO", "KFAC", "LAMB", "SOAP", "Eva", "GaLore", "Lion"]
