@@ -38,15 +38,6 @@ On CPUs ours are the compiled forms (`rankwise/kernels/native`); `RANKWISE_NATIV
 """
 
 _GPU = """
-**Nothing here was measured on a GPU.** The Triton kernels (`rankwise/kernels/triton`) are tested in Triton's
-interpreter and compiled for sm_80, sm_90 and gfx942 ([what they become](kernels.md)), but have not run on a device;
-peak memory, host time and exposed communication of a GPU are unmeasured too. `python -m benchmarks gpu` measures all of
-it, in calls of nine minutes, beside what is expected of the device. What can be counted without one, bytes, launches
-and waits of a step on Llama's shapes, `python -m benchmarks counts` prints; `tests/test_counts.py` holds each to what
-it is.
-"""
-
-_GPU = """
 *Host* is the time until the host is free again; the device works on. *Peak* is the most memory a step takes at once
 beyond the weights, gradients and states that are there before.
 """
