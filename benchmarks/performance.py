@@ -66,9 +66,9 @@ until the host is free again.
 _HOST = """
 This is what the host does between launches: the processor time of a step as on a CUDA device with Triton, but with
 small tensors on the CPU and without the launches of kernels. *Over AdamW* is the ratio to
-`torch.optim.AdamW(foreach=True)` on the same tensors, in turns in one process; AdamW goes through them one by one there.
-*Shards* are as many parameters in one flat tensor, as ZeRO hands them over, and a tenth of as many. The passes that
-gather MKOR's statistics are not part of it.
+`torch.optim.AdamW(foreach=True)` on the same tensors, in turns in one process; AdamW goes through them one by one
+there. *Shards* are as many parameters in one flat tensor, as ZeRO hands them over, and a tenth of as many. The passes
+that gather MKOR's statistics are not part of it.
 """
 
 _NOTES = """

@@ -60,7 +60,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
     found = UniversalCheckpoint.find(folder.parent, folder.name, True, identity)
     if found.states is None or PARAMETERS not in found.states.common:
         raise ConversionError(
-            f"{folder} has not the states of {identity} by name: make it anew from the checkpoint it is of, by "
+            f"{folder} does not have the states of {identity} by name: convert the original checkpoint again with "
             "'rankwise universal'"
         )
     common = found.states.common

@@ -74,10 +74,10 @@ class MKOROptions(Options):
         "of nothing.",
     )
     stabilizer: tuple[float, float] | None = option(
-        (2.0, 0.9), _Stabilizer(), "Of the norm-based stabilizer; None switches it off."
+        (2.0, 0.9), _Stabilizer(), "Threshold of the norm-based stabilizer; None switches it off."
     )
     stabilizer_norm: str = option(
-        "row_sum", Choice("row_sum", "max_entry"), 'Which norm; "max_entry" as in the published code.'
+        "row_sum", Choice("row_sum", "max_entry"), 'Norm of the stabilizer; "max_entry" as in the published code.'
     )
     rescale: str | None = option(
         "joint", Choice("joint", None), '"joint" keeps the gradient\'s Frobenius norm; None does not rescale.'
