@@ -189,10 +189,13 @@ def _words(call: Callable[..., None], arguments: tuple[Any, ...]) -> str:
 
 _INTRODUCTION = """# What the kernels become
 
-Every Triton kernel, compiled with the configuration that it is launched with, for an A100 (sm_80), an H100 or H200
-(sm_90) and an MI300 (gfx942), none of which was there. *Registers* are those of a thread, *spilled* what does not fit
-into them, in bytes (of gfx942 in registers), *widest* the widest access of a thread to memory in bytes. Made by Triton
-{triton} with
+This page shows what the compiler makes of every Triton kernel: registers, spills, shared memory and the width of memory
+accesses. The short answer: {spilling} of the {launches} compiled launches spill registers to memory.
+
+Each kernel was compiled with the configuration that it is launched with, for an A100 (sm_80), an H100 or H200 (sm_90)
+and an MI300 (gfx942). None of these devices was needed. *Registers* are those of a thread. *Spilled* is what does not
+fit into them, in bytes (on gfx942 in registers). *Widest* is the widest access of a thread to memory, in bytes. Triton
+{triton} made the figures with
 
 ```
 python -m benchmarks kernels --output docs/data/kernels.json --page docs/kernels.md
@@ -220,7 +223,9 @@ def kernels_page(rows: Sequence[Mapping[str, Any]], version: str) -> str:
         for (case, kernel, _), by in found.items()
     ]
     headings = ["call", "kernel", "registers", "spilled", "shared bytes", "threads", "widest"]
-    return _INTRODUCTION.format(triton=version) + "Each cell: sm_80 / sm_90 / gfx942.\n\n" + markdown(headings, lines)
+    spilling = sum(bool(row["spills"]) for row in rows)
+    introduction = _INTRODUCTION.format(triton=version, spilling=spilling, launches=len(rows))
+    return introduction + "Each cell: sm_80 / sm_90 / gfx942.\n\n" + markdown(headings, lines)
 
 
 # --- what is called ----

@@ -12,46 +12,47 @@ __all__ = ["fsdp_page"]
 
 _HEAD = """# Parity under FSDP2
 
-Every optimizer on parameters that `fully_shard` and its companions have cut, against one process of plain PyTorch: ten
-steps of a small model with gated blocks, stacked experts and a layer that is used in every third step, two
-micro-batches per step, clipping that acts in every step. AdamW is torch's own. Generated from the figures of the tests
-(two cores, half an hour):
+This page compares every optimizer under FSDP2 with one process of plain PyTorch. The short answer: in float64 every
+cell follows one process to 1e-10 (`tests/fsdp/test_fsdp_parity.py`), and the differences below are rounding. In every
+cell all ranks end at the same weights to the bit.
+
+Parameters are cut by `fully_shard` and its companions. Each run has ten steps of a small model with gated blocks,
+stacked experts and a layer that is used in every third step, with two micro-batches per step and clipping that acts in
+every step. AdamW is torch's own. The page is generated from the figures of the tests (two cores, half an hour):
 
 ```sh
 export RANKWISE_FSDP_TABLE=fsdp.jsonl
 python -m pytest -m exhaustive tests/fsdp/test_fsdp_grid.py tests/megatron_engine/test_same_run.py
 python -m benchmarks fsdp-parity fsdp.jsonl docs/fsdp-parity.md
 ```
-
-In every cell all ranks end at the same weights to the bit. In float64 each follows one process to 1e-10
-(`tests/fsdp/test_fsdp_parity.py`); what is left here is rounding.
 """
 
 _FP32 = """
-Largest difference of a weight relative to the largest change of a weight, median of {seeds} seeds. Allowed: 2e-4 or 10
-times AdamW's, which itself may be 1e-5; for SONew's default edge tolerance also 10 times what gradient noise of 1e-7
-does to one process.
+Each figure is the largest difference of a weight relative to the largest change of a weight, the median of {seeds}
+seeds. Allowed are 2e-4 or 10 times AdamW's, which itself may be 1e-5. For SONew's default edge tolerance, 10 times
+the effect of gradient noise of 1e-7 on one process is allowed, too.
 """
 
 _BF16 = """
-`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` against one process that computes with
-bf16 copies of its fp32 weights. Mean difference relative to the mean change, median of {seeds} seeds, and in brackets
-that over AdamW's in the same cell. Allowed: twice AdamW's. **†** marks what is beyond: rules that rounding moves
-further in one process already. After the mark stands the error over the type's own response, which is what one process
-shows when the same samples are cut into smaller micro-batches; allowed there: 3.
+`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` is compared with one process that
+computes with bf16 copies of its fp32 weights. Each figure is the mean difference relative to the mean change, the
+median of {seeds} seeds; in brackets is its ratio to AdamW's in the same cell. Twice AdamW's is allowed. **†** marks
+cells beyond that: rounding moves these rules further in one process already. The number after the mark is the error
+over the type's own response, which one process shows when the same samples are cut into smaller micro-batches.
+Allowed there is 3.
 """
 
 _LARGEST = """
-The same runs, largest difference of a single weight relative to the largest change of a weight. One flipped sign is a
-whole step here, for AdamW as for MARS-Lion.
+For the same runs, the largest difference of a single weight relative to the largest change of a weight. One flipped
+sign is a whole step here, for AdamW as for MARS-Lion.
 """
 
 _FRAMEWORKS = """
-One small language model, the same samples, learning rates and decay in fp32: trained by DeepSpeed's ZeRO-3, by
-megatron-core's distributed optimizer and by FSDP2, ten steps of two micro-batches, gradients clipped; on three ranks
-the samples do not divide. Largest difference of the final weights from those of one process, relative to the largest
-change. Allowed: 10 times AdamW's or what one process of the type shows when the samples are cut into other
-micro-batches; for MARS-Lion of what 99 % of the weights do not exceed, for SONew of the means.
+DeepSpeed's ZeRO-3, megatron-core's distributed optimizer and FSDP2 train one small language model in fp32, with the
+same samples, learning rates and decay: ten steps of two micro-batches, gradients clipped. On three ranks the samples do
+not divide. Each figure is the largest difference of the final weights from those of one process, relative to the
+largest change. Allowed are 10 times AdamW's, or what one process of the type shows when the samples are cut into other
+micro-batches. For MARS-Lion the limit holds for 99 % of the weights, for SONew for the means.
 """
 
 _TITLES = {

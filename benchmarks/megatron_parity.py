@@ -9,10 +9,20 @@ __all__ = ["layouts_table", "megatron_page"]
 
 _HEAD = """# Parity under Megatron
 
-Every optimizer in the wrappers of real megatron-core 0.16.1 (CPU processes, gloo) against one process: ten steps of a
-small GPT (2 layers, width 64, grouped-query attention, SwiGLU or biased GELU, four experts in the EP cells), two
-micro-batches per step (four in the interleaved pipeline, of four layers), AdamW being Megatron's own. Generated from
-the figures of the tests (without `-m exhaustive`, of the usual cells):
+This page compares every optimizer in the wrappers of real megatron-core 0.16.1 with one process. The short answer: all
+copies of a weight on different ranks are equal bit by bit in every cell, and every cell is within the limits below.
+
+There are two kinds of figures:
+
+- **Same gradients**: the cell gets the reduced gradients that one process recorded. The figure is the largest
+  difference of a weight relative to the largest change of a weight.
+- **End to end**: the cell computes its own gradients, which differ by rounding. AdamW's column shows how far that alone
+  moves a run.
+
+Each run has ten steps of a small GPT: 2 layers, width 64, grouped-query attention, SwiGLU or biased GELU, four experts
+in the EP cells. There are two micro-batches per step (four in the interleaved pipeline, of four layers). Ranks are CPU
+processes (gloo). AdamW is Megatron's own. The page is generated from the figures of the tests (without `-m exhaustive`,
+of the usual cells):
 
 ```sh
 export RANKWISE_MEGATRON_TABLE=figures.json
@@ -20,29 +30,24 @@ python -m pytest -m exhaustive tests/megatron_engine/test_megatron_parity.py
 python -m pytest -m exhaustive tests/megatron_engine/test_megatron_deepspeed.py
 python -m benchmarks megatron-parity figures.json docs/megatron-parity.md
 ```
-
-**Same gradients**: the cell is fed the reduced gradients one process recorded; largest difference of a weight relative
-to the largest change of a weight. **End to end**: the cell computes its own gradients, which differ by rounding;
-AdamW's row shows how far that alone moves a run. In every cell all copies of a weight on different ranks were equal bit
-by bit.
 """
 
 _FP32 = """
-Largest difference of a weight relative to the largest change of a weight; allowed: 10 times AdamW, or 10
-times what one process of the type shows when the samples are cut into other micro-batches. For MARS-Lion, where
-one flipped sign is a whole step, and SONew, where one edge beside its threshold is dropped or kept, the mean difference
-relative to the mean change is what is held to 10 times AdamW's.
+Each figure is the largest difference of a weight relative to the largest change of a weight. Allowed are 10 times
+AdamW's, or 10 times what one process of the type shows when the samples are cut into other micro-batches. For MARS-Lion
+one flipped sign is a whole step, and SONew drops or keeps an edge beside its threshold: for these two the limit of 10
+times AdamW's holds for the mean difference relative to the mean change.
 """
 
 _BF16 = """
-Mean difference relative to the mean change; allowed: 10 times AdamW.
+Each figure is the mean difference relative to the mean change. Allowed are 10 times AdamW's.
 """
 
 _FRAMEWORKS = """
-The same small language model of PyTorch modules, samples, learning rates and decay on two ranks, in fp32: trained by
-DeepSpeed (rows) and by megatron-core's distributed optimizer, ten steps of two micro-batches, gradients clipped.
-Largest difference of the final weights relative to the largest change; allowed: 10 times AdamW, for MARS-Lion of the
-means.
+DeepSpeed (rows) and megatron-core's distributed optimizer train the same small language model of PyTorch modules on two
+ranks in fp32, with the same samples, learning rates and decay: ten steps of two micro-batches, gradients clipped. Each
+figure is the largest difference of the final weights relative to the largest change. Allowed are 10 times AdamW's, for
+MARS-Lion of the means.
 """
 
 Row = Mapping[str, Any]

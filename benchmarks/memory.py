@@ -197,11 +197,12 @@ PLACES = (
 )
 _HEAD = """# What a step needs beside its states
 
-The most memory there is at any time of a step beside weights, gradients and optimizer states, with what is kept from
-one step to the next, of rank 3 of 8 that train Llama 7B (0.8 B parameters each) with fp32 masters, in MiB: counted on
-meta tensors as the step would run on a CUDA device with Triton, where no allocator rounds anything, and as
-`rankwise.estimate` predicts it (`scratch_bytes`; `rankwise plan --json` has it for every rank). Measured on no device
-so far. Made with
+This page says how much scratch memory a step needs: the peak beside weights, gradients and optimizer states, in MiB,
+with what is kept from one step to the next. `rankwise.estimate` predicts it (`scratch_bytes`), and `rankwise plan
+--json` has it for every rank. No device has measured it so far.
+
+The figures are of rank 3 of 8 that train Llama 7B (0.8 B parameters each) with fp32 masters. They are counted on meta
+tensors, as the step would run on a CUDA device with Triton, where no allocator rounds anything. Made with
 
 ```
 python -m benchmarks memory --page docs/step-memory.md

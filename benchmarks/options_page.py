@@ -15,14 +15,15 @@ __all__ = ["options_page"]
 
 _HEAD = """# Options
 
-Written by `python -m benchmarks options` from the fields that constructors, JSON keys and flags are made of. An option
-is a keyword of the constructor and a key of `"params"` in a DeepSpeed JSON; Megatron's flag is the prefix named with
-each table and the option's name with `-` for `_`, but for `lr` and `weight_decay`, which are Megatron's own flags.
+This page lists every option of every class, with its default and range. An option is a keyword of the constructor and a
+key of `"params"` in a DeepSpeed JSON. Megatron's flag is the prefix above each table and the option's name with `-` for
+`_`, except `lr` and `weight_decay`, which are Megatron's own flags. A value outside its range ends a run before the
+first step, with the rule and a fix.
 
-*Groups*: param groups may have values of their own. *Fixed*: the shapes of states depend on it, so that a group keeps
-what it had at its first step. A value outside its range ends a run before the first step, with the rule and a fix.
-Which parameters take which rule is in [routing](routing.md), what the ready files have in
-[configs](../configs/README.md).
+*Groups* means that parameter groups may have their own values. *Fixed* means that the shapes of states depend on the
+option, so a group keeps the value of its first step. [Routing](routing.md) says which parameters use which rule;
+[configs](../configs/README.md) has the ready files. `python -m benchmarks options` writes this page from the fields
+that make constructors, JSON keys and flags.
 
 """
 

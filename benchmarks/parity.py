@@ -33,36 +33,37 @@ RANKWISE_PARITY_TABLE=parity.jsonl python -m pytest -m exhaustive tests/deepspee
 python -m benchmarks parity parity.jsonl docs/parity.md
 ```
 
-- **same gradients**, the largest over all wrappers, ranks and seeds: one process is fed the reduced gradients (for MKOR
-  also the statistics) the engine handed over, so that only the sharded optimizer is compared. Largest difference of a
-  weight relative to the largest change of a weight.
-- **first gradients**, the largest likewise: what the engine handed over in the first step against what one process
-  computes, mean difference relative to the mean size.
-- The other columns are **end to end**, by wrapper and ranks: one process trains on the whole batch in the same
-  precision, with fp32 master weights and with what the wrapper does to the arithmetic of one rank already (on one rank
-  the error is then one of fp32). Gradients differ by rounding; the row of `torch.optim.AdamW` shows how far
-  that alone moves a run.
+- **same gradients** compares only the sharded optimizer. One process gets the reduced gradients (for MKOR also the
+  statistics) that the engine handed over. The figure is the largest difference of a weight relative to the largest
+  change of a weight, and the largest over all wrappers, ranks and seeds.
+- **first gradients** compares the gradients that the engine handed over in the first step with those of one process. It
+  is the mean difference relative to the mean size, and the largest over the same cells.
+- The other columns are **end to end**, by wrapper and ranks. One process trains on the whole batch in the same
+  precision, with fp32 master weights. It also does what the wrapper already does to the arithmetic of one rank, so that
+  the error on one rank is one of fp32. Gradients differ by rounding; the row of `torch.optim.AdamW` shows how far that
+  alone moves a run.
 
-How much is allowed, and why the mean is the figure in half precision, is explained at the head of the test.
+The head of the test explains how much is allowed, and why the mean is the figure in half precision.
 """
 
 _FP32_TEXT = """
-Largest difference of a weight relative to the largest change of a weight, one seed. Allowed: 10 times AdamW, or 10
-times what one process of the type shows when the same samples are cut into smaller micro-batches, where that is more;
-for SONew's default edge tolerance 10 times what gradient noise of 1e-7 does to one process.
+Each figure is the largest difference of a weight relative to the largest change of a weight, of one seed. Allowed are
+10 times AdamW's, or, if more, 10 times what one process of the type shows when the same samples are cut into smaller
+micro-batches. For SONew's default edge tolerance, 10 times the effect of gradient noise of 1e-7 on one process is
+allowed.
 """
 
 _HALF_TEXT = """
-Mean difference relative to the mean change, median of {seeds} seeds, and in brackets that over AdamW's in the same
-cell (where that is more than fp32 rounding). Allowed: twice AdamW's. **†** marks what is beyond: rules that rounding
-moves further in one process already. After the mark stands the error over the type's own response, which is what one
-process shows when the same samples are cut into smaller micro-batches (times AdamW's error in the cell over AdamW's
-under that cut, where it is more); allowed there: 3.
+Each figure is the mean difference relative to the mean change, the median of {seeds} seeds. In brackets is its ratio to
+AdamW's in the same cell, where AdamW's is more than fp32 rounding. Twice AdamW's is allowed. **†** marks cells beyond
+that: rounding moves these rules further in one process already. The number after the mark is the error over the type's
+own response, which one process shows when the same samples are cut into smaller micro-batches (times AdamW's error in
+the cell over AdamW's under that cut, where it is more). Allowed there is 3.
 """
 
 _LARGEST_TEXT = """
-The same runs, largest difference of a single weight relative to the largest change of a weight. One flipped sign is a
-whole step here, for AdamW as for MARS-Lion.
+For the same runs, the largest difference of a single weight relative to the largest change of a weight. One flipped
+sign is a whole step here, for AdamW as for MARS-Lion.
 """
 
 _TITLES = {

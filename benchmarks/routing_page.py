@@ -22,9 +22,10 @@ matrices. The short answer:
 - MARS-AdamW, MARS-Lion and SONew treat all weights alike.
 - `"exclude"` and a param group's `"fallback"` overrule the table.
 
-`rankwise explain` prints the rule of every parameter of your model. `python -m benchmarks routing` writes this page from
-the table in [benchmarks/architectures.py](../benchmarks/architectures.py). Tests build a tiny model for every row and
-compare. For most rows they also check, with the forward pass, that the rows of a block are what the model uses as it.
+`rankwise explain` prints the rule of every parameter of your model. `python -m benchmarks routing` writes this page
+from the table in [benchmarks/architectures.py](../benchmarks/architectures.py). Tests build a tiny model for every row
+and compare. For most rows they also check, with the forward pass, that the rows of a block are what the model uses as
+it.
 
 ## Fused weights
 
@@ -48,8 +49,8 @@ A state-space layer's `in_proj` is one weight only to make one product. Gate (`z
 (`dt`) meet in the state-space equations alone, and each has another scale there. So each is a block of its own, like
 the queries, gates and decays of gated delta nets.
 
-Latent attention's `kv_a_proj_with_mqa` has two blocks: what keys and values are made of, and the part of all heads' keys
-that has positions. Its `q_b_proj` is one matrix, because both of its parts are queries.
+Latent attention's `kv_a_proj_with_mqa` has two blocks: what keys and values are made of, and the part of all heads'
+keys that has positions. Its `q_b_proj` is one matrix, because both of its parts are queries.
 
 | model | fused weights and their blocks | one matrix (or a stack) | fallback |
 |---|---|---|---|
@@ -68,9 +69,9 @@ _TAIL = """
 | `in_proj` of Mamba layers | z, x, B, C, dt |
 | `in_proj` of gated delta nets | q, k, v, gate, beta, alpha |
 
-These are the blocks of the whole weight, whatever the tensor-parallel size. With `rankwise_tp_mode="block"` they are the
-blocks of each rank's own shard, as far as whole groups of heads lie in it. The joined experts of a legacy `GroupedMLP`
-are not split.
+These are the blocks of the whole weight, whatever the tensor-parallel size. With `rankwise_tp_mode="block"` they are
+the blocks of each rank's own shard, as far as whole groups of heads lie in it. The joined experts of a legacy
+`GroupedMLP` are not split.
 """
 
 _LOSSES = Path(__file__).resolve().parent.parent / "docs/data/fused-weights.json"

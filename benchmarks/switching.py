@@ -158,16 +158,17 @@ This page measures what the validation loss does when another optimizer takes ov
 answer: with states carried over, the loss rises by at most {{carried:.3f}} nats per byte above the run that keeps its
 optimizer, within {GONE - SWITCH} steps. Without them it rises by up to {{bare:.3f}}.
 
-The model and text are those of `rankwise train`: GPT-2 of 4 x 192, 16 x 128 bytes a step, {STEPS} steps with warm-up and
-cosine, plain PyTorch, one seed. Every type has the rate of its ready configuration. At step {SWITCH} `continue_from` or
-`hand_over` replaces the optimizer ([how](checkpoints.md#from-adamw-or-muon-and-back-in-the-middle-of-a-run)). In the
+The model and text are those of `rankwise train`: GPT-2 of 4 x 192, 16 x 128 bytes a step, {STEPS} steps with warm-up
+and cosine, plain PyTorch, one seed. Every type has the rate of its ready configuration. At step {SWITCH}
+`continue_from` or `hand_over` replaces the optimizer
+([how](checkpoints.md#from-adamw-or-muon-and-back-in-the-middle-of-a-run)). In the
 table:
 
 - *most above staying*: the largest difference of the validation loss (nats per byte, {_WINDOWS} windows) from the run
   that keeps its optimizer, at steps {SWITCH + 1} to {GONE}. Negative means never above;
 - *nothing carried*: the same, if the new optimizer begins without states and at full size;
-- *after {GONE}*: the same difference after step {GONE}. On the way back AdamW also learns slower than some of our types.
-  This is no jump, and shows here.
+- *after {GONE}*: the same difference after step {GONE}. On the way back AdamW also learns slower than some of our
+  types. This is no jump, and shows here.
 
 ```
 python -m benchmarks switch --results docs/data/switching.jsonl --page docs/switching.md

@@ -176,17 +176,20 @@ def _count(rank: int, world: int, stage: int, name: str, params: dict[str, Any])
 
 _HEAD = """# Traffic of a step
 
-Written by `python -m benchmarks traffic --page docs/traffic.md`: {ranks} gloo processes, bf16, a GPT-2 of 4 layers of
-width 192, gradient clipping at 1.0, every type in one run with the same engine settings (DeepSpeed {deepspeed}, PyTorch
-{torch}). Bytes are those one rank sends per parameter of the model and step, by the volume every correct algorithm
-needs (ring, pairwise), counted where PyTorch hands messages to the process group; MKOR's factor steps, every tenth, are
-left out.
+This page counts the bytes that one rank sends in a step under DeepSpeed, per parameter of the model, beside AdamW and
+DeepSpeed's own Muon. The short answer is the column *beyond AdamW*: what the optimizer itself costs. At stages 1 and 2
+it is small, because few matrices straddle ranks. At stage 3 every matrix travels, unless the rule is element-wise.
 
-- **step**: inside `engine.step()`, the all-gather of the updated weights included.
-- **beyond AdamW**: of these, what the optimizer itself costs.
+- **step**: inside `engine.step()`, with the all-gather of the updated weights.
+- **beyond AdamW**: the part of these bytes that the optimizer itself costs.
 - **of Muon's**: the same, relative to what DeepSpeed's Muon costs. At stages 1 and 2 Muon sends nothing of its own:
   every rank that holds a part of a matrix repeats its whole update.
 - **backward**: inside `engine.backward()`. At stage 3 Muon needs `reduce_scatter` off, which doubles it.
+
+`python -m benchmarks traffic --page docs/traffic.md` writes the page: {ranks} gloo processes, bf16, a GPT-2 of 4 layers
+of width 192, gradient clipping at 1.0, every type in one run with the same engine settings (DeepSpeed {deepspeed},
+PyTorch {torch}). Bytes are the volume that every correct algorithm needs (ring, pairwise), counted where PyTorch hands
+messages to the process group. MKOR's factor steps, every tenth, are left out.
 """
 
 

@@ -237,15 +237,16 @@ def contents() -> Iterator[tuple[str, str]]:
 
 _HEAD = """# Configurations for models
 
-`MODEL/OPTIMIZER.json` for DeepSpeed, `MODEL/OPTIMIZER.yaml` for Megatron (`rankwise megatron --config`; data, tokenizer
-and checkpoints are yours). `python -m rankwise.configs` writes them from the table in `for_models.py`.
-**None of these runs has been made with rankwise**: rates are published ones where there are any, else places to
-begin a search, and the column says which. All of them clip at 1.0, rise linearly and fall along a cosine to a tenth,
-whatever the schedule was there.
+This folder has configurations for models of usual sizes: `MODEL/OPTIMIZER.json` for DeepSpeed and
+`MODEL/OPTIMIZER.yaml` for Megatron (`rankwise megatron --config`; add your data, tokenizer and checkpoints).
+**None of these runs has been made with rankwise.** Rates are the published ones, if there are any; others are places to
+begin a search. The column *source* says which. All runs clip at 1.0, rise linearly and fall along a cosine to a tenth,
+whatever the published schedule was.
 
-What a run holds, sends and costs: `rankwise plan --config models/llama-8b/mkor.json --model llama-8b --ranks 64`, or
-`rankwise plan --config models/llama-8b/mkor.yaml --ranks 64`, where the model stands in the file.
-What it says of [all of them](../../docs/model-plans.md).
+To see what a run holds, sends and costs, run `rankwise plan --config models/llama-8b/mkor.json --model llama-8b
+--ranks 64`, or `rankwise plan --config models/llama-8b/mkor.yaml --ranks 64`, where the file names the model.
+[docs/model-plans.md](../../docs/model-plans.md) has the answers for all of them. `python -m rankwise.configs` writes
+the files from the table in `for_models.py`.
 """
 
 

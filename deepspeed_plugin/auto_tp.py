@@ -163,7 +163,7 @@ def _refuse_differing(model: nn.Module, found: Mapping[int, TensorParallelShard]
         if any(other.get(name) != value for other in everyone):
             raise LayoutError(
                 f"'{name}' differs between tensor-parallel ranks, which all hold it whole: they must begin with the "
-                "same weights, and DeepSpeed does not see to it. Seed all ranks alike before the model is built, or "
+                "same weights, and DeepSpeed does not ensure this. Seed all ranks alike before the model is built, or "
                 "load the same checkpoint on all."
             )
 

@@ -234,8 +234,8 @@ def refuse_masters(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None
             type(optimizer).__name__,
             "store_param_remainders",
             True,
-            f"{type(wrapper).__name__} steps master weights of its own in {str(masters).removeprefix('torch.')}, which "
-            "lack nothing",
+            f"{type(wrapper).__name__} steps master weights of its own in {str(masters).removeprefix('torch.')}, "
+            "which need no remainder",
             "leave it out, or let them be in bf16: bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states "
             "under ZeRO 1, 2 or 3, without offload_optimizer and data_types.grad_accum_dtype",
         )

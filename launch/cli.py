@@ -206,7 +206,8 @@ def universal(
 @app.command(epilog="Example: rankwise convert checkpoints/universal run/step100 --to torch")
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A universal, torch_dist or torch.distributed.checkpoint folder; which, it shows.")
+        Path,
+        typer.Argument(help="A universal, torch_dist or torch.distributed.checkpoint folder; its kind is recognised."),
     ],
     target: Annotated[Path, typer.Argument(help="Folder to write; a new one.")],
     to: Annotated[Form, typer.Option(metavar="NAME", help="deepspeed, megatron or torch.")],

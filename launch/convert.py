@@ -121,8 +121,8 @@ def _refuse_target(target: Path) -> None:
 def _refuse_like(to: Form, like: str | Path | None) -> None:
     if to == "megatron" and like is None:
         raise ConversionError(
-            "to megatron: like must be a checkpoint of the run that is to go on (its first is enough): only that says "
-            "under which keys its modules store their weights; pass --like FOLDER/iter_0000001"
+            "to megatron: like must be a checkpoint of the run that is to go on (its first is enough): only such a "
+            "checkpoint says under which keys its modules store their weights; pass --like FOLDER/iter_0000001"
         )
     if to != "megatron" and like is not None:
         raise ConversionError(f"like is for 'megatron', not for {to!r}: leave it out")
@@ -143,16 +143,16 @@ def _recognised(folder: Path) -> Form:
                 known = _format(form)
             except ModuleNotFoundError as error:
                 raise ConversionError(
-                    f"{folder} is of {form}, which is not here: pip install {_PACKAGES[form]}"
+                    f"{folder} is of {form}, which is not installed: pip install {_PACKAGES[form]}"
                 ) from error
             if known.holds(folder):
                 return form
-    raise ConversionError(f"{folder} is none of the formats that are converted: {_hint(folder)}")
+    raise ConversionError(f"{folder} is in none of the formats that can be converted: {_hint(folder)}")
 
 
 def _hint(folder: Path) -> str:
     if any(folder.glob("*model_states.pt")):
-        return "it is a checkpoint of DeepSpeed as it stands: make it universal by 'rankwise universal' first"
+        return "it is a plain DeepSpeed checkpoint: convert it with 'rankwise universal' first"
     if any(folder.glob("iter_*")) or any(folder.glob("*/zero")):
         return "name the checkpoint in it, such as iter_0000100"
     return (

@@ -32,7 +32,7 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
     if saves and getattr(args, "ckpt_format", None) == "torch_dcp":
         raise SupportError(
             f"--ckpt-format torch_dcp is invalid with --optimizer {name}: Megatron gives it every rank's "
-            f"optimizer.state_dict() under the same keys, of which it would write one rank's alone; {_FIX}"
+            f"optimizer.state_dict() under the same keys, so it would write only one rank's; {_FIX}"
         )
     if not saves or getattr(args, "ckpt_format", None) != "torch":
         return

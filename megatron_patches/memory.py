@@ -112,7 +112,7 @@ def memory_refusals(settings: Any, named: Named) -> Iterator[tuple[str, str]]:
         if getattr(settings, field, False) and not getattr(settings, "use_distributed_optimizer", False):
             yield flag, _NEEDS_DISTRIBUTED
     if not aware and _type(settings, "main_grads_dtype") != "fp32":
-        yield "--main-grads-dtype", f"without {_PRECISION} Megatron has fp32 ones; add that flag"
+        yield "--main-grads-dtype", f"without {_PRECISION} Megatron's main gradients are fp32; add that flag"
     if _type(settings, "main_params_dtype") != "fp32":
         yield (
             "--main-params-dtype fp16",
@@ -142,7 +142,7 @@ def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str,
     if kept and any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks):
         yield (
             kept[0],
-            "--qk-clip scales main weights that a step has put away by then; leave out one of them",
+            "--qk-clip scales main weights after the step has stored them elsewhere; leave out one of the two",
         )
 
 
@@ -171,5 +171,5 @@ def _state_types(named: Named) -> str:
     """What is said to Megatron's names of Adam's moments."""
     cls = named.optimizer
     ours = [f"--{cls.options_type.flag(key)}" for key in _STATE_TYPES if key in cls.options_type.names()]
-    instead = f"{', '.join(ours)} says it of what can be kept in fewer bits"
+    instead = f"use {', '.join(ours)} for what can be kept in fewer bits"
     return f"it names a state of Megatron's Adam, and {cls.__name__} has states of its own; {instead}; leave it out"

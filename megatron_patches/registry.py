@@ -166,7 +166,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("store_param_remainders"):
         raise OptionError(
             f"{owner}: store_param_remainders=True is invalid under Megatron, which keeps main weights of its own: "
-            "leave it out, and set --use-precision-aware-optimizer, under which they are kept so"
+            "leave it out, and set --use-precision-aware-optimizer, which keeps them in this form"
         )
     resolved = NAMES[name].complete(options, owner, cls.__name__.lower(), option_names(name))
     checked = cls.options_type(**resolved)

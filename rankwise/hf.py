@@ -53,8 +53,8 @@ def optimizer_cls_and_kwargs(
         raise OptionError(f"optimizer '{name}' is not known: it must be one of {', '.join(BY_NAME)}")
     if "weight_decay" in options:
         raise OptionError(
-            f"weight_decay={options['weight_decay']} would not count: the Trainer's param groups carry a weight decay "
-            "of their own; set TrainingArguments(weight_decay=...) instead"
+            f"weight_decay={options['weight_decay']} would have no effect: the Trainer's param groups carry a weight "
+            "decay of their own; set TrainingArguments(weight_decay=...) instead"
         )
     keywords = named.complete({"lr": lr, **options}, name, instead=named.optimizer.__name__)
     annotate(model)

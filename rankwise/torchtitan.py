@@ -86,9 +86,9 @@ def _refuse_difference(name: str, first: Mapping[str, Any], other: Mapping[str, 
         if key not in first or key not in other or first[key] != other[key]:
             values = " and ".join(shown(found[key]) if key in found else "nothing" for found in (first, other))
             raise OptionError(
-                f"optimizer_name='{name}': {key} is invalid, being {values} in two of its param groups: groups of one "
-                f"name are one optimizer, which has one {key}; write the same into all of them, or once into "
-                "optimizer_factory_kwargs_by_name"
+                f"optimizer_name='{name}': {key} is invalid, because it is {values} in two of its param groups: "
+                f"groups of one name are one optimizer, which has one {key}; write the same into all of them, or once "
+                "into optimizer_factory_kwargs_by_name"
             )
 
 

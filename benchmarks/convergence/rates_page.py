@@ -18,12 +18,15 @@ __all__ = ["measured_ratios", "rates_page"]
 
 _HEAD = """# AdamW's learning rate and ours
 
-Made by `python -m benchmarks rates` from `docs/data/convergence/LR.jsonl`, which
-`python -m benchmarks convergence --only LR` goes on with. {about}
-Every type with weight decay 0.1 and its default options (AdamW and MKOR: betas 0.9 and 0.95; LDAdam: rank 16; MKOR's
-factors and the products of Shampoo and M in float32), one seed; rates in factors of two until the best is inside. **One
-small model: a place to begin a search, no result.** The searches of the [evidence](evidence.md) are longer, and are
-below.
+This page says which learning rate of each type corresponds to AdamW's best one. The short answer is the column *over
+AdamW's*: multiply AdamW's rate by it, and begin a search there. **The first table is one small model and one seed: a
+place to begin, no result.** The searches of the [evidence](evidence.md) are longer; their rates are
+[below](#in-longer-runs).
+
+{about} Every type has weight decay 0.1 and its default options: betas 0.9 and 0.95 for AdamW and MKOR, rank 16 for
+LDAdam, float32 for MKOR's factors and for the products of Shampoo and M. Rates go in factors of two until the best is
+inside. `python -m benchmarks rates` writes this page from `docs/data/convergence/LR.jsonl`, and
+`python -m benchmarks convergence --only LR` continues that file.
 
 | type | best lr | over AdamW's | loss there | losses by lr |
 | --- | --- | --- | --- | --- |
@@ -32,8 +35,8 @@ below.
 _LONGER = """
 ## In longer runs
 
-Best trials of experiments of the [evidence](evidence.md), with their setting, beside Adam's or AdamW's in the same
-experiment (E1 and E2 are autoencoders). *Ready file*: the rate of `configs/deepspeed` over AdamW's there.
+These are the best trials of experiments of the [evidence](evidence.md), with their setting, beside Adam's or AdamW's in
+the same experiment. E1 and E2 are autoencoders. *Ready file* is the rate in `configs/deepspeed` over AdamW's there.
 
 | type | experiment | contender | setting | best lr | AdamW's | over AdamW's | ready file |
 | --- | --- | --- | --- | --- | --- | --- | --- |

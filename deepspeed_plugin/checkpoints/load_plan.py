@@ -354,8 +354,8 @@ def _fresh_note(checkpoint: str, author: str | None, present: Present) -> str:
 def _why_fresh(saved: Universal, present: Present) -> str:
     if saved.author == present.identity:
         reason = (
-            f"was converted by DeepSpeed's tool, which leaves the state of {present.identity} behind, and "
-            f"{saved.source}, of which it was made, is no longer there ('rankwise universal' takes it along)"
+            f"was converted by DeepSpeed's tool, which leaves the state of {present.identity} behind, and its "
+            f"original, {saved.source}, is no longer there ('rankwise universal' converts the state, too)"
         )
     else:
         reason = f"was written by {saved.author or 'another optimizer'}"

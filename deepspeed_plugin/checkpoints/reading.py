@@ -77,8 +77,8 @@ def _foreign_classes(path: Path) -> str:
 @cache
 def _say_what_it_holds(name: str, classes: str) -> None:
     logger.warning(
-        "%s holds objects of %s (of a client_state, say), which can only be read by running what the file says, as "
-        "DeepSpeed does when it loads it: load no checkpoint that you do not trust.",
+        "%s holds objects of %s (of a client_state, say), which can only be read by running code in the file, as "
+        "DeepSpeed does on loading: do not load a checkpoint that you do not trust.",
         name,
         classes,
     )
@@ -110,7 +110,7 @@ def require_intact(path: Path) -> None:
         named = _named(path, {record.CRC for record in records})
         raise CheckpointError(
             f"{path} is damaged: {', '.join(named[:3]) or damaged[0]}{', …' if len(named) > 3 else ''} must have the "
-            "checksum that was stored when it was written, and has another. Load an earlier tag."
+            "checksum that was stored when it was written, but has another. Load an earlier tag."
         )
 
 

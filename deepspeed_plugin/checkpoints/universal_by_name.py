@@ -61,7 +61,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
     common = None if found.states is None else found.states.common
     if found.states is None or common is None or PARAMETERS not in common:
         raise ConversionError(
-            f"{folder} has not the states of {identity} by name: make it anew from the checkpoint it is of, by "
+            f"{folder} does not have the states of {identity} by name: convert the original checkpoint again with "
             "'rankwise universal'"
         )
     vectors = mapped_tensors(folder / FOLDER, found.states.vectors, scratch)

@@ -120,7 +120,7 @@ def from_csv(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
         try:
             series[known.get(file.name, file.stem)] = {float(at): float(value) for at, value in rows}
         except ValueError as error:
-            raise LogError(f"{file} is none of csv_monitor's, with numbers alone: {error}") from error
+            raise LogError(f"{file} is not a file of csv_monitor, which has only numbers: {error}") from error
     return _of_series(folder, series, _chosen(series, folder, loss), seq_len)
 
 
@@ -190,4 +190,4 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             # A run that was killed may have left half of a line.
             if number + 1 < len(lines):
-                raise LogError(f"{file} has a line {number + 1} that is no JSON: {error}") from error
+                raise LogError(f"{file} has a line {number + 1} that is not JSON: {error}") from error

@@ -51,7 +51,7 @@ def _refuse_flattened(owner: str, lost: Mapping[str, Tensor], module: Any) -> No
     for name, parameter in lost.items():
         if parameter.shape in shapes:
             raise OptionError(
-                f"{owner}: the parameter '{name}' is invalid, being one that FSDP has flattened since: it must be the "
+                f"{owner}: the parameter '{name}' is invalid, because FSDP has flattened it since: it must be the "
                 "model's; shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead of "
                 "FullyShardedDataParallel (accelerate: fsdp_version 2)"
             )
@@ -67,8 +67,8 @@ def _refuse(owner: str, lost: Mapping[str, Tensor], present: Mapping[str, Tensor
         # A part that is gathered at the moment is no module's either.
         if name in present and present[name].shape == parameter.shape and not is_sharded(parameter):
             raise OptionError(
-                f"{owner}: the parameter '{name}' is invalid, being no longer the model's: it must be the one that "
-                "fully_shard has put in its place; build the optimizer after the model is sharded"
+                f"{owner}: the parameter '{name}' is invalid, because it is no longer the model's: it must be the one "
+                "that fully_shard has put in its place; build the optimizer after the model is sharded"
             )
 
 
@@ -80,6 +80,6 @@ def _refuse_misplaced(owner: str, named: Mapping[str, Tensor], present: Mapping[
         own = names.get(id(parameter), [name])
         if name in present and name not in own:
             raise OptionError(
-                f"{owner}: the parameter '{name}' is invalid: in its place in the param groups stands '{own[0]}' of "
-                "the sharded model; build the optimizer after the model is sharded"
+                f"{owner}: the parameter '{name}' is invalid: the param groups have '{own[0]}' of the sharded model "
+                "in its place; build the optimizer after the model is sharded"
             )

@@ -103,8 +103,8 @@ class ShardedParameters(WholeParameters):
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise OptionError(
-                f"the parameter '{name}' is invalid, being a DTensor on a mesh without rank {_rank()}: an optimizer "
-                "must be given the parameters of its own pipeline stage alone"
+                f"the parameter '{name}' is invalid, because it is a DTensor on a mesh without rank {_rank()}: an "
+                "optimizer must be given the parameters of its own pipeline stage alone"
             )
         if tensor.is_complex():
             raise OptionError(f"the parameter '{name}' is invalid: a DTensor must be real, but it is complex")
@@ -115,7 +115,7 @@ class ShardedParameters(WholeParameters):
             slices = slices_of(name, tensor.shape, held, mine[0])
         except PlacementError as error:
             raise OptionError(
-                f"the parameter '{name}' is invalid, having the placements {tuple(placements)}: {error}"
+                f"the parameter '{name}' is invalid, with the placements {tuple(placements)}: {error}"
             ) from None
         has, expected = local_view(tensor).numel(), sum(part.end - part.start for part in slices)
         if has != expected:

@@ -1,6 +1,7 @@
 """MKOR on CPUs, one matrix after another and in place: the factor update with its stabilizer, and preconditioning.
 
-Factors are taken some rows at a time, which are converted for the products. These functions read what they compute, norms for instance, and decide in Python: elsewhere that would make the host wait.
+Factors are taken some rows at a time, which are converted for the products. These functions read what they compute,
+norms for instance, and decide in Python: elsewhere that would make the host wait.
 """
 
 from __future__ import annotations

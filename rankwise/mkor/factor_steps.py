@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _FROZEN = "frozen when capture() was called; call it again once it is trained"
 _COMPILED = (
-    ", or torch.compile runs what it made of a module of the same class without hooks (compile and run others after "
-    "this one, or set torch._dynamo.config.skip_nnmodule_hook_guards = False)"
+    ", or torch.compile reuses code that it compiled for a module of the same class without hooks (compile and run "
+    "others after this one, or set torch._dynamo.config.skip_nnmodule_hook_guards = False)"
 )
 
 
@@ -93,7 +93,7 @@ class FactorSteps:
 
     def _route_left_out(self) -> None:
         left_out = self.schedule.left_out.intersection(self._statistics.records)
-        self._table.send_to_fallback(left_out, "no input has come by: its module has not been called")
+        self._table.send_to_fallback(left_out, "no input was seen: its module has not been called")
 
     def warn_of_unfrozen(self) -> None:
         """Say once which parameters are trained by now that were frozen when the model was captured."""
@@ -101,8 +101,8 @@ class FactorSteps:
         if thawed:
             self._frozen.difference_update(thawed)
             logger.warning(
-                "MKOR: %s was frozen when capture() was called and takes %s alone; call optimizer.capture(model) again "
-                "for it to get factors.",
+                "MKOR: %s was frozen when capture() was called and uses %s alone; call optimizer.capture(model) again "
+                "to give it factors.",
                 ", ".join(thawed),
                 self._options.backend,
             )
@@ -245,8 +245,8 @@ class FactorSteps:
         found = sorted(schedule.left_out & schedule.heard)
         if silent and unit.layout.rank == 0:
             logger.warning(
-                "MKOR: no input of %s has come by, which only %s sees therefore: its weight is used without calling "
-                "its module (as nn.MultiheadAttention uses out_proj)%s, or it is not in use yet. It gets factors once "
+                "MKOR: %s has not seen any input, so only %s updates it: its weight is used without calling "
+                "its module (as nn.MultiheadAttention uses out_proj)%s, or it is not used yet. It gets factors once "
                 "its module is called.",
                 ", ".join(silent),
                 self._options.backend,

@@ -79,7 +79,7 @@ class MKOROptions(Options):
         "Norm above which a factor is blended with the identity, and the share of it that stays; None: never.",
     )
     stabilizer_norm: str = option(
-        "row_sum", Choice("row_sum", "max_entry"), 'Which norm; "max_entry" as in the published code.'
+        "row_sum", Choice("row_sum", "max_entry"), 'Norm of the stabilizer; "max_entry" as in the published code.'
     )
     rescale: str | None = option(
         "joint", Choice("joint", None), '"joint" keeps the gradient\'s Frobenius norm; None does not rescale.'

@@ -62,7 +62,7 @@ class RateScales(ByPattern):
     def one(self, pattern: str, value: Any) -> float:
         """See the base class."""
         if not is_number(value) or not 0 < value <= LARGEST:
-            rule = f"the multiplier of '{pattern}' must be a number > 0, and is {shown(value)}"
+            rule = f"the multiplier of '{pattern}' must be a number > 0, but is {shown(value)}"
             raise InvalidError(rule, f"{self.example}; to keep parameters as they are, set requires_grad to False")
         return float(value)
 

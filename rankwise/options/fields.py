@@ -133,7 +133,8 @@ class Options(_Common):
         if capturable and self.skip_nonfinite:
             self._fail(
                 "capturable",
-                "it must be false with skip_nonfinite=True, of which the host has to learn after each step",
+                "it must be false with skip_nonfinite=True, because the host must learn after each step whether it "
+                "was skipped",
                 "set one of the two to false",
             )
 

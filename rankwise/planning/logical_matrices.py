@@ -52,7 +52,7 @@ def blocks_of(
             return ()
         if layout == "heads":
             if fused is None or not any(fused.heads):
-                rule = f"the attention heads in '{info.own_name}' must be known, and are not"
+                rule = f"the attention heads in '{info.own_name}' must be known, but are not"
                 _refuse(owner, pattern, layout, rule, 'write the parts and their heads, e.g. {"q": 1024, "heads": 16}')
         else:
             fused = _from_option(owner, info, pattern, layout)
@@ -111,7 +111,7 @@ def _from_option(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> 
         groups, sizes, heads = 1, {f"part{place}": size for place, size in enumerate(layout)}, ()
     if groups * sum(sizes.values()) != length:
         total = f"{groups} times {sum(sizes.values())}" if groups > 1 else str(sum(sizes.values()))
-        rule = f"the sizes must add up to the {length} outputs of '{info.own_name}', and are {total}"
+        rule = f"the sizes must add up to the {length} outputs of '{info.own_name}', but add up to {total}"
         _refuse(owner, pattern, layout, rule, "count the rows of each part within one group")
     heads = (heads,) * len(sizes) if isinstance(heads, int) else tuple(heads)
     try:

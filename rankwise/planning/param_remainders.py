@@ -49,7 +49,7 @@ def refuse_other_types(owner: str, names: Iterable[str], parameters: Iterable[Te
         if parameter.dtype not in (NARROW, *_WIDE):
             _fail(
                 owner,
-                f"weights must be in bfloat16, beside which those in float32 need none, but '{name}' is in "
+                f"weights must be in bfloat16 (those in float32 need no remainder), but '{name}' is in "
                 f"{_word(parameter.dtype)}",
                 "bring the model to bfloat16, or leave it out",
             )

@@ -105,7 +105,7 @@ class ParameterTable:
             if parameter.is_complex() and group.get("fallback") is False:
                 raise OptionError(
                     f"{owner}: fallback=False in the param group of '{name}' is invalid: it must not be "
-                    "false for a complex parameter, which no matrix rule is made for; remove it"
+                    "false for a complex parameter, because no matrix rule supports one; remove it"
                 )
         if self._spec.options.store_param_remainders:
             refuse_other_types(owner, names, group["params"])
@@ -218,8 +218,8 @@ class ParameterTable:
                 self.route_by(groups, name)
         if turned:
             logger.info(
-                "%s: %s and %d more are taken for (inputs, outputs), as GPT-2's Conv1D stores them, by their names and "
-                "shapes; rankwise.annotate(model) before the optimizer is built says it for certain.",
+                "%s: by their names and shapes, %s and %d more are taken for (inputs, outputs), as GPT-2's Conv1D "
+                "stores them; call rankwise.annotate(model) before the optimizer is built to make certain.",
                 self._spec.name,
                 turned[0],
                 len(turned) - 1,
@@ -364,8 +364,8 @@ class ParameterTable:
         if blind and not self._spec.policy.embeddings and not self._warned_of_nameless:
             self._warned_of_nameless = True
             logger.warning(
-                "%s: %d parameters without names take its matrix rule by their shapes alone, an embedding or output "
-                "head among them, too; pass model.named_parameters(), or call rankwise.annotate(model) first.",
+                "%s: %d parameters without names use its matrix rule because of their shapes alone, even an embedding "
+                "or output head; pass model.named_parameters(), or call rankwise.annotate(model) first.",
                 self._spec.name,
                 len(blind),
             )

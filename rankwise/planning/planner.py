@@ -110,8 +110,8 @@ class Planner:
         if source.group is not self.source.group:
             if self._matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
                 raise RuntimeError(
-                    f"{self._spec.name}: the ranks have states of each other's matrices and cannot be other ranks "
-                    "now; save the optimizer, and load it into a new one that is built on these"
+                    f"{self._spec.name}: the ranks hold states of each other's matrices, so the group of ranks cannot "
+                    "change now; save the optimizer, and load it into a new one that is built on the new ranks"
                 )
             self.owner_of.clear()
         self._attached = source

@@ -58,7 +58,7 @@ class StateTakeover:
             if names
         ]
         fresh = [*self.matrices, *self.afresh]
-        start = "" if not fresh else f"; what else belongs to {_listed(fresh)} starts afresh"
+        start = "" if not fresh else f"; all other states of {_listed(fresh)} start afresh"
         gently = f", with updates that grow to their size over {ramp} steps" if fresh and ramp else ""
         return (
             f"{owner} goes on from {author}: weights are kept, {' and '.join(parts) or 'no state'} too{start}{gently}."

@@ -215,9 +215,9 @@ class UnitBuilder:
             other = [rank for rank, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
             if other:
                 raise LayoutError(
-                    f"the parameter '{name}' is no DTensor, and of other values on ranks {other} than on the first: it "
-                    "must be a copy on all ranks that share a mesh; broadcast it, or if each rank has one of its own, "
-                    "as experts are, make it a DTensor with Shard(0) on a mesh of these ranks"
+                    f"the parameter '{name}' is no DTensor, and its values on ranks {other} differ from those on the "
+                    "first: it must be a copy on all ranks that share a mesh; broadcast it, or, if each rank has its "
+                    "own (as with experts), make it a DTensor with Shard(0) on a mesh of these ranks"
                 )
         self._compared = True
 

@@ -74,7 +74,7 @@ def _message(owner: str, key: str, pattern: str, names: Sequence[str]) -> str:
     some = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
     return (
         f"{owner}: {key}={pattern!r} is invalid: it must match the whole name of a parameter, with * for any part of "
-        f"it, and matches none ({some}); {_advice(pattern, names)}"
+        f"it, but matches none ({some}); {_advice(pattern, names)}"
     )
 
 

@@ -111,7 +111,7 @@ def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
     """
     if nn.parameter.is_lazy(tensor):
         raise OptionError(
-            f"{owner}: the parameter '{name}' is invalid, being that of a lazy module: it must have a shape; run one "
+            f"{owner}: the parameter '{name}' is invalid, because its module is lazy: it must have a shape; run one "
             "forward pass of the model before the optimizer is built"
         )
     kind = type(tensor)
@@ -124,7 +124,8 @@ def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
     else:
         return
     raise OptionError(
-        f"{owner}: the parameter '{name}' is invalid, being {kind_of}: it must be a plain tensor or a DTensor; {fix}"
+        f"{owner}: the parameter '{name}' is invalid, because it is {kind_of}: it must be a plain tensor or a "
+        f"DTensor; {fix}"
     )
 
 

@@ -95,7 +95,7 @@ def joined_stacks(tensors: Mapping[str, Tensor], whole: Container[str], scratch:
             stacks.setdefault(match[1], {})[int(match[2])] = value
     for name, parts in stacks.items():
         if sorted(parts) != list(range(len(parts))):
-            raise StorageError(f"of {name!r} the matrices {sorted(parts)} are there and others are missing")
+            raise StorageError(f"{name!r} has the matrices {sorted(parts)}, but others are missing")
         found[name] = mapped_like((len(parts), *parts[0].shape), parts[0].dtype, scratch)
         for place, value in parts.items():
             found[name][place].copy_(value)

@@ -36,8 +36,8 @@ class SONewOptions(Options):
     graft: str = option(
         "adam",
         Choice("adam", "adam_official", "rmsprop", "sgd", "momentum", "none"),
-        'Whose norm the step takes; "adam_official": Adam with a second moment that is not bias-corrected, as in the '
-        "published torch code.",
+        'The rule whose norm the step takes; "adam_official": Adam with a second moment that is not '
+        "bias-corrected, as in the published torch code.",
     )
     graft_eps: float = option(1e-8, Number(), "Added to the roots of the graft direction.", per_group=True)
     gamma: float = option(

@@ -130,8 +130,8 @@ class Collector:
             source.watch(self.hooks.root)
         if source.alike() != (0, 1):
             raise OptionError(
-                "MKOR: the captured model is invalid: it must not be cut by tensor parallelism after the capture; call "
-                "optimizer.capture(model) once it is"
+                "MKOR: the captured model is invalid: it must not be cut by tensor parallelism after the capture; "
+                "call optimizer.capture(model) after it is cut"
             )
 
     def require(self) -> None:
@@ -210,7 +210,7 @@ class Collector:
             raise OptionError(
                 "MKOR: the captured model was wrapped in a DistributedDataParallel after the first step: every rank "
                 "would precondition the same gradients by the statistics of its own batch, and the copies drift "
-                "apart. Wrap the model before the first step, or call optimizer.capture(ddp_model) then."
+                "apart. Wrap the model before the first step, or call optimizer.capture(ddp_model) after wrapping it."
             )
         assert self.hooks is not None
         self._join(wrapper)

@@ -346,7 +346,7 @@ def _input_call(view: LinearView, record: Record, inputs: Tensor, chosen: slice 
     rows = _as_rows(held, chosen)
     if rows.shape[1] not in (features, side.width(features)):
         raise ValueError(
-            f"module {record.name!r} got an input with {rows.shape[1]} features, its in_features is "
+            f"module {record.name!r} got an input with {rows.shape[1]} features, but its in_features is "
             f"{features}; exclude its weight (MKOR's option 'exclude', Capture's 'select')"
         )
     count = len(range(rows.shape[0])[side.share(rows.shape[0])])

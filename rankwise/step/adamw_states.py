@@ -128,8 +128,8 @@ class AdamWStates:
         if not same_groups(state_dict, groups):
             ours, theirs = ([len(group["params"]) for group in these] for these in (groups, state_dict["param_groups"]))
             raise MisfitError(
-                f"{self._spec.identity}: the checkpoint's param groups are invalid: they must be of {ours} "
-                f"parameters, but are of {theirs}; build the optimizer from the same parameters in the same groups"
+                f"{self._spec.identity}: the checkpoint's param groups are invalid: they must have {ours} parameters, "
+                f"but have {theirs}; build the optimizer from the same parameters in the same groups"
             )
 
     def _states(
@@ -187,7 +187,10 @@ class AdamWStates:
         told = f"{self._spec.name}: {kept} of {sum(len(g['params']) for g in groups)} parameters' moments go on"
         start = f"{gently} begin gently from the mean of their squared gradient, " if gently else ""
         logger.warning(
-            "%s in %s; %sthe others start afresh there, from small rates best.", told, type(adamw).__name__, start
+            "%s in %s; %sthe others start afresh there: begin with small learning rates.",
+            told,
+            type(adamw).__name__,
+            start,
         )
 
     def _squares(self, groups: Groups, matrix_states: MatrixStates) -> dict[str, Tensor]:

@@ -81,9 +81,9 @@ def start_afresh(weights: Collection[str], states: Collection[str]) -> str:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     lost = ", ".join(dict.fromkeys(map(without_blocks, states)))
     return (
-        f"the checkpoint has the states ({lost}) of {listed} for other logical matrices than these weights are made of "
-        "now (option 'blocks'; \"none\" takes a weight for one matrix): they start afresh. Weights and the states of "
-        "their elements go on."
+        f"the checkpoint has the states ({lost}) of {listed} for another division of these weights into logical "
+        "matrices (option 'blocks'; \"none\" takes a weight for one matrix): they start afresh. Weights and element "
+        "states go on."
     )
 
 

@@ -211,8 +211,8 @@ class CheckpointFit:
         spec = self._spec
         return (
             f"{spec.identity}: the state dictionary has lost its matrix states "
-            f"({', '.join(spec.matrix_state_names)}), which stand among a parameter's as 'matrix.<name>'; save all "
-            "that optimizer.state_dict() returns, and load a flattened dictionary into a new optimizer"
+            f"({', '.join(spec.matrix_state_names)}), which are stored among a parameter's states as 'matrix.<name>'; "
+            "save all that optimizer.state_dict() returns, and load a flattened dictionary into a new optimizer"
         )
 
     def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
@@ -306,7 +306,7 @@ def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: L
 def _refuse(owner: str, written: list[int]) -> None:
     if written != this_rank():
         raise ValueError(
-            f"{owner}: the state dictionary is invalid, being that of rank {written[0]} of {written[1]}: with parts of "
-            "parameters it must be loaded by the rank that wrote it, but this is rank {} of {}; ".format(*this_rank())
+            f"{owner}: the state dictionary is invalid here, because rank {written[0]} of {written[1]} wrote it: with "
+            "parts of parameters that rank must load it, but this is rank {} of {}; ".format(*this_rank())
             + "save with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
         )

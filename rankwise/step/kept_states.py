@@ -83,8 +83,8 @@ def refuse_stranded(unit: StepUnit, states: MatrixStates, mark: str) -> None:
         lost = [name for name in state if plan.keepers.get((key, name)) != rank]
         if key in plan.owners and mark not in state and lost:
             raise RuntimeError(
-                f"this rank's part of the checkpoint has {lost[0]!r} of '{key}', which another rank owned and "
-                "would begin without now, as other ranks keep or own states than when it was saved; resume with the "
+                f"this rank's part of the checkpoint has {lost[0]!r} of '{key}', but its owner would not get it now, "
+                "because other ranks keep or own states than when it was saved; resume with the "
                 "options and the version that saved it, or load it by name, as on another number of ranks"
             )
 

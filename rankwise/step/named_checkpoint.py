@@ -85,7 +85,9 @@ class NamedCheckpoint:
         """
         name = base_name(key, self.parameters)
         if not name:
-            raise ConversionError(f"the checkpoint has states of the matrix {key!r}, which is no parameter of it")
+            raise ConversionError(
+                f"the checkpoint has states of the matrix {key!r}, which is not one of its parameters"
+            )
         return name
 
     def check(self, source: Any) -> None:
@@ -116,7 +118,7 @@ class NamedCheckpoint:
             for state, value in own.states.items()
             if value.shape != own.weight.shape
         }
-        _refuse(f"{source}: states that have not the shape of their weight", wrong)
+        _refuse(f"{source}: states whose shape is not that of their weight", wrong)
 
     def one_step(self, names: Mapping[str, Any], what: str) -> float:
         """The count that parameters have in common, where a format has one for them.
@@ -133,7 +135,7 @@ class NamedCheckpoint:
             few = min(names, key=lambda name: self.parameters[name].step)
             raise ConversionError(
                 f"{few!r} has taken {self.parameters[few].step:g} steps and others {max(steps):g}: {what} has one "
-                "count for all. Give each parameter a gradient at every step, or it a param group of its own"
+                "count for all. Give each parameter a gradient at every step, or give it a param group of its own"
             )
         return steps.pop() if steps else 0.0
 
@@ -184,8 +186,8 @@ def of_another(source: Any) -> ConversionError:
         source: The checkpoint.
     """
     return ConversionError(
-        f"{source} was written by another optimizer than rankwise's, whose states are not converted: go on from it "
-        "where it is, by the way for AdamW and Muon in docs/checkpoints.md, and convert the next checkpoint"
+        f"{source} was written by another optimizer than rankwise's, whose states are not converted: continue from it "
+        "in its own framework (docs/checkpoints.md says how for AdamW and Muon), and convert the next checkpoint"
     )
 
 

@@ -70,9 +70,7 @@ def read_torch(folder: Path, scratch: Path) -> NamedCheckpoint:
     parameters = {name: NamedParameter(module.pop(name)) for name in trained if name in module}
     matrices = _take_states(parameters, values)
     if expected and not matrices:
-        raise ConversionError(
-            f"{folder} has lost the states of matrices, of which {expected} had some: save all states"
-        )
+        raise ConversionError(f"{folder} lacks the states of matrices, but {expected} had some: save all states")
     return NamedCheckpoint(str(identity), parameters, matrices, groups, record, module)
 
 

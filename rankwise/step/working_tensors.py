@@ -90,7 +90,7 @@ class WorkingTensors:
             known = "capturable" in self._spec.options.names()
             fix = "build it with capturable=True" if known else "leave step() out of the graph"
             raise RuntimeError(
-                f"{name}.step() cannot be captured in a graph, which would repeat one step's number; {fix}"
+                f"{name}.step() cannot be captured in a graph, because the graph would repeat one step's number; {fix}"
             )
         rates = [groups[position]["lr"] for position in set(unit.positions)]
         if any(isinstance(rate, Tensor) and rate.device != unit.device for rate in rates):

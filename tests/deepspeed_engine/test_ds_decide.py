@@ -112,7 +112,7 @@ def test_what_cannot_be_continued_is_refused(
     [
         ({"holds_states": True}, {}, ALL, Way.UNIVERSAL_STATES, None),
         ({"has_source": True}, {}, ALL, Way.MOVE, "states are read from /runs/tag"),
-        ({}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "/runs/tag, of which it was made, is no longer there"),
+        ({}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "its original, /runs/tag, is no longer there"),
         ({"author": "MKOR"}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "written by MKOR; its weights are kept"),
         ({"author": None}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "written by another optimizer"),
         ({"groups": 0}, {}, WEIGHTS, Way.UNIVERSAL_WEIGHTS, None),

@@ -253,7 +253,7 @@ def _refused(rank: int, world: int) -> list[str]:
 def test_masters_that_lack_nothing_are_refused_on_all_ranks() -> None:
     ours, theirs = run_ranks(2, _refused)
     assert ours == theirs
-    own = "store_param_remainders=True is invalid: .* in float32, which lack nothing; leave it out, or let them be in"
+    own = "store_param_remainders=True is invalid: .* in float32, which need no remainder; leave it out, or let"
     half = "bf16.bf16_master_weights_and_grads=True is invalid: .* DeepSpeedCPUAdam, .* with both keys"
     for message, words in zip(ours, [own, own, own, half, half], strict=True):
         assert re.search(words, message), message

@@ -170,7 +170,7 @@ def _stranded(rank: int, world: int) -> str:
 
 def test_what_a_rank_kept_is_not_lost_silently_where_it_keeps_nothing() -> None:
     for told in run_ranks(2, _stranded):
-        assert "which another rank owned and would begin without now" in told
+        assert "but its owner would not get it now" in told
 
 
 def _save(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _regrouped(rank: int, world: int) -> str:
 
 
 def test_other_ranks_cannot_go_on_with_states_that_lie_apart() -> None:
-    assert all("cannot be other ranks now; save" in told for told in run_ranks(2, _regrouped))
+    assert all("the group of ranks cannot change now; save" in told for told in run_ranks(2, _regrouped))
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def _refusal(rank: int, world: int, attempt: Callable[[int], Any]) -> str:
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (_in_other_places, "'layers.0.up.weight' is invalid: .* stands 'layers.1.up.weight' .* build the optimizer"),
+        (_in_other_places, "'layers.0.up.weight' is invalid: .* have 'layers.1.up.weight' .* build the optimizer"),
         (_of_other_shapes, "met a tensor of shape .* not among the constructor's"),
         (_after_a_step, "sharded after the optimizer had got states, .* before the first step"),
         (_after_loading, "sharded after the optimizer had got states, .* load states after it"),

@@ -117,7 +117,7 @@ def _other_parameters(world: int) -> None:
         (_sharded_too_late, "MARS: the parameter 'embed.weight' is invalid, .* build the optimizer after"),
         (_sharded_between_steps, "'embed.weight' is invalid, .* build the optimizer after the model is sharded"),
         (_cut_otherwise, "'layers.0.up.weight' was cut over ranks in another way .* build a new optimizer"),
-        (_partial, "the parameter 'w' is invalid, having the placements .*Partial.* must be Shard or Replicate"),
+        (_partial, "the parameter 'w' is invalid, with the placements .*Partial.* must be Shard or Replicate"),
         (_flattened, "FSDP has flattened: .*fully_shard .FSDP2"),
         (_other_options, "ranks planned different steps .* rank is 2 on ranks .0., 3 on ranks .1."),
         (
@@ -383,4 +383,4 @@ def _experts_of_their_own(world: int) -> None:
 
 def test_plain_parameters_that_are_no_copies_are_refused_on_all_ranks() -> None:
     for text in run_ranks(2, _refusal, _experts_of_their_own):
-        assert re.search(r"'b.weight' is no DTensor, and of other values on ranks \[1\] .* Shard\(0\)", text), text
+        assert re.search(r"'b.weight' is no DTensor, and its values on ranks \[1\] .* Shard\(0\)", text), text

@@ -85,4 +85,4 @@ def _flattened(rank: int, world: int, folder: str) -> str:
 
 def test_fsdp1_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for text in run_ranks(2, _flattened, str(tmp_path)):
-        assert re.search(r"is invalid, being a parameter that FSDP has flattened.*\(FSDP2\)", text), text
+        assert re.search(r"is invalid, because it is a parameter that FSDP has flattened.*\(FSDP2\)", text), text

@@ -160,7 +160,7 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
         (tmp_path / "empty", "no log in it or below"),
         (tmp_path / "csv", "name one of Train/Samples/lr by --loss"),
         (tmp_path / "words.txt", "has no loss yet"),
-        (tmp_path / "data", "cities.csv is none of csv_monitor's"),
+        (tmp_path / "data", "cities.csv is not a file of csv_monitor"),
     ):
         with pytest.raises(LogError, match=message):
             read_runs([path])

@@ -503,7 +503,7 @@ def test_sets_of_patterns_read_alike_in_every_process() -> None:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_models_and_groups_that_have_nothing_yet(cls: type) -> None:
     lazy = nn.Sequential(nn.LazyLinear(99), nn.Linear(99, 99))
-    with pytest.raises(OptionError, match=r"'0\.weight' is invalid, being that of a lazy module.*run one forward pass"):
+    with pytest.raises(OptionError, match=r"'0\.weight' is invalid, because its module is lazy.*run one forward pass"):
         cls(lazy.named_parameters())
     lazy(torch.ones(2, 99))
     cls(lazy.named_parameters())

@@ -199,7 +199,7 @@ class Elsewhere(Tensor):
 @pytest.mark.parametrize("cls", [MARS, SONew, LDAdam, MKOR])
 def test_tensor_subclasses_are_refused(cls: Any) -> None:
     strange = nn.Parameter(Elsewhere(torch.zeros(99, 99)))
-    message = "the parameter 'w' is invalid, being a Elsewhere, a tensor subclass.*must be a plain tensor or a DTensor"
+    message = "'w' is invalid, because it is a Elsewhere, a tensor subclass.*must be a plain tensor or a DTensor"
     with pytest.raises(OptionError, match=message):
         cls([("w", strange)])
     optimizer = cls([nn.Parameter(torch.zeros(99, 99))])
@@ -215,7 +215,7 @@ def test_flattened_parameters_are_refused_by_name_or_mark(cls: Any) -> None:
     plain = nn.Parameter(torch.zeros(99, 99))
     for name, parameter in (("w", marked), ("_flat_param", plain), ("_fsdp_wrapped_module.0.weight", plain)):
         with pytest.raises(
-            OptionError, match=f"'{name}' is invalid, being a parameter that FSDP has flattened.*fully_shard"
+            OptionError, match=f"'{name}' is invalid, because it is a parameter that FSDP has flattened.*fully_shard"
         ):
             cls([(name, parameter)])
 
@@ -227,7 +227,7 @@ def test_parameters_that_become_subclasses_are_refused(case: Case) -> None:
     strange = nn.Parameter(Elsewhere(torch.zeros(10, 6, dtype=torch.float64)))
     parameter = model[0].weight
     torch.utils.swap_tensors(parameter, strange)
-    with pytest.raises(OptionError, match="'0.weight' is invalid, being a Elsewhere"):
+    with pytest.raises(OptionError, match="'0.weight' is invalid, because it is a Elsewhere"):
         optimizer.step()
 
 

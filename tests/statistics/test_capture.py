@@ -450,7 +450,7 @@ def test_layers_that_cannot_be_captured_say_so() -> None:
     layer = nn.Linear(4, 3)
     Capture([layer])
     layer.forward = lambda x: x[:, :4] * layer.weight[0]  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="module '0' got an input with 5 features, its in_features is 4; exclude"):
+    with pytest.raises(ValueError, match="module '0' got an input with 5 features, but its in_features is 4; exclude"):
         layer(torch.ones(2, 5))
 
 

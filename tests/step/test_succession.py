@@ -209,11 +209,11 @@ def test_refused_without_a_trace() -> None:
     train(model, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict())
     fewer = torch.optim.AdamW(list(model.parameters())[:-1])
-    with pytest.raises(ValueError, match="must be of .* parameters"):
+    with pytest.raises(ValueError, match="must have .* parameters"):
         optimizer.continue_from(fewer.state_dict())
     with pytest.raises(ValueError, match="load ours with load_state_dict"):
         optimizer.continue_from(optimizer.state_dict())
-    with pytest.raises(ValueError, match="must be of .* parameters"):
+    with pytest.raises(ValueError, match="must have .* parameters"):
         optimizer.hand_over(fewer)
     after = optimizer.state_dict()
     assert after.keys() == before.keys()
@@ -265,6 +265,6 @@ def test_what_goes_on_is_decided_by_names_and_shapes() -> None:
     assert found.matrices == ("w",)
     told = found.told("MARS", "AdamW", 20)
     assert told == (
-        "MARS goes on from AdamW: weights are kept, both moments of b and the first moment of w too; what else belongs "
-        "to w, v, odd and 1 more starts afresh, with updates that grow to their size over 20 steps."
+        "MARS goes on from AdamW: weights are kept, both moments of b and the first moment of w too; all other states "
+        "of w, v, odd and 1 more start afresh, with updates that grow to their size over 20 steps."
     )

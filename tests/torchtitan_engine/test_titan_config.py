@@ -99,8 +99,12 @@ REFUSED: list[tuple[str, list[Group], str]] = [
     ("second gradient", [(".*", "MARS", {"exact": True})], "exact=True is invalid under torchtitan"),
     ("pattern of an option", [(".*", "MARS", {"exclude": ["*wz*"]})], r"exclude='\*wz\*' is invalid"),
     ("no matrices", [("norm", "LDAdam", {}), (".*", "AdamW", {})], "would update none"),
-    ("two", [("wo", "SONew", {"band": 1}), (".*", "SONew", {"band": 4})], "band is invalid, being 1 and 4"),
-    ("one and none", [("wo", "SONew", {"band": 4}), (".*", "SONew", {})], "band is invalid, being 4 and nothing"),
+    ("two", [("wo", "SONew", {"band": 1}), (".*", "SONew", {"band": 4})], "band is invalid, because it is 1 and 4"),
+    (
+        "one and none",
+        [("wo", "SONew", {"band": 4}), (".*", "SONew", {})],
+        "band is invalid, because it is 4 and nothing",
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ function                     does                                               
 ``newton_schulz``            (..., m, n), as ``updates.newton_schulz``            3 m^2 n + m^3 per step   2 per step
 ============================ ==================================================== ======================== ============
 
-The last three lie in the module :mod:`.symmetric_newton_schulz`; ``newton_schulz`` has one library product per step besides.
+The last three lie in :mod:`.symmetric_newton_schulz`; ``newton_schulz`` has one library product per step besides.
 Papers' rooms have kernels of their own, in modules or packages named ``cuda``. All of it compiles with Triton 3.2 and
 later. Where tensors lie is uploaded once per set of addresses (:mod:`.tables`); steps on the same memory upload
 nothing. All but MKOR's ``update_factors_`` can be captured in a graph; there a step's number is a tensor on the device,
