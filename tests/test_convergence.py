@@ -67,7 +67,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         result = CliRunner().invoke(app, ["convergence", "--only", "E0", "--results", str(tmp_path), *arguments])
         return " ".join(result.output.split())
 
-    assert "no contender 'Adm' in E0" in said("--contender", "Adm") and "no experiment 'E9'" in said("--only", "E9")
+    assert "no contender 'Adm' in E0" in said("--contender", "Adm") and "no experiment 'E99'" in said("--only", "E99")
     assert said("--missing") == "E0: 9 runs, and those of 3 contenders' seeds"
     assert "no fresh seeds are recorded yet" in said("--again")
     with monkeypatch.context() as without:
