@@ -74,7 +74,7 @@ def head_of(sections: Sequence[str], commit: str) -> str:
         sections: Of :func:`section_of`.
         commit: Commit of the code that plans.
     """
-    plans = []
+    plans: list[tuple[float, float, str]] = []
     for section in sections:
         title, *lines = section.strip().splitlines()
         for line in (line for line in lines if line.startswith("| ")):
@@ -83,12 +83,12 @@ def head_of(sections: Sequence[str], commit: str) -> str:
                 if share.endswith("%"):
                     where = f"{name}, {title.removeprefix('## ').partition(':')[0]}, {framework}"
                     plans.append((float(share[:-1]), float(state) / float(adamw), where))
-    share, _, where = max(plans)
+    most, _, whose = max(plans)
     few = sum(share <= _FEW for share, _, _ in plans)
     ratios = [ratio for _, ratio, _ in plans]
     summary = (
         f"In {few} of {len(plans)} plans the optimizer takes at most {_FEW} % of a training step, and the largest "
-        f"share is {share} % ({where}). The fullest rank holds {min(ratios):.1f} to {max(ratios):.1f} times AdamW's "
+        f"share is {most} % ({whose}). The fullest rank holds {min(ratios):.1f} to {max(ratios):.1f} times AdamW's "
         "states."
     )
     return _HEAD.format(commit=commit, summary="\n".join(wrap(summary, 118, break_on_hyphens=False)))

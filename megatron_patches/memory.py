@@ -171,5 +171,5 @@ def _state_types(named: Named) -> str:
     """What is said to Megatron's names of Adam's moments."""
     cls = named.optimizer
     ours = [f"--{cls.options_type.flag(key)}" for key in _STATE_TYPES if key in cls.options_type.names()]
-    instead = f"use {', '.join(ours)} for what can be kept in fewer bits"
+    instead = f"use {' or '.join(ours)} for what can be kept in fewer bits"
     return f"it names a state of Megatron's Adam, and {cls.__name__} has states of its own; {instead}; leave it out"

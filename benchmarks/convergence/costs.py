@@ -107,7 +107,7 @@ def memory_section(rows: Sequence[Row]) -> str:
     """
     title = "\n## E6: Memory\n\n"
     if not rows:
-        return f"{title}**Missing: all of it.** `python -m benchmarks costs` measures it.\n"
+        return f"{title}**Nothing of this has been run.** `python -m benchmarks costs` measures it.\n"
     last = rows[-1]
     text = (
         f"Bytes of optimizer state per parameter of the model on the fullest rank: `{last['model']}`, two blocks of "
@@ -210,13 +210,13 @@ def cost_section(rows: Sequence[Row]) -> str:
     """
     title = "\n## E7: Cost of a step\n\n"
     if not rows:
-        return f"{title}**Missing: all of it.** `python -m benchmarks costs` measures it.\n"
+        return f"{title}**Nothing of this has been run.** `python -m benchmarks costs` measures it.\n"
     first = rows[0]
     passes = _WINDOW * _BATCH
     text = (
         f"The model of `make train` ({first['parameters'] / 1e6:.1f} M parameters), {_TOKENS:,} tokens a step: forward "
         f"and backward passes of {passes:,} tokens, times {_TOKENS // passes}, {first['batch']:.1f} s. Processor time "
-        f"of one thread, {first['device']}, torch {first['torch']}, {first['date']}; on a GPU shares are others "
+        f"of one thread, {first['device']}, torch {first['torch']}, {first['date']}; on a GPU the shares differ "
         "([performance.md](performance.md)). `python -m benchmarks costs` repeats it.\n\n"
     )
     whole = [row["batch"] + row["step"] for row in rows]

@@ -16,7 +16,7 @@ _on_text = partial(Experiment, metric="validation_loss", counts=0.01, relative=F
 _TEXT = (
     "{} parameters in GPT-2's shape, bytes of the Python standard library, as `make train` takes them; {} steps of 32 "
     "windows of 64 bytes, 20 bytes per parameter; gradients clipped to a norm of 1; warm-up of a twentieth, cosine to "
-    "zero; compared is the loss on held-out files after the last step, in nats per byte."
+    "zero; the figure is the loss on held-out files after the last step, in nats per byte."
 )
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 

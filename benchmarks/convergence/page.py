@@ -164,7 +164,7 @@ def _section(experiment: Experiment, results: Results) -> str:
 
 def _again(experiment: Experiment, done: Sequence[Contender]) -> str:
     command = f'{_COMMAND} --only {experiment.name} --contender "{done[-1].name}" --again'
-    return f"\nA row alone, beside what is recorded: `{command}`\n"
+    return f"\nTo run one row again, beside what is recorded: `{command}`\n"
 
 
 def _marked(contender: Contender) -> str:
@@ -226,10 +226,10 @@ def _where(experiment: Experiment, results: Results) -> str:
         return " / ".join(sorted({str(row[key]) for row in rows}))
 
     return (
-        f"\n{len(rows)} runs, those shared with other experiments among them; "
+        f"\n{len(rows)} runs, with those that other experiments share; "
         f"{distinct('device')}, {distinct('threads')} thread, torch {distinct('torch')}, Python "
         f"{distinct('python')}, rankwise {distinct('rankwise')}; {distinct('date')}. Seconds are of the best trial, at "
-        "the lowest priority of a machine that did other work: they tell the order of magnitude alone.\n"
+        "the lowest priority of a machine that did other work: they show only the order of magnitude.\n"
     )
 
 

@@ -21,8 +21,8 @@ __all__ = ["page_text", "write_page"]
 _LARGER = """
 ## E8: Larger models
 
-**Missing: all of it.** A GPT of 30 M parameters on 0.6 B tokens and GPT-2 small need a GPU, of which there was none; no
-command runs them yet.
+**Nothing of this has been run.** A GPT of 30 M parameters on 0.6 B tokens and GPT-2 small need a GPU, and no command
+runs them yet.
 """
 
 

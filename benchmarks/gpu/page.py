@@ -104,7 +104,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 def _lines(name: str, item: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if item["status"] != "done":
         return [(name, item["status"], item["reason"].replace("|", "/").replace("\n", " "), "", "", "")]
-    found = []
+    found: list[tuple[str, ...]] = []
     for figure in item["figures"]:
         value = "none" if figure["value"] is None else f"{figure['value']:.4g} {figure['unit']}"
         low, high = ("" if figure[end] is None else f"{figure[end]:.4g}" for end in ("low", "high"))

@@ -280,8 +280,8 @@ def test_weights_of_8_bits_have_no_remainders() -> None:
             {**AWARE, "exp_avg_dtype": torch.bfloat16},
             "--exp-avg-dtype is invalid .* SONew .* --sonew-state-dtype",
         ),
-        ("ldadam", {**AWARE, "exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype .* --ldadam-error-dtype says it"),
-        ("mkor-h", {**AWARE, "exp_avg_dtype": torch.float16}, "--exp-avg-dtype .* --mkor-factor-dtype says it"),
+        ("ldadam", {**AWARE, "exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype .* --ldadam-error-dtype for what"),
+        ("mkor-h", {**AWARE, "exp_avg_dtype": torch.float16}, "--exp-avg-dtype .* --mkor-factor-dtype for what"),
     ],
 )
 def test_what_cannot_be_done_is_refused(name: str, fields: dict[str, Any], message: str) -> None:

@@ -76,8 +76,8 @@ def test_a_stack_of_fused_weights(kind: Any, dim: int) -> None:
 BAD = [
     ({"w": "qkv"}, "the 32 outputs of 'w' must be three equal parts; write their sizes"),
     ({"w": "heads"}, "the attention heads in 'w' must be known, but are not; write the parts"),
-    ({"w": [16, 8]}, "the sizes must add up to the 32 outputs of 'w', and are 24; count the rows"),
-    ({"w": {"q": 8, "groups": 2}}, "the sizes must add up to the 32 outputs of 'w', and are 2 times 8"),
+    ({"w": [16, 8]}, "the sizes must add up to the 32 outputs of 'w', but add up to 24; count the rows"),
+    ({"w": {"q": 8, "groups": 2}}, "the sizes must add up to the 32 outputs of 'w', but add up to 2 times 8"),
     ({"w": {"q": 16, "k": 16, "heads": 3}}, "the 16 rows of 'q' are not 3 heads; count the heads"),
     ({"x*": "none"}, "it must match the whole name of a parameter"),
 ]

@@ -246,7 +246,7 @@ def test_switched_off_in_mid_run_it_is_said_and_nothing_stays(caplog: pytest.Log
     ("dtype", "message"),
     [
         (torch.float32, "some weights must be in bfloat16, but all are in float32, and lack nothing; leave it out, or"),
-        (torch.float16, "weights must be in bfloat16, .* but '0.weight' is in float16; bring the model to bfloat16"),
+        (torch.float16, "weights must be in bfloat16 .* but '0.weight' is in float16; bring the model to bfloat16"),
     ],
 )
 @cases(names=["mars-adamw", "sonew-diagonal", "ldadam", "mkor-adamw"])
