@@ -11,7 +11,7 @@ from torch import nn
 
 import rankwise
 from benchmarks.convergence.optimizers import make_optimizer
-from benchmarks.convergence.rivals import APOLLO, KFAC, Eva, GaLore, Lion
+from benchmarks.convergence.rivals import APOLLO, KFAC, SOAP, Eva, GaLore, Lion
 from benchmarks.convergence.rivals.low_rank import equal_rank
 
 
@@ -140,3 +140,50 @@ def test_equal_bytes_are_equal(shape: tuple[int, int], rank: int) -> None:
     assert abs(ours - theirs) <= 4 * (min(shape) + 2 * max(shape)) / 2 + 64
     assert equal_rank(shape, rank, 0.0) == rank
     assert make_optimizer("adam", one, 1e-3, {}).defaults["lr"] == 1e-3
+
+
+def test_soap_of_diagonal_gradients_is_adam() -> None:
+    """Their eigenvectors are the axes, so that nothing turns; the first gradient begins the statistics alone."""
+    torch.manual_seed(0)
+    weight, other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.zeros(4))
+    start = weight.detach().clone()
+    soap = SOAP([weight], 1e-2, betas=(0.9, 0.95), weight_decay=0.0, interval=2)
+    adam = torch.optim.Adam([other], 1e-2, betas=(0.9, 0.95))
+    for step in range(6):
+        values = torch.tensor([8.0, 4.0, -2.0, 1.0]) * (1.0 + 0.1 * step)
+        weight.grad = torch.diag(values)
+        soap.step()
+        if step:
+            other.grad = values
+            adam.step()
+        else:
+            assert torch.equal(weight.detach(), start)
+    torch.testing.assert_close(weight.detach() - start, torch.diag(other.detach()), rtol=1e-4, atol=1e-6)
+
+
+def test_muon_behind_mkor_gets_what_mkor_moves() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+
+    joined, alone = model(), model()
+    both = make_optimizer("mkor and muon", joined, 1e-2, {"momentum": 0.9, "mkor_update_interval": 2})
+    mkor = make_optimizer(
+        "mkor", alone, 1.0, {"backend": "sgd", "momentum": 0.0, "weight_decay": 0.0, "update_interval": 2}
+    )
+    inputs = torch.randn(3, 8, 6)
+    for step in range(3):
+        for network in (joined, alone):
+            network.zero_grad()
+            network(inputs[step]).square().mean().backward()
+        before = [parameter.detach().clone() for parameter in alone.parameters()]
+        biases = [parameter.grad.clone() for parameter in list(joined.parameters())[1::2]]
+        both.step()
+        mkor.step()
+        moved = [old - new.detach() for old, new in zip(before, alone.parameters(), strict=True)]
+        for parameter, direction in zip(list(joined.parameters())[::2], moved[::2], strict=True):
+            torch.testing.assert_close(parameter.grad, direction, rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(a, b.grad) for a, b in zip(biases, list(joined.parameters())[1::2], strict=True))
+        with torch.no_grad():  # both see the same model in the next step
+            for ours, theirs in zip(joined.parameters(), alone.parameters(), strict=True):
+                theirs.copy_(ours)
