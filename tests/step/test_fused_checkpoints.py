@@ -76,7 +76,7 @@ def test_other_matrices_start_afresh(case: str, divided: bool, caplog: pytest.Lo
     lost = "(left)" if case.startswith("mkor") else "(basis, exp_avg, exp_avg_sq, step, beta1)"
     # Three are named; under MKOR a stack's states are by element.
     others = len(LAYERS) - 3 - case.startswith("mkor")
-    assert lost in message and f" and {others} more for other" in message and "plain" not in message
+    assert lost in message and f" and {others} more for another" in message and "plain" not in message
     for name, value in fresh.named_parameters():
         for state, kept in elements[name].items():
             assert torch.equal(found.state[value][state], kept), (name, state)
