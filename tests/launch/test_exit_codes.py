@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -75,7 +76,14 @@ def test_signals_end_train_and_its_ranks(group: bool, text: Path, tmp_path: Path
     out, sent = tmp_path / "out", signal.SIGINT if group else signal.SIGTERM
     words = f"{RANKWISE} train {SMALL} --steps 1000000 --data {text} --cache {text.parent} --output {out}".split()
     with subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell's background jobs ignore Ctrl-C, and so do their children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         records = out / "adamw" / "metrics.jsonl"
         while process.poll() is None and not (records.exists() and records.stat().st_size):
