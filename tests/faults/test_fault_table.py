@@ -6,7 +6,6 @@ makes docs/reliability.md of them.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -33,13 +32,14 @@ def _kill(event: str) -> Kill:
     return Kill(job_of("LDAdam", 2), event, VICTIMS[event], SAVED, STEPS)
 
 
-@functools.cache
-def _plain() -> Sentences:
+# Fixtures, so that a failure is kept as a result is: every row would begin it anew.
+@pytest.fixture(scope="module")
+def plain() -> Sentences:
     return alike(run_ranks(2, seen_on_a_rank))
 
 
-@functools.cache
-def _engines(root: Path) -> Sentences:
+@pytest.fixture(scope="module")
+def engines(root: Path) -> Sentences:
     folder = root / "signal"
     folder.mkdir()
     found = alike(run_ranks(2, seen_by_engines, str(folder)))
@@ -54,8 +54,8 @@ def _resumed(rank: int, world: int, folder: str) -> Sentences:
     return {"signal": after_the_signal(rank, world, folder)}
 
 
-@functools.cache
-def _files(root: Path) -> Sentences:
+@pytest.fixture(scope="module")
+def files(root: Path) -> Sentences:
     """Of files, and of runs that are continued where a rank was killed."""
     survivors, kills = {}, []
     for event in EVENTS:
@@ -71,8 +71,8 @@ def _files(root: Path) -> Sentences:
     return {name: f"{before[name]}; {seen}" if name in before else seen for name, seen in loaded.items()}
 
 
-@functools.cache
-def _megatron(root: Path) -> Sentences:
+@pytest.fixture(scope="module")
+def megatron(root: Path) -> Sentences:
     pytest.importorskip("megatron.core")
     from megatron_faults import seen_by_megatron
 
@@ -99,9 +99,9 @@ _ELSEWHERE = [pytest.param(row, id=row.label) for row in TABLE if row.elsewhere]
 
 
 @pytest.mark.parametrize("row", _HERE)
-def test_seen_is_expected(root: Path, row: Row) -> None:
-    runs = {ENGINES: _engines, FILES: _files, KILLED: _files, MEGATRON: _megatron}
-    seen = (_plain() if row.source == PLAIN else runs[row.source](root))[row.name]
+def test_seen_is_expected(request: pytest.FixtureRequest, row: Row) -> None:
+    fixtures = {PLAIN: "plain", ENGINES: "engines", FILES: "files", KILLED: "files", MEGATRON: "megatron"}
+    seen = request.getfixturevalue(fixtures[row.source])[row.name]
     _record(row, seen)
     assert seen == row.expected
 

@@ -56,5 +56,5 @@ def test_a_file_of_each_rank(tmp_path: Path) -> None:
         assert all(torch.equal(found[case][name], other[case][name]) for case in CASES for name in other[case])
     # One rank has its own file: it must not wait for the other.
     for messages in run_ranks(2, _refused, tmp_path, [0, 0]):
-        assert all(re.search(r"of rank \d of 2: with parts .* torch.distributed.checkpoint", text) for text in messages)
-    assert all("of rank 1 of 2" in text for text in _refused(0, 1, tmp_path, [1]))
+        assert all(re.search(r"rank \d of 2 wrote it: with parts .* torch.distributed", text) for text in messages)
+    assert all("rank 1 of 2 wrote it" in text for text in _refused(0, 1, tmp_path, [1]))
