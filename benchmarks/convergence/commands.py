@@ -131,3 +131,17 @@ def evidence(
     from benchmarks.convergence.whole_page import write_page
 
     write_page(results, page)
+
+
+@app.command()
+def sizes(
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = FOLDER,
+    page: Annotated[Path, typer.Option(help="Markdown page to write, with plots beside it.")] = Path("docs/sizes.md"),
+) -> None:
+    """Write what remains of the differences as models grow (E9)."""
+    from benchmarks.convergence.results import Results
+    from benchmarks.convergence.sizes_page import draw_sizes, sizes_page
+
+    found = Results(results)
+    page.write_text(sizes_page(found), encoding="utf-8")
+    draw_sizes(found, page.parent / "images")

@@ -17,7 +17,7 @@ class Run:
     """One training run: all that its result depends on, and nothing else.
 
     Attributes:
-        task: Data, model and batch, see :mod:`benchmarks.convergence.tasks`.
+        task: Data, model and batch, see :mod:`benchmarks.convergence.tasks`; and ``schedule``, if it is no cosine.
         optimizer: Name in :data:`benchmarks.convergence.optimizers.OPTIMIZERS`.
         options: Its keywords, without the learning rate.
         lr: Peak learning rate.

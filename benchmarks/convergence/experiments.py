@@ -7,6 +7,7 @@ from benchmarks.convergence.experiment import Claim, Contender, Experiment
 from benchmarks.convergence.language_models import E3, E4, E5
 from benchmarks.convergence.rates import RATES
 from benchmarks.convergence.sizes import CELLS
+from benchmarks.convergence.variations import VARIATIONS
 
 __all__ = ["CHECK", "EXPERIMENTS", "chosen"]
 
@@ -35,15 +36,16 @@ CHECK = Experiment(
 
 
 def chosen(names: str) -> list[Experiment]:
-    """Experiments from a list of names separated by commas; empty for all of the page, "E9" for all of its cells.
+    """Experiments from names separated by commas; empty for all of the page, "E9" and "E11" for all of theirs.
 
     Raises:
         ValueError: There is none of that name.
     """
     wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or list(EXPERIMENTS)
-    cells = {cell.name.upper(): experiment for cell, experiment in CELLS.items()}
-    single = {**EXPERIMENTS, **cells, CHECK.name: CHECK, RATES.name: RATES}
-    known = {"E9": list(cells.values()), **{name: [experiment] for name, experiment in single.items()}}
+    families = {"E9": list(CELLS.values()), "E11": list(VARIATIONS)}
+    members = [experiment for family in families.values() for experiment in family]
+    single = {experiment.name.upper(): experiment for experiment in (*members, *EXPERIMENTS.values(), CHECK, RATES)}
+    known = families | {name: [experiment] for name, experiment in single.items()}
     for name in wanted:
         if name not in known:
             raise ValueError(f"no experiment {name!r}; there are: {', '.join(known)}")

@@ -13,7 +13,18 @@ from benchmarks.convergence.session import missing_runs
 from benchmarks.convergence.verdicts import Difference, mean_interval, verdict
 from benchmarks.performance import markdown
 
-__all__ = ["anchor", "decided", "evidence_page", "seeds_loss", "setting_words", "shown_value"]
+__all__ = [
+    "anchor",
+    "decided",
+    "evidence_page",
+    "experiment_section",
+    "interval_words",
+    "paired_figures",
+    "seed_figures",
+    "seeds_loss",
+    "setting_words",
+    "shown_value",
+]
 
 _COMMAND = "python -m benchmarks convergence"
 
@@ -65,7 +76,7 @@ def evidence_page(
     table = markdown(("paper", "claim", "tried", "difference, 95 % interval", "counts", "verdict"), rows)
     parts = [_TITLE, _in_short(rows), _INTRODUCTION, "\n## Claims\n\n", table, after_claims]
     for experiment in experiments:
-        parts += [_section(experiment, results), (further or {}).get(experiment.name, "")]
+        parts += [experiment_section(experiment, results), (further or {}).get(experiment.name, "")]
     return "".join(parts)
 
 
@@ -112,8 +123,7 @@ def decided(experiment: Experiment, claim: Claim, results: Results) -> tuple[str
         claim: To be decided.
         results: What has been run.
     """
-    figures = [_final_figures(experiment, experiment.contender(name), results) for name in (claim.ours, claim.than)]
-    pairs = [(ours, other) for ours, other in zip(*figures, strict=False) if ours is not None and other is not None]
+    pairs = paired_figures(experiment, claim.ours, claim.than, results)
     if not pairs:
         return "", "", "not run yet"
     found = mean_interval([ours - other for ours, other in pairs])
@@ -123,16 +133,43 @@ def decided(experiment: Experiment, claim: Claim, results: Results) -> tuple[str
     words = verdict(found, counts, claim.kind)
     if found.count < len(experiment.seeds):
         words = f"{found.count} of {len(experiment.seeds)} seeds yet"
-    return f"{_interval(found, '+')}{share}", f"{counts:.3g}", f"**{words}**"
+    return f"{interval_words(found, '+')}{share}", f"{counts:.3g}", f"**{words}**"
 
 
-def _final_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float | None]:
-    """By seed; empty before the search is over."""
+def paired_figures(experiment: Experiment, ours: str, than: str, results: Results) -> list[tuple[float, float]]:
+    """Figures of two contenders by seed, as far as both have been run.
+
+    Args:
+        experiment: Whose contenders they are.
+        ours: Name of the first.
+        than: Name of the second.
+        results: What has been run.
+    """
+    figures = [seed_figures(experiment, experiment.contender(name), results) for name in (ours, than)]
+    return [
+        (first, second) for first, second in zip(*figures, strict=False) if first is not None and second is not None
+    ]
+
+
+def seed_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float | None]:
+    """A contender's figures by seed; empty before its search is over.
+
+    Args:
+        experiment: Whose contender it is.
+        contender: It.
+        results: What has been run.
+    """
     runs = final_runs(experiment, contender, results) or []
     return [results.figure(run, experiment.metric) for run in runs]
 
 
-def _interval(found: Difference, sign: str = "") -> str:
+def interval_words(found: Difference, sign: str = "") -> str:
+    """A mean with half its interval, in words.
+
+    Args:
+        found: Mean and interval.
+        sign: "+" to show the sign of a positive mean.
+    """
     if not math.isfinite(found.mean):
         return "diverged"
     width = f" ± {found.half:.4f}" if math.isfinite(found.half) else ""
@@ -142,7 +179,13 @@ def _interval(found: Difference, sign: str = "") -> str:
 # --- an experiment ---------------------------------------------------------------------------------------------------
 
 
-def _section(experiment: Experiment, results: Results) -> str:
+def experiment_section(experiment: Experiment, results: Results) -> str:
+    """An experiment's part of a page: a row for each contender, the plot, where it was measured, what is missing.
+
+    Args:
+        experiment: Which.
+        results: What has been run.
+    """
     unit = (
         f"{100 * experiment.counts:g} % of the other's loss" if experiment.relative else f"{experiment.counts:g} nats"
     )
@@ -172,6 +215,7 @@ def _marked(contender: Contender) -> str:
 
 
 def _missing(experiment: Experiment, results: Results) -> str:
+    """What is yet to be run and the command that does it, or nothing."""
     least, unknown = missing_runs(experiment, results)
     if not least and not unknown:
         return ""
@@ -197,8 +241,8 @@ def _contender(experiment: Experiment, contender: Contender, results: Results) -
 
 def seeds_loss(experiment: Experiment, contender: Contender, results: Results) -> str:
     """The mean over fresh seeds, its interval and their number; empty before there is one."""
-    known = [figure for figure in _final_figures(experiment, contender, results) if figure is not None]
-    return _interval(mean_interval(known)) + f" ({len(known)})" if known else ""
+    known = [figure for figure in seed_figures(experiment, contender, results) if figure is not None]
+    return interval_words(mean_interval(known)) + f" ({len(known)})" if known else ""
 
 
 def setting_words(setting: Options) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,7 +16,7 @@ from benchmarks.convergence.search import final_runs, tried
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["COLORS", "bars", "draw"]
+__all__ = ["COLORS", "bars", "draw", "draw_differences"]
 
 COLORS = [*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2], *plt.get_cmap("tab20b").colors[::2]]
 """Thirty, the strong ones first."""
@@ -87,6 +87,40 @@ def bars(figures: Mapping[str, float], label: str, title: str, path: Path) -> No
     axes.margins(x=0.12)
     axes.set_xlabel(label)
     axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw_differences(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]], labels: Sequence[str], path: Path
+) -> None:
+    """Draw differences in loss with their intervals over sizes and over lengths.
+
+    Args:
+        panels: By title, and by contender: value on the axis, mean, half the interval.
+        labels: Labels of the axes, one for each panel.
+        path: PNG file to write.
+    """
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 5), sharey=True)
+    for axis, label, (title, lines) in zip(axes, labels, panels.items(), strict=True):
+        axis.axhline(0.0, color="black", linewidth=0.8)
+        ticks = sorted({value for points in lines.values() for value, _, _ in points})
+        for index, (name, points) in enumerate(lines.items()):
+            if points:
+                # A little apart, so that intervals can be told from each other.
+                values = [value * 1.012 ** (index - len(lines) / 2) for value, _, _ in points]
+                means, halves = [point[1] for point in points], [point[2] for point in points]
+                axis.errorbar(
+                    values, means, halves, marker="o", markersize=4, capsize=2, label=name, color=COLORS[index]
+                )
+        axis.set_xscale("log")
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+        axis.minorticks_off()
+        axis.set_xlabel(label)
+        axis.set_title(title)
+    axes[0].set_ylabel("held-out loss less AdamW's, nats per byte")
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -18,19 +18,23 @@ from rankwise.version import __version__
 __all__ = ["schedule", "train"]
 
 _WARMUP = 0.05
+_DECAY = 0.2
 _POINTS = 20
 
 
-def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate at a step: linear over the first twentieth, then a cosine down to zero.
+def schedule(step: int, steps: int, shape: str = "cosine") -> float:
+    """Share of the peak learning rate at a step: linear over the first twentieth, then down to zero.
 
     Args:
         step: From 0.
         steps: Steps of the run.
+        shape: "cosine", or "wsd": the peak up to the last fifth, which is linear.
     """
     warmup = max(1, round(_WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
+    if shape == "wsd":
+        return min(1.0, (steps - step) / (_DECAY * steps))
     return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
@@ -42,7 +46,8 @@ def train(run: Run) -> dict[str, Any]:
         optimizer's states, and where it ran; of MKOR-H the step that dropped its factors, or None. A run whose loss
         stops being finite ends there, with ``diverged``.
     """
-    task = make_task(run.task, run.seed)
+    task = make_task({key: value for key, value in run.task.items() if key != "schedule"}, run.seed)
+    shape = run.task.get("schedule", "cosine")
     optimizer = make_optimizer(run.optimizer, task.model, run.lr, run.options)
     peaks = [group["lr"] for group in optimizer.param_groups]
     started = time.perf_counter()
@@ -52,7 +57,7 @@ def train(run: Run) -> dict[str, Any]:
     error, switched_at = "", None
     for step in range(run.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * schedule(step, run.steps)
+            group["lr"] = peak * schedule(step, run.steps, shape)
         if run.options.get("exact"):
             task.gradient(step + 1)
             optimizer.record_reference()

@@ -1,0 +1,299 @@
+"""docs/sizes.md: E9's differences by size and by length, and what they say together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, linear_regression, median
+
+from benchmarks.convergence.experiment import Claim, Experiment, Run
+from benchmarks.convergence.page import decided, experiment_section, interval_words, paired_figures, seeds_loss
+from benchmarks.convergence.plots import draw, draw_differences
+from benchmarks.convergence.results import Results
+from benchmarks.convergence.search import best_trial
+from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
+from benchmarks.convergence.variations import BASE, VARIATIONS
+from benchmarks.convergence.verdicts import Difference, mean_interval
+from benchmarks.performance import markdown
+
+__all__ = ["differences", "draw_sizes", "exponent", "rates_by_width", "sizes_page", "steps_for"]
+
+_BASELINE = CONTENDERS[0]
+_OUTSIDE = " (*)"
+_OURS = CONTENDERS[1:]
+_SIZES = sorted((cell for cell in CELLS if cell.bytes_each == 20), key=lambda cell: cell.parameters)
+_LENGTHS = sorted(
+    (cell for cell in CELLS if cell.parameters == 260_736),
+    key=lambda cell: cell.bytes_each,
+)
+
+_HEAD = """# What remains as models grow
+
+Gains of optimizers shrink with size and with the length of training; independent sweeps found 1.4 times at 0.1 B
+parameters and 1.1 times at 1.2 B ([2509.02046](https://arxiv.org/abs/2509.02046)). This page asks the same of the types
+here: one comparison at several sizes with 20 bytes of text a parameter, and at one size with 5, 20 and 80.
+
+The short answer is the first table: the held-out loss less AdamW's, in nats per byte, lower is better. Every learning
+rate is searched at every size, three seeds are paired with AdamW's, and intervals are of 95 % (Student's t). A
+difference counts from 0.01 on; **bold** ones hold.
+
+"""
+
+_RULE = """
+## What follows for the defaults
+
+The rule was fixed beforehand: an option's default changes where two sizes and both further lengths speak for it, with
+intervals that exclude zero. The published value stays, by name ([deviations](deviations.md)).
+
+"""
+
+_TREND = """
+*Exponent*: the difference is fitted as a power of the number of parameters, seed by seed. Zero is a gain that stays,
+a negative one shrinks. It is left out where a difference changes its sign and where there are fewer than three sizes.
+"""
+
+_STEPS = """
+## Steps to AdamW's loss
+
+AdamW's loss over its steps, at the middle size, is interpolated between {lengths} bytes a parameter as a power of the
+steps. From it comes how many steps AdamW needs for a type's loss; over the type's own steps, that is the *speed-up*.
+*Time of a step* is the median over the runs, beside AdamW's on the same processor. It was taken at the lowest priority
+of a machine that did other work, on a model so small that overheads count most: divide by it with care. (*) lies
+beyond AdamW's own lengths, where the power law is continued.
+
+"""
+
+_VARIED = f"""
+## Other schedules, batches and decay
+
+At {BASE.size}, each with its rates searched anew: the loss less AdamW's in the same experiment, and AdamW's own. WSD
+decays linearly over the last fifth. Four times the batch has a quarter of the steps. Cautious and independent decay are
+the option `weight_decay_method`; AdamW with them is MARS with nothing to correct. Empty: not run yet, or without that
+option.
+
+"""
+
+_RATES = """
+## The best rate by width
+
+`scale` is at its default, so MARS-M and Muon have updates of AdamW's size ("rms"). A rate in brackets is over AdamW's
+at the same width.
+
+"""
+
+
+def sizes_page(results: Results) -> str:
+    """The page.
+
+    Args:
+        results: What has been run, be it little.
+    """
+    heading = ("", *(f"{cell.size}, {cell.all_steps:,} steps" for cell in _SIZES), "exponent")
+    lengths = ("", *(f"{cell.bytes_each} bytes, {cell.all_steps:,} steps" for cell in _LENGTHS))
+    sections = "".join(experiment_section(each, results) for each in (*CELLS.values(), *VARIATIONS))
+    return "".join(
+        (
+            _HEAD,
+            markdown(heading, [(name, *_cells(name, _SIZES, results), _exponent(name, results)) for name in _OURS]),
+            _TREND,
+            "\n![differences by size and by length](images/sizes.png)\n\n",
+            f"At {_LENGTHS[0].size}, by bytes of text a parameter:\n\n",
+            markdown(lengths, [(name, *_cells(name, _LENGTHS, results)) for name in _OURS]),
+            _STEPS.format(lengths=" and ".join(str(cell.bytes_each) for cell in _known_lengths(results))),
+            markdown(
+                ("", *(f"{cell.bytes_each} bytes" for cell in _LENGTHS), "time of a step"), list(_speed_ups(results))
+            ),
+            _RATES,
+            rates_by_width(results),
+            _VARIED,
+            _varied(results),
+            _RULE,
+            _claims(results),
+            sections,
+        )
+    )
+
+
+def differences(cells: Sequence[Cell], name: str, results: Results) -> Mapping[Cell, Difference]:
+    """A contender's loss less AdamW's, where both have been run.
+
+    Args:
+        cells: Of which sizes and lengths.
+        name: The contender.
+        results: What has been run.
+    """
+    pairs = {cell: paired_figures(CELLS[cell], name, _BASELINE, results) for cell in cells}
+    return {cell: mean_interval([ours - other for ours, other in each]) for cell, each in pairs.items() if each}
+
+
+def exponent(name: str, results: Results) -> Difference | None:
+    """The power of the number of parameters with which a contender's gain over AdamW changes.
+
+    Args:
+        name: The contender.
+        results: What has been run.
+
+    Returns:
+        Mean and interval over the seeds; None with fewer than three sizes, or where a seed's gain is not positive.
+    """
+    pairs = {cell: paired_figures(CELLS[cell], name, _BASELINE, results) for cell in _SIZES}
+    pairs = {cell: each for cell, each in pairs.items() if len(each) == len(CELLS[cell].seeds)}
+    gains = [[other - ours for ours, other in each] for each in pairs.values()]
+    if len(gains) < 3 or not all(math.isfinite(gain) and gain > 0 for each in gains for gain in each):
+        return None
+    sizes = [math.log(cell.parameters) for cell in pairs]
+    return mean_interval(
+        [linear_regression(sizes, list(map(math.log, of_seed))).slope for of_seed in zip(*gains, strict=True)]
+    )
+
+
+def steps_for(loss: float, known: Mapping[int, float]) -> float | None:
+    """Steps that would reach a loss, on the power law between two neighbouring lengths.
+
+    Args:
+        loss: The loss to be reached.
+        known: Losses by the steps of whole runs.
+
+    Returns:
+        None with fewer than two lengths; beyond the outermost ones the nearest two are continued.
+    """
+    points = sorted(known.items())
+    if len(points) < 2:
+        return None
+    between = [index for index in range(len(points) - 1) if points[index + 1][1] <= loss <= points[index][1]]
+    index = between[0] if between else (0 if loss > points[0][1] else len(points) - 2)
+    (first, upper), (second, lower) = points[index], points[index + 1]
+    slope = math.log(second / first) / math.log(lower / upper)
+    return first * math.exp(slope * math.log(loss / upper))
+
+
+_CANDIDATES = (("MARS-AdamW, gamma 0.05", "MARS-AdamW, gamma 0.025"), ("MKOR on Muon", "Muon"), ("MARS-M", "Muon"))
+
+
+def rates_by_width(results: Results) -> str:
+    """A table of the best learning rate of each contender at each width, as far as searches are over.
+
+    Args:
+        results: What has been run.
+    """
+    rows = []
+    for name in CONTENDERS:
+        found = [(_rate(name, cell, results), _rate(_BASELINE, cell, results)) for cell in _SIZES]
+        cells = [f"{rate:.3g}" + (f" ({rate / adamw:.3g})" if adamw else "") if rate else "" for rate, adamw in found]
+        rows.append((name, *cells))
+    return markdown(("", *(f"width {cell.hidden}" for cell in _SIZES)), rows)
+
+
+def draw_sizes(results: Results, images: Path) -> None:
+    """Draw the plots of the page.
+
+    Args:
+        results: What has been run.
+        images: Folder to write them to.
+    """
+    panels = {}
+    for title, cells, value in (
+        ("20 bytes a parameter", _SIZES, lambda cell: cell.parameters),
+        (f"{_LENGTHS[0].size} parameters", _LENGTHS, lambda cell: cell.bytes_each),
+    ):
+        panels[title] = {name: _points(cells, name, value, results) for name in _OURS}
+    draw_differences(panels, ("parameters", "bytes of text a parameter"), images / "sizes.png")
+    for experiment in (*CELLS.values(), *VARIATIONS):
+        draw(experiment, results, images / f"evidence-{experiment.name}.png")
+
+
+def _points(
+    cells: Sequence[Cell], name: str, value: Callable[[Cell], int], results: Results
+) -> list[tuple[int, float, float]]:
+    found = differences(cells, name, results)
+    return [(value(cell), each.mean, each.half) for cell, each in found.items() if math.isfinite(each.half)]
+
+
+def _cells(name: str, cells: Sequence[Cell], results: Results) -> Iterator[str]:
+    for cell in cells:
+        yield _against_adamw(CELLS[cell], name, results)
+
+
+def _shown(experiment: Experiment, claim: Claim, results: Results) -> str:
+    """A difference in bold where its claim holds."""
+    difference, _, words = decided(experiment, claim, results)
+    if words == "**holds**":
+        return f"**{difference}**"
+    return f"{difference} ({words.strip('*')})" if "seeds yet" in words else difference
+
+
+def _exponent(name: str, results: Results) -> str:
+    found = exponent(name, results)
+    return interval_words(found, "+") if found is not None else ""
+
+
+def _known_lengths(results: Results) -> list[Cell]:
+    return [cell for cell in _LENGTHS if _losses(_BASELINE, cell, results)]
+
+
+def _losses(name: str, cell: Cell, results: Results) -> list[float]:
+    return [loss for loss, _ in paired_figures(CELLS[cell], name, name, results)]
+
+
+def _speed_ups(results: Results) -> Iterator[Sequence[str]]:
+    known = {cell.all_steps: fmean(_losses(_BASELINE, cell, results)) for cell in _known_lengths(results)}
+    for name in _OURS:
+        cells = []
+        for cell in _LENGTHS:
+            losses = _losses(name, cell, results)
+            needed = steps_for(fmean(losses), known) if losses and all(map(math.isfinite, losses)) else None
+            outside = needed is not None and not min(known) <= needed <= max(known)
+            mark = _OUTSIDE if outside else ""
+            cells.append(f"{needed / cell.all_steps:.2f}{mark}" if needed is not None else "")
+        yield name, *cells, _time_of_a_step(name, results)
+
+
+def _time_of_a_step(name: str, results: Results) -> str:
+    """Over AdamW's, in the largest model of which there are runs of both."""
+    for cell in reversed(_SIZES):
+        own, base = (_seconds(CELLS[cell], each, results) for each in (name, _BASELINE))
+        for device in sorted(own.keys() & base.keys()):
+            return f"{median(own[device]) / median(base[device]):.2f} at {cell.size}"
+    return ""
+
+
+def _seconds(experiment: Experiment, name: str, results: Results) -> dict[str, list[float]]:
+    """By the device that ran it."""
+    contender = experiment.contender(name)
+    kinds = {experiment.run(contender, setting, 0, 0).kind for setting in contender.settings}
+    found: dict[str, list[float]] = {}
+    for row in results.rows.values():
+        if Run(**row["run"]).kind in kinds and not row["diverged"]:
+            found.setdefault(row["device"], []).append(row["seconds"])
+    return found
+
+
+def _rate(name: str, cell: Cell, results: Results) -> float | None:
+    contender = CELLS[cell].contender(name)
+    best = best_trial(CELLS[cell], contender, results)
+    return contender.guess * 2.0**best.exponent if best is not None else None
+
+
+def _varied(results: Results) -> str:
+    columns = (CELLS[BASE], *VARIATIONS)
+    own = [seeds_loss(each, each.contender(_BASELINE), results) for each in columns]
+    rows = [(f"{_BASELINE}'s loss", *own)]
+    for name in VARIATIONS[0].contenders[1:]:
+        rows.append((name.name, *(_against_adamw(each, name.name, results) for each in columns)))
+    return markdown(("", "cosine", *(each.name for each in VARIATIONS)), rows)
+
+
+def _against_adamw(experiment: Experiment, name: str, results: Results) -> str:
+    claims = [each for each in experiment.claims if (each.ours, each.than) == (name, _BASELINE)]
+    return _shown(experiment, claims[0], results) if claims else ""
+
+
+def _claims(results: Results) -> str:
+    """What each cell says of the candidates: the options that these contenders differ in."""
+    rows = []
+    for ours, than in _CANDIDATES:
+        for cell in CELLS:
+            difference, _, words = decided(CELLS[cell], Claim("", "", ours, than), results)
+            rows.append((f"{ours}, against {than}", cell.name, difference, words))
+    return markdown(("", "cell", "difference, 95 % interval", "lower"), rows)
