@@ -11,7 +11,7 @@ from torch import nn
 
 import rankwise
 from benchmarks.convergence.optimizers import make_optimizer
-from benchmarks.convergence.rivals import APOLLO, KFAC, SOAP, Eva, GaLore, Lion
+from benchmarks.convergence.rivals import APOLLO, KFAC, SOAP, Eva, GaLore, GradientFactors, Lion
 from benchmarks.convergence.rivals.low_rank import equal_rank
 
 
@@ -187,3 +187,37 @@ def test_muon_behind_mkor_gets_what_mkor_moves() -> None:
         with torch.no_grad():  # both see the same model in the next step
             for ours, theirs in zip(joined.parameters(), alone.parameters(), strict=True):
                 theirs.copy_(ours)
+
+
+def test_factors_of_the_gradient_are_inverses_of_what_they_have_seen() -> None:
+    """Against sums in float64, inverted at every update; the gradient keeps its norm."""
+    layer = matrix()
+    found = GradientFactors([layer.weight], vectors=2, interval=2, decay=0.9, gain=3.0)
+    signs = torch.Generator().manual_seed(0)
+    expected = [torch.eye(side, dtype=torch.float64) for side in layer.weight.shape]
+    sizes = [0.0, 0.0]
+    for step, (grad,) in enumerate(gradients(layer, 4)):
+        layer.weight.grad = grad.clone()
+        found.precondition()
+        for side, rows in enumerate((grad.double(), grad.double().T)):
+            if step % 2 == 0:
+                vectors = rows @ (torch.randint(0, 2, (rows.shape[1], 2), generator=signs).double() * 2 - 1)
+                size = float(vectors.square().sum())
+                sizes[side] = 0.9 * sizes[side] + 0.1 * size if sizes[side] else size
+                kept = torch.linalg.inv(0.9 * expected[side] + 0.1 * torch.eye(len(rows), dtype=torch.float64))
+                expected[side] = torch.linalg.inv(kept + 3.0 * len(rows) / sizes[side] * vectors @ vectors.T)
+        torch.testing.assert_close([each.double() for each in found.inverses[0]], expected, rtol=1e-4, atol=1e-5)
+        direction = expected[0] @ grad.double() @ expected[1]
+        direction *= grad.double().norm() / direction.norm()
+        torch.testing.assert_close(layer.weight.grad.double(), direction, rtol=1e-4, atol=1e-4)
+
+
+def test_combinations_of_rows_have_the_second_moment_of_the_gradient() -> None:
+    layer = matrix()
+    layer.weight.grad = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
+    whole = GradientFactors([layer.weight], vectors=40_000, decay=0.999, gain=1.0)
+    grad = layer.weight.grad.double()
+    whole.precondition()
+    moment = torch.linalg.inv(whole.inverses[0][0].double()) - torch.eye(10)
+    expected = 10 * grad @ grad.T / grad.square().sum()
+    torch.testing.assert_close(moment, expected, rtol=0.1, atol=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Claim, Contender, Experiment
+from benchmarks.convergence.factor_sources import E12
 from benchmarks.convergence.language_models import E3, E4, E5
 from benchmarks.convergence.rates import RATES
 from benchmarks.convergence.sizes import CELLS
@@ -11,7 +12,7 @@ from benchmarks.convergence.variations import VARIATIONS
 
 __all__ = ["CHECK", "EXPERIMENTS", "chosen"]
 
-EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in (E1, E2, E3, E4, E5)}
+EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in (E1, E2, E3, E4, E5, E12)}
 """Those of the page, in its order."""
 
 CHECK = Experiment(

@@ -125,6 +125,35 @@ class MKORAndMuon(Joined):
         super().step()
 
 
+class GradientFactorsAndAdamW(Joined):
+    """AdamW of gradients, of which those of matrices are preconditioned by factors of themselves.
+
+    Args:
+        model: To be trained.
+        lr: Of AdamW.
+        betas: Of AdamW.
+        weight_decay: Of AdamW.
+        options: Of the factors, see :class:`benchmarks.convergence.rivals.GradientFactors`.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, **options: Any
+    ) -> None:
+        super().__init__(torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=weight_decay))
+        self.factors = rivals.GradientFactors(_matrices(model)[0], **options)
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """AdamW's, and the factors."""
+        factors = {number: dict(enumerate(pair)) for number, pair in enumerate(self.factors.inverses)}
+        return {**super().state, **factors}
+
+    def step(self) -> None:
+        """See torch."""
+        self.factors.precondition()
+        super().step()
+
+
 OPTIMIZERS: dict[str, Build] = {
     "adam": partial(_torch, torch.optim.Adam),
     "adamw": partial(_torch, torch.optim.AdamW),
@@ -143,6 +172,7 @@ OPTIMIZERS: dict[str, Build] = {
     "ldadam": partial(_ours, rankwise.LDAdam),
     "mkor": _mkor,
     "mkor and muon": MKORAndMuon,
+    "gradient factors": GradientFactorsAndAdamW,
 }
 """Each is called with a model, ``lr`` and further keywords."""
 
