@@ -32,19 +32,22 @@ class Characteristics:
         purpose: What it is for.
         against: When not to take it.
         rate: Best learning rate over AdamW's in the longest searches of docs/rates.md; else :data:`NOT_MEASURED`.
+        gains: Held-out loss less AdamW's in nats per byte by parameters, of docs/sizes.md; else :data:`NOT_MEASURED`.
     """
 
     purpose: str
     against: str
     rate: str = NOT_MEASURED
+    gains: str = NOT_MEASURED
 
 
 CHOICES: Mapping[str, Characteristics] = {
-    "MARS": Characteristics('the four below, by "variant"', "see there", "2 to 4"),
+    "MARS": Characteristics('the four below, by "variant"', "see there", "2 to 4", "see there"),
     "MARS-AdamW": Characteristics(
         "AdamW with variance reduction, element by element",
         "exact mode under an engine: it needs two gradients",
         "2 to 4",
+        "-0.09 at 0.075M, -0.04 at 0.12M",
     ),
     "MARS-Lion": Characteristics(
         "Lion with variance reduction: AdamW's memory",
@@ -54,21 +57,29 @@ CHOICES: Mapping[str, Characteristics] = {
     "MARS-Shampoo": Characteristics(
         "orthogonalised momentum with variance reduction", "slow links at stage 3; CPUs without fast products", "16"
     ),
-    "MARS-M": Characteristics("Muon with variance reduction", "slow links at stage 3; CPUs without fast products", "5"),
+    "MARS-M": Characteristics(
+        "Muon with variance reduction",
+        "slow links at stage 3; CPUs without fast products",
+        "5",
+        "-0.27 at 0.075M, -0.17 at 0.12M",
+    ),
     "SONew": Characteristics(
         "second-order steps whose states are as long as the weights; hardly any traffic",
         "wide bands (4 and more): states and time grow with the band",
         "2",
+        "-0.09 at 0.075M",
     ),
     "LDAdam": Characteristics(
         "less memory than AdamW's: moments in a subspace, with error feedback",
         "models whose embedding holds most parameters, which keep AdamW's 8 bytes; ranks near the width",
         "2",
+        "-0.08 at 0.075M, -0.01 at 0.12M",
     ),
     "MKOR": Characteristics(
         "second-order steps by Kronecker factors of activations and gradients",
         "short of memory (two factors for each matrix); stacked experts and `deepspeed.moe`'s, which take its backend",
         "2 to 4",
+        "+0.03? at 0.075M, -0.02 at 0.26M",
     ),
     "MKOR-H": Characteristics(
         "MKOR that ends as its backend once the loss flattens", "runs too short to reach its knee", "4"
@@ -85,6 +96,7 @@ class Row(NamedTuple):
         purpose: See :class:`Characteristics`.
         against: See :class:`Characteristics`.
         rate: See :class:`Characteristics`; with what the ready configuration has.
+        gains: See :class:`Characteristics`.
         betas: Betas of the ready configuration, or the default.
         state: Bytes for each parameter of the reference model, of all ranks together.
         sent: Bytes for each parameter that all ranks together send in a step at stage 3.
@@ -96,6 +108,7 @@ class Row(NamedTuple):
     purpose: str
     against: str
     rate: str
+    gains: str
     betas: str
     state: float
     sent: float
@@ -108,6 +121,7 @@ HEADINGS = (
     "for",
     "not for",
     "lr over AdamW's",
+    "loss less AdamW's, by parameters",
     "betas",
     "state, bytes per parameter (AdamW: 8)",
     "sent, bytes per parameter and step",
@@ -133,7 +147,7 @@ def rows() -> Iterator[Row]:
         betas = params.get("betas") or BY_SPELLING[spelling].optimizer.options_type.table()["betas"].default
         rate = f"{choice.rate} (ready file: {params['lr'] / baseline:.2g})"
         yield Row(
-            *(spelling, choice.purpose, choice.against, rate),
+            *(spelling, choice.purpose, choice.against, rate, choice.gains),
             ", ".join(f"{beta:g}" for beta in betas),
             alone.state_bytes / count,
             sent / count,
@@ -145,7 +159,7 @@ def rows() -> Iterator[Row]:
 def cells(row: Row) -> list[str]:
     """A row in words."""
     return [
-        *(row.name, row.purpose, row.against, row.rate, row.betas),
+        *(row.name, row.purpose, row.against, row.rate, row.gains, row.betas),
         *(f"{row.state:.2f}", f"{row.sent:.2f}", f"{row.flops:,.0f}", row.maturity),
     ]
 

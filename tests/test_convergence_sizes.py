@@ -15,8 +15,9 @@ from benchmarks.convergence.language_models import ADAMW
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.runner import schedule, train
 from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
-from benchmarks.convergence.sizes_page import differences, exponent, rates_by_width, sizes_page, steps_for
+from benchmarks.convergence.sizes_page import differences, exponent, gains, rates_by_width, sizes_page, steps_for
 from benchmarks.convergence.variations import BASE, VARIATIONS
+from rankwise.launch.optimizer_guide import CHOICES, NOT_MEASURED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -112,6 +113,32 @@ def test_the_page_of_sizes_is_what_was_recorded() -> None:
     assert (DOCS / "sizes.md").read_text(encoding="utf-8") == sizes_page(results)
     assert len(differences(tuple(CELLS)[:1], "Muon", results)) == 1
     assert len(CONTENDERS) == 10
+
+
+CONTENDER_OF = {
+    "MARS-AdamW": "MARS-AdamW, gamma 0.025",
+    "MARS-M": "MARS-M",
+    "SONew": "SONew",
+    "LDAdam": "LDAdam, rank d/4, buffer int8",
+    "MKOR": "MKOR on AdamW",
+}
+
+
+def test_the_gains_of_the_choices_are_those_measured() -> None:
+    results = Results(DOCS / "data" / "convergence")
+    for spelling, choice in CHOICES.items():
+        if spelling != "MARS":
+            name = CONTENDER_OF.get(spelling)
+            expected = gains(name, results) if name else NOT_MEASURED
+            assert choice.gains == expected, f"{spelling}: write it into launch/optimizer_guide.py"
+
+
+def test_gains_say_which_are_not_settled(tmp_path: Path) -> None:
+    def loss(cell: Cell, name: str, seed: int) -> float:
+        return 2.0 - (name != "AdamW") * (0.1 + (seed - 2) * (0.5 if cell.parameters > 10**6 else 0.001))
+
+    found = gains("Muon", planted(tmp_path, ("AdamW", "Muon"), loss))
+    assert found == "-0.10 at 0.075M, -0.10 at 0.12M, -0.10 at 0.26M, -0.10? at 1.1M"
 
 
 def test_schedules_warm_up_and_end_at_zero() -> None:

@@ -17,7 +17,7 @@ from benchmarks.convergence.variations import BASE, VARIATIONS
 from benchmarks.convergence.verdicts import Difference, mean_interval
 from benchmarks.performance import markdown
 
-__all__ = ["differences", "draw_sizes", "exponent", "rates_by_width", "sizes_page", "steps_for"]
+__all__ = ["differences", "draw_sizes", "exponent", "gains", "rates_by_width", "sizes_page", "steps_for"]
 
 _BASELINE = CONTENDERS[0]
 _OUTSIDE = " (*)"
@@ -125,6 +125,20 @@ def differences(cells: Sequence[Cell], name: str, results: Results) -> Mapping[C
     """
     pairs = {cell: paired_figures(CELLS[cell], name, _BASELINE, results) for cell in cells}
     return {cell: mean_interval([ours - other for ours, other in each]) for cell, each in pairs.items() if each}
+
+
+def gains(name: str, results: Results) -> str:
+    """A contender's difference from AdamW at each size, in one line; "?" where the interval includes zero.
+
+    Args:
+        name: The contender.
+        results: What has been run.
+    """
+    found = differences(_SIZES, name, results)
+    whole = {cell: each for cell, each in found.items() if each.count == len(CELLS[cell].seeds)}
+    return ", ".join(
+        f"{each.mean:+.2f}{'?' if each.low < 0.0 < each.high else ''} at {cell.size}" for cell, each in whole.items()
+    )
 
 
 def exponent(name: str, results: Results) -> Difference | None:
