@@ -133,6 +133,11 @@ def test_the_gains_of_the_choices_are_those_measured() -> None:
             assert choice.gains == expected, f"{spelling}: write it into launch/optimizer_guide.py"
 
 
+def test_readme_has_the_gains_of_muon() -> None:
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert f"{gains('Muon', Results(DOCS / 'data' / 'convergence'))} parameters" in readme
+
+
 def test_gains_say_which_are_not_settled(tmp_path: Path) -> None:
     def loss(cell: Cell, name: str, seed: int) -> float:
         return 2.0 - (name != "AdamW") * (0.1 + (seed - 2) * (0.5 if cell.parameters > 10**6 else 0.001))
