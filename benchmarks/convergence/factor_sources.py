@@ -9,7 +9,7 @@ from benchmarks.convergence.language_models import ADAMW, E3
 
 __all__ = ["E12"]
 
-_OURS = "none: tried here"
+_OURS = "tried here"
 _EVERY_STEP = "gradient's factors, every step"
 _FOUR = "gradient's factors, four vectors"
 
