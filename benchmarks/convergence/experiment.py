@@ -71,6 +71,14 @@ class Contender:
     afterwards: bool = False
     halvings: int = 0
 
+    def rate(self, exponent: int) -> float:
+        """The learning rate of a trial.
+
+        Args:
+            exponent: Exponent of two, on the guessed learning rate.
+        """
+        return self.guess * 2.0**exponent
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -153,4 +161,4 @@ class Experiment:
             seed: See :class:`Run`.
         """
         steps = round(self.steps * contender.steps)
-        return Run(self.task, contender.optimizer, setting, contender.guess * 2.0**exponent, steps, seed)
+        return Run(self.task, contender.optimizer, setting, contender.rate(exponent), steps, seed)

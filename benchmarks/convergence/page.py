@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options, Run
-from benchmarks.convergence.results import Results
-from benchmarks.convergence.search import best_trial, final_runs, trial_runs, tried
+from benchmarks.convergence.results import Results, Row
+from benchmarks.convergence.search import best_trial, final_figures, known_figures, trial_runs, tried
 from benchmarks.convergence.session import missing_runs
 from benchmarks.convergence.verdicts import Difference, mean_interval, verdict
 from benchmarks.performance import markdown
@@ -20,7 +20,7 @@ __all__ = [
     "experiment_section",
     "interval_words",
     "paired_figures",
-    "seed_figures",
+    "recorded_rows",
     "seeds_loss",
     "setting_words",
     "shown_value",
@@ -145,22 +145,10 @@ def paired_figures(experiment: Experiment, ours: str, than: str, results: Result
         than: Name of the second.
         results: What has been run.
     """
-    figures = [seed_figures(experiment, experiment.contender(name), results) for name in (ours, than)]
+    figures = [final_figures(experiment, experiment.contender(name), results) for name in (ours, than)]
     return [
         (first, second) for first, second in zip(*figures, strict=False) if first is not None and second is not None
     ]
-
-
-def seed_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float | None]:
-    """A contender's figures by seed; empty before its search is over.
-
-    Args:
-        experiment: Whose contender it is.
-        contender: It.
-        results: What has been run.
-    """
-    runs = final_runs(experiment, contender, results) or []
-    return [results.figure(run, experiment.metric) for run in runs]
 
 
 def interval_words(found: Difference, sign: str = "") -> str:
@@ -232,7 +220,7 @@ def _contender(experiment: Experiment, contender: Contender, results: Results) -
     best = best_trial(experiment, contender, results)
     if best is None:
         return _marked(contender), "search not over", "", str(trials), "", "", "", ""
-    lr = f"{contender.guess * 2.0**best.exponent:.3g}"
+    lr = f"{contender.rate(best.exponent):.3g}"
     row = results.row(trial_runs(experiment, contender, best.setting, best.exponent)[0]) or {}
     per_parameter = f"{row['state_bytes'] / row['parameters']:.2f}"
     figures = (f"{best.figure:.4f}", seeds_loss(experiment, contender, results), f"{row['seconds']:.0f}", per_parameter)
@@ -241,7 +229,7 @@ def _contender(experiment: Experiment, contender: Contender, results: Results) -
 
 def seeds_loss(experiment: Experiment, contender: Contender, results: Results) -> str:
     """The mean over fresh seeds, its interval and their number; empty before there is one."""
-    known = [figure for figure in seed_figures(experiment, contender, results) if figure is not None]
+    known = known_figures(experiment, contender, results)
     return interval_words(mean_interval(known)) + f" ({len(known)})" if known else ""
 
 
@@ -257,14 +245,21 @@ def shown_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def recorded_rows(experiment: Experiment, contenders: Iterable[Contender], results: Results) -> list[Row]:
+    """The rows of contenders with any rate and seed, whichever experiment they were run for.
+
+    Args:
+        experiment: Whose contenders they are.
+        contenders: They.
+        results: What has been run.
+    """
+    own = {experiment.run(contender, setting, 0, 0).kind for contender in contenders for setting in contender.settings}
+    return [row for row in results.rows.values() if Run(**row["run"]).kind in own]
+
+
 def _where(experiment: Experiment, results: Results) -> str:
     """On what the rows of an experiment's contenders were measured."""
-    own = {
-        experiment.run(contender, setting, 0, 0).kind
-        for contender in experiment.contenders
-        for setting in contender.settings
-    }
-    rows = [row for row in results.rows.values() if Run(**row["run"]).kind in own]
+    rows = recorded_rows(experiment, experiment.contenders, results)
 
     def distinct(key: str) -> str:
         return " / ".join(sorted({str(row[key]) for row in rows}))

@@ -11,7 +11,7 @@ import matplotlib
 
 from benchmarks.convergence.experiment import Experiment
 from benchmarks.convergence.results import Results
-from benchmarks.convergence.search import final_runs, tried
+from benchmarks.convergence.search import known_figures, tried
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -42,14 +42,13 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
         for setting in contender.settings:
             for exponent, value in tried(experiment, contender, setting, results).items():
                 best[exponent] = min(value, best.get(exponent, math.inf))
-        points = sorted((contender.guess * 2.0**exponent, value) for exponent, value in best.items())
+        points = sorted((contender.rate(exponent), value) for exponent, value in best.items())
         points = [(rate, value) for rate, value in points if math.isfinite(value)]
         if not points:
             continue
         (line,) = left.plot(*zip(*points, strict=True), marker="o", markersize=4)
         losses += [value for _, value in points]
-        runs = final_runs(experiment, contender, results) or []
-        values = [value for run in runs if (value := results.figure(run, experiment.metric)) is not None]
+        values = known_figures(experiment, contender, results)
         right.plot(values, [len(names)] * len(values), "o", color=line.get_color(), alpha=0.7)
         names.append(contender.name)
     left.set_xscale("log", base=2)

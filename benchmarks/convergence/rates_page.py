@@ -99,7 +99,7 @@ def _searched(experiment: Experiment, name: str, results: Results) -> _Searched 
     best, base = (best_trial(experiment, one, results) for one in (contender, adam))
     if best is None or base is None:
         return None
-    return _Searched(best, _rate(contender, best.exponent), _rate(adam, base.exponent))
+    return _Searched(best, contender.rate(best.exponent), adam.rate(base.exponent))
 
 
 def _table(rows: Iterable[str]) -> str:
@@ -125,8 +125,4 @@ def _row(contender: Contender, results: Results) -> Iterator[str]:
         yield from ("not measured yet", "-", "-")
     else:
         yield from (f"{found.rate:g}", found.ratio, f"{found.best.figure:.3f}")
-    yield ", ".join(f"{_rate(contender, each):g}: {figures[each]:.3f}" for each in sorted(figures)) or "-"
-
-
-def _rate(contender: Contender, exponent: int) -> float:
-    return contender.guess * 2.0**exponent
+    yield ", ".join(f"{contender.rate(each):g}: {figures[each]:.3f}" for each in sorted(figures)) or "-"

@@ -9,7 +9,17 @@ from typing import NamedTuple
 from benchmarks.convergence.experiment import Contender, Experiment, Options, Run
 from benchmarks.convergence.results import Results
 
-__all__ = ["Best", "best_trial", "final_runs", "next_exponent", "next_run", "trial_runs", "tried"]
+__all__ = [
+    "Best",
+    "best_trial",
+    "final_figures",
+    "final_runs",
+    "known_figures",
+    "next_exponent",
+    "next_run",
+    "trial_runs",
+    "tried",
+]
 
 _MOST_TRIALS = 20
 """After which a search gives up that finds no rate at which training does not diverge."""
@@ -88,6 +98,17 @@ def final_runs(experiment: Experiment, contender: Contender, results: Results) -
     if best is None:
         return None
     return [experiment.run(contender, best.setting, best.exponent, seed) for seed in experiment.seeds]
+
+
+def final_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float | None]:
+    """What the final runs gave, by seed; empty before the best trial is known."""
+    runs = final_runs(experiment, contender, results) or []
+    return [results.figure(run, experiment.metric) for run in runs]
+
+
+def known_figures(experiment: Experiment, contender: Contender, results: Results) -> list[float]:
+    """What those of the final runs gave that have been done."""
+    return [figure for figure in final_figures(experiment, contender, results) if figure is not None]
 
 
 def _missing(experiment: Experiment, contender: Contender, results: Results) -> Iterator[Run]:

@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 
-from benchmarks.convergence.experiment import Claim, Experiment, Run
-from benchmarks.convergence.page import decided, experiment_section, interval_words, paired_figures, seeds_loss
+from benchmarks.convergence.experiment import Claim, Experiment
+from benchmarks.convergence.page import (
+    decided,
+    experiment_section,
+    interval_words,
+    paired_figures,
+    recorded_rows,
+    seeds_loss,
+)
 from benchmarks.convergence.plots import draw, draw_differences
 from benchmarks.convergence.results import Results
-from benchmarks.convergence.search import best_trial
+from benchmarks.convergence.search import best_trial, known_figures
 from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
 from benchmarks.convergence.variations import BASE, VARIATIONS
 from benchmarks.convergence.verdicts import Difference, mean_interval
@@ -22,6 +29,7 @@ __all__ = ["differences", "draw_sizes", "exponent", "gains", "rates_by_width", "
 _BASELINE = CONTENDERS[0]
 _OUTSIDE = " (*)"
 _OURS = CONTENDERS[1:]
+_CANDIDATES = (("MARS-AdamW, gamma 0.05", "MARS-AdamW, gamma 0.025"), ("MKOR on Muon", "Muon"), ("MARS-M", "Muon"))
 _SIZES = sorted((cell for cell in CELLS if cell.bytes_each == 20), key=lambda cell: cell.parameters)
 _LENGTHS = sorted(
     (cell for cell in CELLS if cell.parameters == 260_736),
@@ -123,8 +131,17 @@ def differences(cells: Sequence[Cell], name: str, results: Results) -> Mapping[C
         name: The contender.
         results: What has been run.
     """
+    return {cell: mean_interval(each) for cell, each in _by_seed(cells, name, results).items()}
+
+
+def _by_seed(cells: Sequence[Cell], name: str, results: Results) -> Mapping[Cell, list[float]]:
     pairs = {cell: paired_figures(CELLS[cell], name, _BASELINE, results) for cell in cells}
-    return {cell: mean_interval([ours - other for ours, other in each]) for cell, each in pairs.items() if each}
+    return {cell: [ours - other for ours, other in each] for cell, each in pairs.items() if each}
+
+
+def _with_all_seeds(name: str, results: Results) -> Mapping[Cell, list[float]]:
+    found = _by_seed(_SIZES, name, results)
+    return {cell: each for cell, each in found.items() if len(each) == len(CELLS[cell].seeds)}
 
 
 def gains(name: str, results: Results) -> str:
@@ -134,10 +151,9 @@ def gains(name: str, results: Results) -> str:
         name: The contender.
         results: What has been run.
     """
-    found = differences(_SIZES, name, results)
-    whole = {cell: each for cell, each in found.items() if each.count == len(CELLS[cell].seeds)}
+    found = {cell: mean_interval(each) for cell, each in _with_all_seeds(name, results).items()}
     return ", ".join(
-        f"{each.mean:+.2f}{'?' if each.low < 0.0 < each.high else ''} at {cell.size}" for cell, each in whole.items()
+        f"{each.mean:+.2f}{'?' if each.low < 0.0 < each.high else ''} at {cell.size}" for cell, each in found.items()
     )
 
 
@@ -151,14 +167,15 @@ def exponent(name: str, results: Results) -> Difference | None:
     Returns:
         Mean and interval over the seeds; None with fewer than three sizes, or where a seed's gain is not positive.
     """
-    pairs = {cell: paired_figures(CELLS[cell], name, _BASELINE, results) for cell in _SIZES}
-    pairs = {cell: each for cell, each in pairs.items() if len(each) == len(CELLS[cell].seeds)}
-    gains = [[other - ours for ours, other in each] for each in pairs.values()]
-    if len(gains) < 3 or not all(math.isfinite(gain) and gain > 0 for each in gains for gain in each):
+    found = _with_all_seeds(name, results)
+    if len(found) < 3 or not all(-math.inf < each < 0 for of_size in found.values() for each in of_size):
         return None
-    sizes = [math.log(cell.parameters) for cell in pairs]
+    sizes = [math.log(cell.parameters) for cell in found]
     return mean_interval(
-        [linear_regression(sizes, list(map(math.log, of_seed))).slope for of_seed in zip(*gains, strict=True)]
+        [
+            linear_regression(sizes, [math.log(-each) for each in of_seed]).slope
+            for of_seed in zip(*found.values(), strict=True)
+        ]
     )
 
 
@@ -180,9 +197,6 @@ def steps_for(loss: float, known: Mapping[int, float]) -> float | None:
     (first, upper), (second, lower) = points[index], points[index + 1]
     slope = math.log(second / first) / math.log(lower / upper)
     return first * math.exp(slope * math.log(loss / upper))
-
-
-_CANDIDATES = (("MARS-AdamW, gamma 0.05", "MARS-AdamW, gamma 0.025"), ("MKOR on Muon", "Muon"), ("MARS-M", "Muon"))
 
 
 def rates_by_width(results: Results) -> str:
@@ -247,7 +261,7 @@ def _known_lengths(results: Results) -> list[Cell]:
 
 
 def _losses(name: str, cell: Cell, results: Results) -> list[float]:
-    return [loss for loss, _ in paired_figures(CELLS[cell], name, name, results)]
+    return known_figures(CELLS[cell], CELLS[cell].contender(name), results)
 
 
 def _speed_ups(results: Results) -> Iterator[Sequence[str]]:
@@ -274,11 +288,9 @@ def _time_of_a_step(name: str, results: Results) -> str:
 
 def _seconds(experiment: Experiment, name: str, results: Results) -> dict[str, list[float]]:
     """By the device that ran it."""
-    contender = experiment.contender(name)
-    kinds = {experiment.run(contender, setting, 0, 0).kind for setting in contender.settings}
     found: dict[str, list[float]] = {}
-    for row in results.rows.values():
-        if Run(**row["run"]).kind in kinds and not row["diverged"]:
+    for row in recorded_rows(experiment, [experiment.contender(name)], results):
+        if not row["diverged"]:
             found.setdefault(row["device"], []).append(row["seconds"])
     return found
 
@@ -286,15 +298,15 @@ def _seconds(experiment: Experiment, name: str, results: Results) -> dict[str, l
 def _rate(name: str, cell: Cell, results: Results) -> float | None:
     contender = CELLS[cell].contender(name)
     best = best_trial(CELLS[cell], contender, results)
-    return contender.guess * 2.0**best.exponent if best is not None else None
+    return contender.rate(best.exponent) if best is not None else None
 
 
 def _varied(results: Results) -> str:
     columns = (CELLS[BASE], *VARIATIONS)
     own = [seeds_loss(each, each.contender(_BASELINE), results) for each in columns]
     rows = [(f"{_BASELINE}'s loss", *own)]
-    for name in VARIATIONS[0].contenders[1:]:
-        rows.append((name.name, *(_against_adamw(each, name.name, results) for each in columns)))
+    for other in VARIATIONS[0].contenders[1:]:
+        rows.append((other.name, *(_against_adamw(each, other.name, results) for each in columns)))
     return markdown(("", "cosine", *(each.name for each in VARIATIONS)), rows)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.convergence.experiment import Claim, Contender, Experiment
+from benchmarks.convergence.experiment import Claim, Contender, Experiment, Options
 from benchmarks.convergence.language_models import ADAMW
 from benchmarks.convergence.sizes import CELLS, Cell
 
@@ -20,17 +20,16 @@ _INDEPENDENT = (1e-3, 4e-3)
 """Of weights, a step at the peak: about what decoupled decay takes at the rates of AdamW and of Muon."""
 
 
-def _decaying(settings: Sequence[Mapping[str, Any]]) -> tuple[Contender, ...]:
-    """Those that have the option; MARS with nothing corrected and nothing clipped is AdamW."""
+_ADAMW = Contender("AdamW", "mars", 8e-3, ({**ADAMW, "gamma": 0.0, "clip": None, "optimize_1d": True},))
+"""MARS with nothing corrected and nothing clipped: it has the option."""
 
-    def every(**options: Any) -> tuple[Mapping[str, Any], ...]:
-        return tuple({**ADAMW, **options, **setting} for setting in settings)
 
-    return (
-        Contender("AdamW", "mars", 8e-3, every(gamma=0.0, clip=None, optimize_1d=True)),
-        Contender("MARS-AdamW, gamma 0.025", "mars", 1.6e-2, every(gamma=0.025)),
-        Contender("MARS-M", "mars", 2e-2, every(variant="muon", gamma=0.025, ns_dtype="float32")),
-        Contender("MKOR on AdamW", "mkor", 8e-3, every()),
+def _decaying(*decays: Options) -> tuple[Contender, ...]:
+    """Those that have the option."""
+    others = [one for one in _AS_BEFORE if one.optimizer in ("mars", "mkor")]
+    return tuple(
+        replace(one, settings=tuple({**setting, **decay} for setting in one.settings for decay in decays))
+        for one in (_ADAMW, *others)
     )
 
 
@@ -61,11 +60,11 @@ def _variation(
 VARIATIONS = (
     _variation("WSD", "warm-up, stable, and a linear decay over the last fifth", schedule="wsd"),
     _variation("batch", "four times the batch", steps=BASE.all_steps // 4, batch=4 * BASE.task["batch"]),
-    _variation("cautious", "cautious weight decay", _decaying([{"weight_decay_method": "cautious"}])),
+    _variation("cautious", "cautious weight decay", _decaying({"weight_decay_method": "cautious"})),
     _variation(
         "independent",
         "weight decay that is independent of the learning rate",
-        _decaying([{"weight_decay_method": "independent", "weight_decay": decay} for decay in _INDEPENDENT]),
+        _decaying(*({"weight_decay_method": "independent", "weight_decay": decay} for decay in _INDEPENDENT)),
     ),
 )
 """In the order of the page."""

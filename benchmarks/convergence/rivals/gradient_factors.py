@@ -26,6 +26,8 @@ class GradientFactors:
         decay: Factor momentum.
         gain: Mean square of an update's vectors together, an element: the weight of statistics beside the identity.
         seed: Seed of the signs.
+
+    The defaults are those of recorded runs, which do not name them: another value must be given, not made the default.
     """
 
     def __init__(
