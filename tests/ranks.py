@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pickle
@@ -11,11 +12,35 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 240.0
+
+_KEPT = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+"""What :func:`once` keeps; a test that takes too long fails by the second."""
+
+
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`functools.cache`, but what is raised is kept too: each further test would wait for the same ranks."""
+
+    @functools.cache
+    def outcome(*args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return function(*args, **kwargs), None
+        except _KEPT as error:
+            return None, error
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, error = outcome(*args, **kwargs)
+        if error is not None:
+            raise error
+        return value
+
+    return call
 
 
 def _main(rank: int, world: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fused_networks import LAYERS, TOKENS, Network, as_fused
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 import deepspeed_plugin  # noqa: F401
 from rankwise import MARS, MKOR, LDAdam, annotate
@@ -112,7 +111,7 @@ def _engine(rank: int, world: int, name: str, run: Run) -> tuple[dict[str, np.nd
     return found
 
 
-@functools.cache
+@once
 def _twin(name: str, dtype: torch.dtype = F32) -> tuple[dict[str, np.ndarray], float]:
     kind, _, more = TYPES[name]
     network = Network(dtype, False)

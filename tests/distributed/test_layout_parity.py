@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import once, run_ranks
 from simulated import CASES, LAYOUTS, Framework, reference, run_of, whole_key, world_group
 
 F64, F32 = torch.float64, torch.float32
@@ -58,7 +57,7 @@ def _run(case: str, layout: str, rank: int, world: int, dtype: torch.dtype) -> O
     return Outcome(error / change, frozenset(optimizer.matrix_states), owned, framework.misplaced_states())
 
 
-@functools.cache
+@once
 def _outcomes(world: int, dtype: torch.dtype, layouts: Names, cases: Names) -> list[dict[tuple[str, str], Outcome]]:
     for case in cases:
         reference(case, dtype, STEPS)  # before the fork, so that no rank computes it

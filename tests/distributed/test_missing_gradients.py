@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import once, run_ranks
 from simulated import CASES, Framework, world_group
 from torch import Tensor
 
@@ -63,7 +62,7 @@ def _train_all(rank: int, world: int) -> dict[str, _Outcome]:
     return {case: _train(case, rank, world) for case in CHECKED}
 
 
-@functools.cache
+@once
 def _outcomes() -> tuple[dict[str, _Outcome], list[dict[str, _Outcome]]]:
     return _train_all(0, 1), run_ranks(2, _train_all)
 

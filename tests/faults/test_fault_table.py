@@ -19,7 +19,7 @@ from fault_table import ENGINES, FILES, KILLED, MEGATRON, PLAIN, TABLE, Row
 from file_faults import damage, seen_while_loading, seen_while_saving
 from killed_ranks import EVENTS, Kill, job_of, survivor_of
 from plain_faults import seen_on_a_rank
-from ranks import run_ranks
+from ranks import once, run_ranks
 from seeing import Sentences, alike
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +32,13 @@ def _kill(event: str) -> Kill:
     return Kill(job_of("LDAdam", 2), event, VICTIMS[event], SAVED, STEPS)
 
 
-# Fixtures, so that a failure is kept as a result is: every row would begin it anew.
-@pytest.fixture(scope="module")
-def plain() -> Sentences:
+@once
+def _plain() -> Sentences:
     return alike(run_ranks(2, seen_on_a_rank))
 
 
-@pytest.fixture(scope="module")
-def engines(root: Path) -> Sentences:
+@once
+def _engines(root: Path) -> Sentences:
     folder = root / "signal"
     folder.mkdir()
     found = alike(run_ranks(2, seen_by_engines, str(folder)))
@@ -54,8 +53,8 @@ def _resumed(rank: int, world: int, folder: str) -> Sentences:
     return {"signal": after_the_signal(rank, world, folder)}
 
 
-@pytest.fixture(scope="module")
-def files(root: Path) -> Sentences:
+@once
+def _files(root: Path) -> Sentences:
     """Of files, and of runs that are continued where a rank was killed."""
     survivors, kills = {}, []
     for event in EVENTS:
@@ -71,8 +70,8 @@ def files(root: Path) -> Sentences:
     return {name: f"{before[name]}; {seen}" if name in before else seen for name, seen in loaded.items()}
 
 
-@pytest.fixture(scope="module")
-def megatron(root: Path) -> Sentences:
+@once
+def _megatron(root: Path) -> Sentences:
     pytest.importorskip("megatron.core")
     from megatron_faults import seen_by_megatron
 
@@ -99,9 +98,9 @@ _ELSEWHERE = [pytest.param(row, id=row.label) for row in TABLE if row.elsewhere]
 
 
 @pytest.mark.parametrize("row", _HERE)
-def test_seen_is_expected(request: pytest.FixtureRequest, row: Row) -> None:
-    fixtures = {PLAIN: "plain", ENGINES: "engines", FILES: "files", KILLED: "files", MEGATRON: "megatron"}
-    seen = request.getfixturevalue(fixtures[row.source])[row.name]
+def test_seen_is_expected(root: Path, row: Row) -> None:
+    runs = {ENGINES: _engines, FILES: _files, KILLED: _files, MEGATRON: _megatron}
+    seen = (_plain() if row.source == PLAIN else runs[row.source](root))[row.name]
     _record(row, seen)
     assert seen == row.expected
 

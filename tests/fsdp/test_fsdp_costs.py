@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
+from ranks import once
 
 from benchmarks.sharded import CONTENDERS, OURS, measure_sharded, sharded_page
 
@@ -13,7 +13,7 @@ NAMES = ("SONew, tridiagonal", "LDAdam, an eighth of the width", "MKOR, factor s
 FURTHER = ("MARS-AdamW", "MARS-M")
 
 
-@functools.cache
+@once
 def measured(chosen: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     names = [name for name in CONTENDERS if name.partition(", as ZeRO")[0] in chosen]
     return {row["name"]: row for row in measure_sharded(2, ("AdamW (torch), foreach", *names))}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import once, run_ranks
 from shard_settings import SETTINGS
 from sharded_models import CLASSES, Network, Run
 from torch import Tensor
@@ -40,12 +39,12 @@ def _train_all(rank: int, world: int, setting: str, dtype: torch.dtype) -> dict[
     return {case: _train(case, setting, dtype) for case in CELLS[setting, dtype]}
 
 
-@functools.cache
+@once
 def _ranks(setting: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     return run_ranks(SETTINGS[setting].world, _train_all, setting, dtype)
 
 
-@functools.cache
+@once
 def _alone(case: str, dtype: torch.dtype) -> tuple[Weights, list[str], Shapes]:
     return _train(case, None, dtype)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -117,7 +116,7 @@ def _real(rank: int, world: int, text: str, names: tuple[str, ...]) -> dict[str,
     return found
 
 
-@functools.cache
+@once
 def real(text: str, names: tuple[str, ...] = tuple(OPTIONS)) -> list[dict[str, Answer]]:
     return run_ranks(Mesh.read(text).ranks, _real, text, names)
 

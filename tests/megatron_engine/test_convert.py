@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cpu_deepspeed import choose_cpu, prepare_ranks
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 choose_cpu()
 pytest.importorskip("deepspeed")
@@ -50,7 +49,7 @@ def _stage(case: str, first: int) -> int:
     return (first, 4 - first)[list(CASES).index(case) % 2]
 
 
-@functools.cache
+@once
 def _sources(folder: Path, ways: tuple[Way, ...], stage: int) -> dict[tuple[str, str], Seen]:
     """Trained and saved by the frameworks that ways begin in; the folder has the checkpoints then."""
     prepare_ranks()
@@ -77,7 +76,7 @@ def _convert(folder: Path, way: Way) -> Path:
     return made
 
 
-@functools.cache
+@once
 def _resumed(folder: Path, ways: tuple[Way, ...], stage: int) -> dict[Way, Seen]:
     """Gone on with."""
     _sources(folder, ways, stage)

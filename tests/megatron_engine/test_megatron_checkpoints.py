@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_cells import DISTRIBUTED, MOE, Cell
 from megatron_harness import Result, Trainer, largest_gap, opened, trained
 from megatron_resumes import resume, save
 from megatron_types import TYPES, maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
@@ -62,7 +61,7 @@ USUAL += [(name, "TP2 SP distributed") for name in ("mars-lion", "mars-m", "sone
 GRID = [(name, label) for label in SAME for name in (*TYPES, *(f"{name}-narrow" for name in ("ldadam", "sonew")))]
 
 
-@functools.cache
+@once
 def _bitwise(folder: Path, jobs: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], tuple[Result, Result]]:
     cells = [(name, SAME[label][1]) for name, label in jobs]
     target = folder / str(len(jobs))
@@ -101,7 +100,7 @@ def test_experts_of_the_last_stage_resume_bitwise(folder: Path) -> None:
     assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
 
 
-@functools.cache
+@once
 def _moved(folder: Path, label: str, names: tuple[str, ...]) -> list[tuple[Result, Result]]:
     (world, cell), (other_world, other) = ALL_MOVES[label]
     target = folder / "-".join((label.replace(" ", "-"), *names))

@@ -10,8 +10,6 @@ With ``RANKWISE_MEGATRON_TABLE=FILE`` the figures are written down, for ``python
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from cpu_deepspeed import prepare_ranks
 from frameworks_alike import (
@@ -27,7 +25,7 @@ from frameworks_alike import (
 from language_model import Model
 from megatron_harness import largest_gap
 from megatron_table import write_down
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 from megatron_patches.registry import NAMES
 
@@ -35,7 +33,7 @@ USUAL = ("mars-lion", "mars-m", "sonew", "ldadam", "mkor")
 STAGES = (1, 2)
 
 
-@functools.cache
+@once
 def _compared(names: tuple[str, ...]) -> dict[tuple[str, int, bool], Figures]:
     prepare_ranks()
     every = ["adam", *names]

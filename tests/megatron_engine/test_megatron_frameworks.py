@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_cells import MAX_LR, MIN_LR, Cell
 from megatron_harness import MakeOptimizer, Result, Trainer, opened, trained
 from megatron_types import EPS, TYPES, maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import nn
 
 import megatron_patches
@@ -179,7 +178,7 @@ def _all(rank: int, world: int, labels: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-@functools.cache
+@once
 def runs() -> dict[str, Any]:
     return run_ranks(1, _all, tuple(CALLS))[0]
 

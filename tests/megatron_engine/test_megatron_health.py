@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from megatron_cells import Cell
 from megatron_harness import Trainer, opened, trained
 from megatron_types import maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 from megatron_patches import offloading
 from megatron_patches.cpu import cpu_megatron
@@ -114,7 +113,7 @@ def _everything(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@functools.cache
+@once
 def seen() -> list[dict[str, Any]]:
     return run_ranks(2, _everything)
 

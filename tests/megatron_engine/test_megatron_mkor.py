@@ -17,7 +17,7 @@ from megatron_cells import BIASED, DISTRIBUTED, GLOBAL_BATCH, LENGTH, MOE, OVERL
 from megatron_harness import OTHER_CUTS, Move, Trainer, move, opened, run_cells, worst
 from megatron_statistics import Seen, inner_optimizers, watch
 from megatron_weights import bare
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import Tensor, nn
 
 from megatron_patches.cpu import cpu_megatron
@@ -85,7 +85,7 @@ VECTORS: dict[str, Cell] = {
 }
 
 
-@functools.cache
+@once
 def vectors() -> tuple[dict[str, list[Seen]], dict[str, list[Seen]]]:
     models = {str(alone(cell)): alone(cell) for cell in VECTORS.values()}
     one = dict(zip(models, run_ranks(1, _watched, list(models.values()))[0], strict=True))
@@ -223,7 +223,7 @@ class Figures(NamedTuple):
     replicas: float
 
 
-@functools.cache
+@once
 def figures(bundled: bool = False) -> dict[str, Figures]:
     # SGD's steps are linear in gradients; test_megatron_parity.py has AdamW's.
     make = mkor(bundled, update_interval=2, backend="sgd")
@@ -319,7 +319,7 @@ HYBRID = {
 }
 
 
-@functools.cache
+@once
 def hybrid() -> dict[str, Any]:
     return dict(zip(HYBRID, run_ranks(2, _hybrid, list(HYBRID.values()))[0], strict=True))
 

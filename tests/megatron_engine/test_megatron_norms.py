@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 from megatron_cells import DISTRIBUTED, OVERLAPPED, Cell
 from megatron_harness import Trainer, opened
 from megatron_types import maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,7 +63,7 @@ def _all(rank: int, world: int, cells: dict[str, tuple[str, Cell]]) -> dict[str,
     return found
 
 
-@functools.cache
+@once
 def seen(further: bool) -> list[dict[str, Any]]:
     return run_ranks(2, _all, FURTHER if further else CELLS)
 

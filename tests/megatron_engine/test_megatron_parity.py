@@ -24,7 +24,7 @@ from megatron_harness import OTHER_CUTS, Move, Result, Trainer, move, opened, tr
 from megatron_table import write_down
 from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
 from megatron_weights import cuts, reduced_gradient
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import Tensor
 from with_stand_in import run_with_stand_in
 
@@ -173,7 +173,7 @@ def _otherwise_cut(rank: int, world: int, cell: Cell, name: str, steps: int) -> 
         return [_run(replace(cell, microbatches=count), name, steps) for count in OTHER_CUTS]
 
 
-@functools.cache
+@once
 def _response(cell: Cell, name: str, steps: int) -> Move:
     """How far one process moves where the samples are cut into other micro-batches: what rounding does to the rule."""
     start, end, _ = _recorded(cell, name, steps)
@@ -181,7 +181,7 @@ def _response(cell: Cell, name: str, steps: int) -> Move:
     return worst(move(other.weights, end.weights, start.weights) for other in others)
 
 
-@functools.cache
+@once
 def _figures(precision: str, label: str, steps: int, types: tuple[str, ...]) -> dict[str, Figures]:
     names = ["adam", *types]
     world, cell = LAYOUTS[label]

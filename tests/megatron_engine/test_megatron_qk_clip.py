@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from megatron_harness import MakeOptimizer, Trainer, opened
 from megatron_latent import LatentTrainer, any_megatron
 from megatron_types import maker
 from megatron_weights import model_weight
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import Tensor
 
 from megatron_patches.patches import PATCHES
@@ -101,7 +100,7 @@ def _all(rank: int, world: int, names: tuple[str, ...], cells: dict[str, Cell]) 
         return found
 
 
-@functools.cache
+@once
 def _runs(names: tuple[str, ...], further: bool) -> dict[str, Run]:
     return run_ranks(2, _all, names, FURTHER if further else CELLS)[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron_cells import Cell
 from megatron_harness import Trainer, opened, trained
 from megatron_types import maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
@@ -125,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resuming")
 
 
-@functools.cache
+@once
 def seen(folder: Path) -> list[dict[str, Seen]]:
     return run_ranks(2, _all, folder)
 

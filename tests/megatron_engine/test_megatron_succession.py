@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron_harness import Trainer, opened, trained
 from megatron_muon import megatron_muon
 from megatron_types import maker
 from megatron_weights import assembled, bare, distributed, model_weight
-from ranks import run_ranks
+from ranks import once, run_ranks
 from torch import Tensor, nn
 
 import megatron_patches
@@ -250,7 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("succession")
 
 
-@functools.cache
+@once
 def runs(folder: Path, moves: tuple[Move, ...]) -> tuple[dict[tuple[str, str], Seen], list[dict[Move, Any]]]:
     saved = list(dict.fromkeys((move.author, move.format) for move in moves))
     return run_ranks(2, _save, folder, saved)[0], run_ranks(2, _go_on, folder, moves)

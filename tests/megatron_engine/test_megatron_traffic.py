@@ -18,7 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron_cells import DISTRIBUTED, Cell
 from megatron_harness import opened
 from megatron_types import maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 from megatron_patches.cpu import cpu_megatron
 from rankwise.estimate import estimate
@@ -122,7 +122,7 @@ def _all(rank: int, world: int, jobs: list[tuple[str, Cell]]) -> list[Sent]:
         return [_sent(rank, name, cell) for name, cell in jobs]
 
 
-@functools.cache
+@once
 def _measured(world: int) -> dict[tuple[str, str], list[Sent]]:
     names = ("adam", *(ALL if world == 2 else USUAL_FOUR))
     jobs = [(name, label) for label, (ranks, _) in LAYOUTS.items() if ranks == world for name in names]

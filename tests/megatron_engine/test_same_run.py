@@ -8,8 +8,6 @@ With ``RANKWISE_FSDP_TABLE=FILE`` the figures are written down, for ``python -m 
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from cpu_deepspeed import prepare_ranks
 from frameworks_alike import (
@@ -27,7 +25,7 @@ from frameworks_alike import (
 from fsdp_table import write_down
 from language_model import Model
 from megatron_harness import largest_gap
-from ranks import run_ranks
+from ranks import once, run_ranks
 
 ALL = tuple(name for name in OPTIONS if name != "mars")
 PLACES = ("ZeRO-3 × 2", "Megatron × 2", "FSDP2 × 2", "FSDP2 × 3")
@@ -40,7 +38,7 @@ def _import_before_forking() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
 
-@functools.cache
+@once
 def _alone(name: str, micro_batches: int | None = None) -> Weights:
     return in_torch(0, 1, name, *(() if micro_batches is None else (micro_batches,)))
 
@@ -49,7 +47,7 @@ def _start() -> Weights:
     return {name: parameter.detach() for name, parameter in Model(True).named_parameters()}
 
 
-@functools.cache
+@once
 def _compared(names: tuple[str, ...], places: tuple[str, ...]) -> dict[tuple[str, str], Figures]:
     prepare_ranks()
     every = ["adam", *names]
@@ -72,7 +70,7 @@ def _compared(names: tuple[str, ...], places: tuple[str, ...]) -> dict[tuple[str
     return figures
 
 
-@functools.cache
+@once
 def _response(name: str) -> Figures:
     """What rounding does to the rule: one process that cuts the samples into other micro-batches."""
     others = [figures_of(_alone(name, count), _alone(name), _start()) for count in CUTS]

@@ -6,7 +6,6 @@ It does not install without CUDA. That the model follows one of Megatron's own l
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_harness import Result, largest_gap, opened
 from megatron_resumes import Job, resume, save
 from megatron_statistics import Seen, inner_optimizers
 from megatron_types import TYPES, maker
-from ranks import run_ranks
+from ranks import once, run_ranks
 from test_megatron_checkpoints import LARGEST_MOVE
 from test_megatron_mkor import _watched, alone, gap
 from torch.distributed.checkpoint import FileSystemReader
@@ -105,7 +104,7 @@ WATCHED: dict[str, Cell] = {
 }
 
 
-@functools.cache
+@once
 def _references() -> dict[str, list[Seen]]:
     models = {str(alone(cell)): alone(cell) for cell in WATCHED.values()}
     return dict(zip(models, run_ranks(1, _watched, list(models.values()))[0], strict=True))

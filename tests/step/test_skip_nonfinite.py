@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, setup, weights
-from ranks import run_ranks
+from ranks import once, run_ranks
 from simulated import CASES, Framework, gradients, world_group
 from test_host_reads import NoHostReads
 from torch import Tensor, nn
@@ -245,7 +244,7 @@ def _break_all(rank: int, world: int) -> dict[tuple[str, str], dict[str, Any]]:
     return {(case, layout): _break_on_one_rank(case, layout, rank, world) for case in SHARDED for layout in PLACES}
 
 
-@functools.cache
+@once
 def _outcomes() -> list[dict[tuple[str, str], dict[str, Any]]]:
     for step in range(5):
         gradients(step)
