@@ -47,7 +47,7 @@ CHOICES: Mapping[str, Characteristics] = {
         "AdamW with variance reduction, element by element",
         "exact mode under an engine: it needs two gradients",
         "2 to 4",
-        "-0.09 at 0.075M, -0.04 at 0.12M",
+        "-0.09 at 0.075M, -0.04 at 0.12M, -0.02 at 0.26M",
     ),
     "MARS-Lion": Characteristics(
         "Lion with variance reduction: AdamW's memory",
@@ -61,7 +61,7 @@ CHOICES: Mapping[str, Characteristics] = {
         "Muon with variance reduction",
         "slow links at stage 3; CPUs without fast products",
         "5",
-        "-0.27 at 0.075M, -0.17 at 0.12M",
+        "-0.27 at 0.075M, -0.17 at 0.12M, -0.12 at 0.26M",
     ),
     "SONew": Characteristics(
         "second-order steps whose states are as long as the weights; hardly any traffic",
@@ -76,8 +76,8 @@ CHOICES: Mapping[str, Characteristics] = {
         "-0.08 at 0.075M, -0.01 at 0.12M",
     ),
     "MKOR": Characteristics(
-        "second-order steps by Kronecker factors of activations and gradients",
-        "short of memory (two factors for each matrix); stacked experts and `deepspeed.moe`'s, which take its backend",
+        "second-order steps by Kronecker factors of activations and output gradients, or (rule sketch) of gradients",
+        "short of memory (two factors for each matrix); stacked experts, which take its backend",
         "2 to 4",
         "+0.03? at 0.075M, -0.02 at 0.26M",
     ),

@@ -67,7 +67,7 @@ PUBLISHED_MARS: Mapping[str, Any] = {"betas": [0.95, 0.99], "gamma": 0.025, "wei
 """Of MARS-AdamW on language models, for all variants."""
 # Not the published ones: what ended lowest on small models and short runs (E4 of docs/evidence.md).
 _SHORT_MARS = {"betas": [0.9, 0.95], "gamma": 0.05, "weight_decay": 0.1}
-_MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1, "update_interval": 10}
+_MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1}
 READY: Mapping[str, Mapping[str, Any]] = {
     "mars": {"lr": 0.006, "variant": "adamw", **_SHORT_MARS},
     "mars-adamw": {"lr": 0.006, **_SHORT_MARS},

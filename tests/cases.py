@@ -74,6 +74,7 @@ CASES = [
             "factor_dtype": "float64",
         },
     ),
+    Case("mkor-sketch", MKOR, {"lr": 1e-2, "rule": "sketch", "factor_dtype": "float64", "weight_decay": 0.1}),
     Case("mkor-hybrid", MKOR, {"lr": 1e-2, "update_interval": 2, "hybrid": True, "hybrid_min_steps": 4}),
 ]
 BY_NAME = {case.name: case for case in CASES}

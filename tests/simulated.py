@@ -179,6 +179,7 @@ def _cases() -> list[Case]:
         for rule in ("official", "ema")
         for backend in ("adamw", "lamb", "sgd")
     ]
+    cases.append(Case("mkor-sketch", MKOR, {"rule": "sketch", "factor_dtype": "DTYPE"}))
     cases.append(Case("mkor-one-sided", MKOR, {**mkor, "max_factor_dim": 16, "stabilizer": None}))
     return cases
 

@@ -112,7 +112,7 @@ def test_the_page_of_sizes_is_what_was_recorded() -> None:
     results = Results(DOCS / "data" / "convergence")
     assert (DOCS / "sizes.md").read_text(encoding="utf-8") == sizes_page(results)
     assert len(differences(tuple(CELLS)[:1], "Muon", results)) == 1
-    assert len(CONTENDERS) == 10
+    assert len(CONTENDERS) == 11
 
 
 CONTENDER_OF = {

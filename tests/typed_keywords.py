@@ -15,7 +15,7 @@ def right(model: nn.Module) -> None:
     MARS(params=model.named_parameters(), lr=1e-3, variant="muon", clip=None)
     SONew([{"params": [*model.parameters()], "lr": 1e-4}], band=0).step()
     optimizer: MKOR = MKOR(model.parameters(), stabilizer=None, rescale=None)
-    interval: int = optimizer.options.update_interval
+    interval: int | None = optimizer.options.update_interval
     print(interval)
 
 

@@ -38,7 +38,7 @@ class Default:
     def value(self) -> Any:
         """What it is today."""
         named = BY_SPELLING[self.type]
-        return named.preset.get(self.option, named.optimizer.options_type.table()[self.option].default)
+        return named.optimizer.options_type(**named.preset).value_of(self.option)
 
     def side(self, claim: Claim, verdict: str) -> str:
         """What a decided claim says of the default: "for it", "against it", or "neither"."""

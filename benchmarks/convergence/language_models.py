@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +23,13 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 _MKOR = "MKOR, arXiv 2306.01685"
 _LONG_MEMORY = "MKOR on AdamW, every step, decay 0.995"
+
+
+SKETCHED: Mapping[str, Any] = {
+    **ADAMW,
+    **{"rule": "sketch", "update_interval": 1, "factor_decay": 0.998, "sketch_gain": 0.04, "factor_dtype": "bfloat16"},
+}
+"""MKOR as its rule "sketch" has it where nothing else is given."""
 
 
 def _mkor(name: str, guess: float, **options: Any) -> Contender:

@@ -62,13 +62,14 @@ def changes(picked: Chosen, cluster: Cluster) -> Iterator[Change]:
     if cluster.stage == 0:
         cluster = replace(cluster, stage=2)
         yield Change('"stage": 2', picked, cluster)
-    table = BY_NAME[picked.name].optimizer.options_type.table()
+    options_type = BY_NAME[picked.name].optimizer.options_type
     tried: dict[str, Any] = {}
     params = dict(picked.params)
     for key, change in _CHANGES:
-        if key not in table:
+        # With sketches nothing is sent that a longer interval would spare.
+        if key not in options_type.table() or (key == "update_interval" and params.get("rule") == "sketch"):
             continue
-        now = params.get(key, table[key].default)
+        now = options_type(**params).value_of(key)
         wanted = change(now)
         if wanted is None or wanted == now:
             continue

@@ -69,7 +69,7 @@ class FactorSteps:
         statistics: Collector,
         matrix_states: MatrixStates,
     ) -> None:
-        self.schedule = FactorSchedule(options.update_interval)
+        self.schedule = FactorSchedule(options.interval)
         self._options, self._table, self._planner = options, table, planner
         self._statistics, self._matrix_states = statistics, matrix_states
         self._frozen: set[str] = set()
@@ -84,6 +84,8 @@ class FactorSteps:
 
     def route_captured(self) -> None:
         """Send what no linear module uses to the fallback; after a capture."""
+        if not self._statistics.listens:
+            return
         table, records = self._table, self._statistics.records
         unused = [name for name, chosen in table.routes.items() if chosen.rule == "matrix" and name not in records]
         self._frozen = {name for name in unused if not table.parameters[name].requires_grad}

@@ -35,6 +35,9 @@ class KroneckerFactors:
 
     def __init__(self, options: MKOROptions) -> None:
         self._options = options
+        # Sketches keep 0 < J <= I, and nothing grows; yet the row sums of such a matrix may be large.
+        self._stabilizer = None if options.sketches else options.stabilizer
+        self._formula: formulas.Rule = "official" if options.sketches else options.rule  # type: ignore[assignment]
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """The type of the products with gradients of a type on a device: the option's, or what it leaves to them."""
@@ -74,7 +77,7 @@ class KroneckerFactors:
         Args:
             tasks: The matrices.
             states: States of the matrices, changed in place.
-            vectors: The statistics by key.
+            vectors: What they take in, by key.
 
         Returns:
             Numbers of matrices moved, and kept because the result was not finite, 0-d.
@@ -84,10 +87,18 @@ class KroneckerFactors:
         for side in ("right", *tasks[0].signature.lefts):
             if side in states[0]:
                 vector = self._vector(side, tasks, vectors)
+                if self._options.sketches:
+                    vector = self._of_sketch(vector)
                 healthy &= self._update([state[side] for state in states], vector, seen) | ~seen
         failures = [state["failures"] for state in states]
         torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
+
+    def _of_sketch(self, vectors: Tensor) -> Tensor:
+        """At the scale of the identity: that of a gradient says nothing."""
+        root = math.sqrt(self._options.sketch_gain * vectors.shape[1])
+        norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+        return vectors * (root / torch.where(norms > 0, norms, 1.0))
 
     def _vector(self, side: str, tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]) -> Tensor:
         if side != "right":
@@ -105,9 +116,9 @@ class KroneckerFactors:
             return update_in_place(
                 inverses,
                 vectors,
-                decay=options.factor_decay,
-                rule=options.rule,
-                stabilizer=options.stabilizer,
+                decay=options.decay,
+                rule=self._formula,
+                stabilizer=self._stabilizer,
                 norm=options.stabilizer_norm,
                 seen=seen,
             )
@@ -118,15 +129,15 @@ class KroneckerFactors:
 
     def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         options = self._options
-        if options.stabilizer is None:
-            moved = formulas.rank1_inverse_update(old, vector, options.factor_decay, options.rule)  # type: ignore[arg-type]
+        if self._stabilizer is None:
+            moved = formulas.rank1_inverse_update(old, vector, options.decay, self._formula)
             return formulas.guarded(moved, old)
         return formulas.update_factor(
             old,
             vector,
-            options.factor_decay,
-            options.rule,  # type: ignore[arg-type]
-            *options.stabilizer,
+            options.decay,
+            self._formula,
+            *self._stabilizer,
             norm=options.stabilizer_norm,  # type: ignore[arg-type]
         )
 

@@ -52,6 +52,7 @@ class LocalMatrixPlan:
 
     Attributes:
         tasks: Tasks of the matrices.
+        weights: Indices of their weights' shards.
         alike: Places of the tasks that have one signature.
         runs: Runs of their gradients: index and elements of a shard.
         arrangement: Arrangement of their gradients.
@@ -59,6 +60,7 @@ class LocalMatrixPlan:
 
     def __init__(self, taken: Sequence[LocalMatrix], states: Sequence[MatrixState]) -> None:
         self.tasks = [each.task for each in taken]
+        self.weights = [each.indices[0] for each in taken]
         self.alike: dict[Any, list[int]] = {}
         for place, task in enumerate(self.tasks):
             self.alike.setdefault(task.signature, []).append(place)

@@ -13,7 +13,8 @@ from rankwise.mkor.factor_steps import FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import scratch_of
-from rankwise.mkor.rule import MKORRule, matrix_tasks
+from rankwise.mkor.rule import MKORRule, matrix_tasks, uncaptured_tasks
+from rankwise.mkor.sketches import Sketches, sign_table
 from rankwise.mkor.spec import MKORSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.planning.matrix_states import MatrixState
@@ -21,6 +22,7 @@ from rankwise.planning.step_costs import ScratchMemory, StepCosts
 from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.sharding import MatrixTask, Traffic
 from rankwise.statistics.collector import Collector
+from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
@@ -44,7 +46,8 @@ class MKOR(ShardedOptimizer):
     :math:`G^{-1} D A^{-1}`, rescaled to the norm of ``D``, and goes to the backend. A layer's bias gradient rides along
     as one more column if weight and bias are in one param group. The owner of a matrix alone keeps its factors.
 
-    The statistics come from module hooks: call :meth:`capture` once with the model. The DeepSpeed plugin does it.
+    The statistics come from module hooks: call :meth:`capture` once with the model. The DeepSpeed plugin does it. With
+    rule "sketch" they come from the gradient itself, and there is nothing to capture.
 
     Example:
         >>> optimizer = rankwise.MKOR(model.named_parameters(), lr=3e-3, backend="lamb")
@@ -58,10 +61,9 @@ class MKOR(ShardedOptimizer):
     """
 
     options: MKOROptions
-    needs_capture = True
     spec_class = MKORSpec
     spec: MKORSpec
-    held = (*ShardedOptimizer.held, "statistics", "factor_steps", "switch", "_first_order", "_factors")
+    held = (*ShardedOptimizer.held, "needs_capture", "statistics", "factor_steps", "switch", "_first_order", "_factors")
 
     @options_as_keywords(MKOROptions)
     def __init__(self, params: Any, options: MKOROptions) -> None:
@@ -69,7 +71,8 @@ class MKOR(ShardedOptimizer):
             logger.warning("MKOR: rule='paper_literal' is the printed formula; it amplifies what it should damp.")
         super().__init__(params, options)
         self._first_order, self._factors = self.spec.first_order, self.spec.factors
-        self.statistics = Collector(self.table, self.planner)
+        self.needs_capture = not options.sketches
+        self.statistics = Collector(self.table, self.planner, listens=self.needs_capture)
         self.factor_steps = FactorSteps(options, self.table, self.planner, self.statistics, self.matrix_states)
         self.switch = Switch(options, self.statistics, self.matrix_states, self.planner)
 
@@ -167,7 +170,9 @@ class MKOR(ShardedOptimizer):
         self.statistics.follow_exchanged()
         if self.switch.is_over:
             return
-        tasks = matrix_tasks(unit, self.statistics.records, self.table)
+        table = self.table
+        listens = self.needs_capture
+        tasks = matrix_tasks(unit, self.statistics.records, table) if listens else uncaptured_tasks(unit, table)
         product = self._factors.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None
@@ -190,7 +195,7 @@ class MKOR(ShardedOptimizer):
             sums=(2,) if self.options.backend == "lamb" else (),
             matrix_state=self._fresh,
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
-            period=self.options.update_interval,
+            period=self.options.interval,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
@@ -199,7 +204,7 @@ class MKOR(ShardedOptimizer):
         return self._factors.fresh(task.signature, device)
 
     def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:
-        if self.switch.is_over or not size:
+        if self.switch.is_over or not size or not self.needs_capture:
             return ()
         if self.statistics.early is None:
             return (size,)
@@ -224,18 +229,33 @@ class MKOR(ShardedOptimizer):
             What the first-order rule has yet to step.
         """
         counts = self.factor_steps.counts(unit, self.state)
-        vectors = self.factor_steps.reduced(unit, self.factor_steps.due(counts), self.param_groups)
-        self.factor_steps.drop_statistics(unit)
-        self.factor_steps.prepare(unit, counts, self.state)
+        due = self.factor_steps.due(counts)
+        vectors = self._measured(unit, counts, due) if self.needs_capture else self._sketches(unit, due)
         if unit.exchange is None:
             return buckets
         refuse_stranded(unit, self.matrix_states, "failures")
         fetch_kept_states(unit, self.matrix_states, self._fresh)
-        unit.scratch["moved"] = list(vectors)
+        unit.scratch["moved"] = list(due)
         held = self._first_order, self._factors, self.matrix_states
         rule = MKORRule(unit, buckets, self.param_groups, self.health, *held, vectors)
         step_matrices(rule)
         return rule.remaining()
+
+    def _measured(
+        self, unit: StepUnit, counts: Mapping[str, int], due: Mapping[str, int]
+    ) -> Mapping[str, LayerVectors]:
+        vectors = self.factor_steps.reduced(unit, due, self.param_groups)
+        self.factor_steps.drop_statistics(unit)
+        self.factor_steps.prepare(unit, counts, self.state)
+        return vectors
+
+    @staticmethod
+    def _sketches(unit: StepUnit, due: Mapping[str, int]) -> Sketches:
+        table = unit.scratch.get("signs")
+        if table is None:
+            longest = max(max(unit.infos[key].matrix_shape) for key in unit.scratch["statistics"])
+            table = unit.scratch["signs"] = sign_table(longest, unit.device, unit.dtype)
+        return Sketches(due, table)
 
     def _after_step(self, unit: StepUnit) -> None:
         # Once it is certain, on the device, that the step counts.

@@ -19,6 +19,7 @@ from rankwise.options.checks import (
     Integer,
     InvalidError,
     Number,
+    OrNone,
     is_number,
 )
 from rankwise.options.fields import Options, option
@@ -50,6 +51,11 @@ class _Stabilizer(Check):
         return "[threshold > 0, retention in [0, 1]] or null"
 
 
+_OF_MEANS: Mapping[str, Any] = {"update_interval": 10, "factor_decay": 0.95}
+_OF_SKETCHES: Mapping[str, Any] = {"update_interval": 1, "factor_decay": 0.998}
+"""What they are where they are not given, by what the factors follow."""
+
+
 @dataclass(frozen=True)
 class MKOROptions(Options):
     """Options of :class:`rankwise.MKOR`."""
@@ -61,17 +67,24 @@ class MKOROptions(Options):
         Choice("adamw", "lamb", "sgd"),
         "First-order rule after preconditioning. It also serves everything else.",
     )
-    factor_decay: float = option(0.95, Fraction(with_zero=False), "Factor momentum.")
-    update_interval: int = option(
-        10,
-        Integer(1, unit="steps"),
-        "Steps from one factor update to the next; the preconditioner is applied at every step.",
+    factor_decay: float | None = option(
+        None, OrNone(Fraction(with_zero=False)), 'Factor momentum. None: 0.95; 0.998 with rule "sketch".'
+    )
+    update_interval: int | None = option(
+        None,
+        OrNone(Integer(1, unit="steps")),
+        "Steps from one factor update to the next; the preconditioner is applied at every step. None: 10; 1 with rule "
+        '"sketch".',
     )
     rule: str = option(
         "official",
-        Choice("official", "ema", "paper_literal"),
+        Choice("official", "ema", "paper_literal", "sketch"),
         'The published code, the paper\'s derivation, or ("paper_literal") the printed formula, which is the inverse '
-        "of nothing.",
+        'of nothing. "sketch": as "official", but the factors follow random combinations of the rows and columns of '
+        "the gradient itself: nothing is captured or sent, and no bias rides along.",
+    )
+    sketch_gain: float = option(
+        0.04, Number(above=True), 'Of rule "sketch": mean square of what a factor takes in, whose identity has 1.'
     )
     stabilizer: tuple[float, float] | None = option(
         (2.0, 0.9),
@@ -142,6 +155,27 @@ class MKOROptions(Options):
     store_param_remainders: bool = shared.store_param_remainders()
 
     @property
+    def sketches(self) -> bool:
+        """Whether factors follow the gradient, and nothing that layers show."""
+        return self.rule == "sketch"
+
+    @property
+    def interval(self) -> int:
+        """Steps from one factor update to the next."""
+        return int(self.value_of("update_interval"))
+
+    @property
+    def decay(self) -> float:
+        """Factor momentum."""
+        return float(self.value_of("factor_decay"))
+
+    def value_of(self, key: str) -> Any:
+        """See the base class."""
+        decided = _OF_SKETCHES if self.sketches else _OF_MEANS
+        given = getattr(self, key)
+        return decided.get(key) if given is None else given
+
+    @property
     def varying(self) -> tuple[str, ...]:
         """Those that the backend reads."""
         read = ("lr", *FirstOrder(self.backend, self.nesterov).rates)
@@ -149,11 +183,15 @@ class MKOROptions(Options):
 
     def unread(self) -> Mapping[str, tuple[str, str]]:
         """What belongs to the other backends, and to MKOR-H."""
-        theirs = ("betas", "eps") if self.backend == "sgd" else ("momentum", "nesterov")
+        of_backend = ("betas", "eps") if self.backend == "sgd" else ("momentum", "nesterov")
         other = "'adamw' or 'lamb'" if self.backend == "sgd" else "'sgd'"
         found = {
             key: (f"backend={self.backend!r} does not read it", f"leave it out, or set backend to {other}")
-            for key in theirs
+            for key in of_backend
+        }
+        theirs = ("output_gain", "stabilizer", "stabilizer_norm") if self.sketches else ("sketch_gain",)
+        found |= {
+            key: (f"rule={self.rule!r} does not read it", "leave it out, or choose another rule") for key in theirs
         }
         if not self.hybrid:
             knee = [key for key in self.names() if key.startswith("hybrid_")]

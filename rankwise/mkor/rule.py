@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.local_matrices import LocalMatrix, LocalMatrixPlan
 from rankwise.mkor.preconditioning import Preconditioned
+from rankwise.mkor.sketches import Sketches
 from rankwise.mkor.workspace import Workspace
 from rankwise.options.validation import OptionError
 from rankwise.planning.element_states import EntryRuns, offset_runs
@@ -27,7 +28,7 @@ from rankwise.step.first_order import FirstOrder, adamw_step
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule, profiled
 
-__all__ = ["MKORRule", "matrix_tasks"]
+__all__ = ["MKORRule", "matrix_tasks", "uncaptured_tasks"]
 
 _MOST_RUNS = 64
 """Of a block that is stepped where it lies: each is a row of tables that the host makes."""
@@ -58,7 +59,7 @@ class MKORRule(MatrixRule):
         first_order: The rule that follows.
         factors: Moves and applies the factors.
         states: The factors of the matrices this rank owns.
-        vectors: The statistics of the layers whose factors are due, by key.
+        vectors: The statistics of the layers whose factors are due, by key; or what makes some of gradients.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class MKORRule(MatrixRule):
         first_order: FirstOrder,
         factors: KroneckerFactors,
         states: MatrixStates,
-        vectors: Mapping[str, LayerVectors],
+        vectors: Mapping[str, LayerVectors] | Sketches,
     ) -> None:
         super().__init__(unit, buckets, groups, health)
         self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
@@ -95,7 +96,9 @@ class MKORRule(MatrixRule):
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The preconditioned gradients of a stack, with factors that have moved if they are due."""
-        return self._factors.apply(batch.signature, self._moved(tasks), stack, self._product, self._space, spent)
+        elements = batch.signature.sizes[0]
+        states = self._moved(tasks, lambda place: stack[place, :elements])
+        return self._factors.apply(batch.signature, states, stack, self._product, self._space, spent)
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Step with preconditioned gradients, or keep them for a first-order rule that needs all of them."""
@@ -112,7 +115,7 @@ class MKORRule(MatrixRule):
             return self._take_along(LocalMatrix(task, indices), values)
         if not self._singly:
             return False
-        (state,), sizes = self._moved([task]), task.signature.sizes
+        (state,), sizes = self._moved([task], lambda _: values[0]), task.signature.sizes
         results = self._space.take("result", (sum(sizes),), self.unit.dtype).split(sizes)
         self._factors.apply_to_one(task.signature, state, values, results, self._product, self._space)
         for index, result in zip(indices, results, strict=True):
@@ -136,13 +139,20 @@ class MKORRule(MatrixRule):
             for bucket in self.buckets
         ]
 
-    def _moved(self, tasks: Sequence[MatrixTask]) -> list[MatrixState]:
-        """The factors of matrices of one shape, after this step's update where there is one."""
+    def _moved(self, tasks: Sequence[MatrixTask], gradient: Callable[[int], Tensor]) -> list[MatrixState]:
+        """The factors of matrices of one shape, after this step's update where there is one.
+
+        Args:
+            tasks: The matrices.
+            gradient: Of the weight of one, by its place among them.
+        """
         states = [self._state_of(task) for task in tasks]
         due = [place for place, task in enumerate(tasks) if task.key in self._vectors]
         if due:
-            chosen = [tasks[place] for place in due]
-            updated, skipped = self._factors.move(chosen, [states[place] for place in due], self._vectors)
+            chosen, vectors = [tasks[place] for place in due], self._vectors
+            if isinstance(vectors, Sketches):
+                vectors = vectors.of(chosen, [gradient(place) for place in due])
+            updated, skipped = self._factors.move(chosen, [states[place] for place in due], vectors)
             self.health.add("factors_updated", updated)
             self.health.add("factors_skipped", skipped)
         return states
@@ -224,11 +234,18 @@ class MKORRule(MatrixRule):
     def _preconditioned(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> Preconditioned:
         states: list[MatrixState] = [{}] * len(plan.tasks)
         for places in plan.alike.values():
-            for place, state in zip(places, self._moved([plan.tasks[place] for place in places]), strict=True):
+            weights = [plan.weights[place] for place in places]
+            moved = self._moved([plan.tasks[place] for place in places], partial(self._gradient_at, weights))
+            for place, state in zip(places, moved, strict=True):
                 states[place] = state
         assert self._together is not None
         factors = plan.factors(states)
         return self._factors.precondition(plan.arrangement, values, *factors, self._together, self._product)
+
+    def _gradient_at(self, shards: Sequence[int], place: int) -> Tensor:
+        gradient = self._gradients[shards[place]]
+        assert gradient is not None
+        return gradient
 
     def _step_runs(self, runs: Sequence[tuple[int, slice]], found: Preconditioned) -> None:
         """Step some elements of shards: AdamW, or anything element-wise where there are no factors."""
@@ -284,6 +301,22 @@ def _tensors_of(entries: Sequence[Entry]) -> tuple[int, ...]:
 def _takes(signature: LayerSignature) -> bool:
     """Whether the blocks of such a layer lie in few enough runs."""
     return all(len(runs) <= _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block))
+
+
+def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
+    """The unit's matrices, none with a bias, where no layer is asked what it is.
+
+    Args:
+        unit: The unit.
+        table: The parameters.
+    """
+    tasks = []
+    for key in unit.keys("matrix"):
+        info, position = unit.infos[key], unit.group_position[key]
+        sides = info.logical_matrix_shape
+        signature = LayerSignature(*sides, False, info.transposed, position, table.blocks.get(key, ()))
+        tasks.append(MatrixTask(key, (key,), signature, signature.cost))
+    return tasks
 
 
 def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable) -> list[MatrixTask]:

@@ -50,11 +50,11 @@ class MKORSpec(OptimizerSpec):
 
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
         """What cannot be captured, and matrices without a side for a factor, take the backend."""
-        if chosen.rule == "matrix" and info.role is Role.EXPERT:
+        if chosen.rule == "matrix" and info.role is Role.EXPERT and not self.options.sketches:
             # Their inputs are padded to a capacity that depends on how many ranks there are, and so does their mean.
             return Route("fallback", "expert")
         if chosen.rule == "matrix" and len(info.shape) != 2:
-            return Route("fallback", "only 2-D weights of linear modules are captured")
+            return Route("fallback", "only 2-D weights have factors")
         if chosen.rule == "matrix" and min(info.shape) > self.options.max_factor_dim:
             return Route("fallback", f"both sides above {self.options.max_factor_dim}")
         return chosen

@@ -115,6 +115,10 @@ class Options(_Common):
         """Those of :meth:`per_group` that are read under these values of the others."""
         return self.per_group()
 
+    def value_of(self, key: str) -> Any:
+        """An option's value; of one that others decide where it is None, what they decide."""
+        return getattr(self, key)
+
     def unread(self) -> Mapping[str, tuple[str, str]]:
         """Options that nothing reads under these values of the others, why, and the fix."""
         return {}

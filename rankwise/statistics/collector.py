@@ -46,6 +46,7 @@ class Collector:
     Args:
         table: The optimizer's parameters and their rules.
         planner: Its units and its framework.
+        listens: Whether layers are hooked; otherwise a capture learns only what they are.
 
     Attributes:
         hooks: Those of the captured model; None before :meth:`capture`.
@@ -53,8 +54,8 @@ class Collector:
         early: Where statistics travel while the backward pass runs; None: within the step.
     """
 
-    def __init__(self, table: ParameterTable, planner: Planner) -> None:
-        self._table, self._planner = table, planner
+    def __init__(self, table: ParameterTable, planner: Planner, listens: bool = True) -> None:
+        self._table, self._planner, self.listens = table, planner, listens
         self.hooks: Capture | None = None
         self.records: dict[str, Record] = {}
         self.early: BackwardReduction | None = None
@@ -66,7 +67,7 @@ class Collector:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The model of a copy is not known.
-        return type(self), (self._table, self._planner)
+        return type(self), (self._table, self._planner, self.listens)
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class Collector:
 
         def wanted(module: nn.Module, parameter: nn.Parameter) -> bool:
             name = names.get(id(parameter))
-            return name is not None and table.routes[name].rule == "matrix"
+            return self.listens and name is not None and table.routes[name].rule == "matrix"
 
         self.release()
         # Not in the class's body: the compiler takes as long to import as torch.
@@ -122,7 +123,7 @@ class Collector:
             OptionError: Ranks share a layer by now, which the hooks do not know.
         """
         exchanged, self._table.exchanged = self._table.exchanged, {}
-        if not exchanged or self.hooks is None:
+        if not exchanged or self.hooks is None or not self.listens:
             return
         source = self._planner.source
         self.hooks.replace_parameters(exchanged)
@@ -140,7 +141,7 @@ class Collector:
         Raises:
             OptionError: There is none.
         """
-        if self.hooks is None:
+        if self.hooks is None and self.listens:
             raise OptionError(
                 "MKOR has no statistics to precondition with: call optimizer.capture(model) before the first step, or "
                 f"{framework_advice()}, which does it."

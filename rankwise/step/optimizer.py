@@ -129,7 +129,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     # --- what only some rules need of a training loop -----------------------------------------------------------
 
-    needs_capture: ClassVar[bool] = False
+    needs_capture: bool = False
     """Whether the rule learns from what the layers of the model compute; see :meth:`capture`."""
 
     @property

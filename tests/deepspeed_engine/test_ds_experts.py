@@ -33,7 +33,9 @@ PREFIX = "moe.deepspeed_moe.experts.deepspeed_experts."
 TYPES = {**ds.TYPES, "LDAdam": {**ds.TYPES["LDAdam"], "rank": 2}, ds.REFERENCE: ds.REFERENCE_PARAMS}
 # The head's edges, which no expert touches, are near the tolerance of 0.1, where rounding grows twentyfold.
 TYPES["SONew"] = {**TYPES["SONew"], "gamma": 0.3}
-SOME = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR-H", ds.REFERENCE)
+# Experts are matrices to it; to MKOR's other rules they are not.
+TYPES["MKOR, sketch"] = {"rule": "sketch", "lr": 5e-3, "factor_dtype": "float32"}
+SOME = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR-H", "MKOR, sketch", ds.REFERENCE)
 
 
 class Expert(nn.Module):
@@ -126,6 +128,10 @@ class ExpertJob:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+def _type(name: str) -> str:
+    return name.partition(",")[0]
+
+
 def engine_of(job: ExpertJob, rank: int, world: int) -> Any:
     model = Sharded(rank, job.ep_size)
     config = {
@@ -135,7 +141,7 @@ def engine_of(job: ExpertJob, rank: int, world: int) -> Any:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": job.stage},
-        "optimizer": {"type": job.name, "params": dict(TYPES[job.name])},
+        "optimizer": {"type": _type(job.name), "params": dict(TYPES[job.name])},
         **job.config,
     }
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -176,7 +182,7 @@ def run_whole(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     if name == ds.REFERENCE:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=TYPES[name]["lr"])
     else:
-        optimizer = build(name, list(model.parameters()), **TYPES[name])
+        optimizer = build(_type(name), list(model.parameters()), **TYPES[name])
     if getattr(optimizer, "needs_capture", False):
         optimizer.capture(model)
     x, y = ds.batches(ds.STEPS)

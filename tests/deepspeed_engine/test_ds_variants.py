@@ -87,6 +87,20 @@ def test_rates_and_decay(stage: int) -> None:
         assert ds.replay_error(unscaled, ranks) > 1e-3
 
 
+@pytest.mark.parametrize("stage", marked({0: True, 1: False, 2: True, 3: True}))
+def test_sketches(stage: int) -> None:
+    """MKOR whose factors follow the gradient: it hooks nothing, sends no vectors, and follows its own gradients."""
+    cell = [
+        ds.Job("MKOR", {"rule": "sketch", "factor_dtype": "float32", "lr": 5e-3, **more}, steps=STEPS)
+        for more in ({}, {"update_interval": 2, "backend": "lamb"})
+    ]
+    for job, *ranks in zip(cell, *run_ranks(2, ds.run_all, cell, {"stage": stage}), strict=True):
+        check_replay(job, ranks)
+        assert not any(record.statistics[step] for record in ranks for step in range(STEPS))
+        other = replace(job, params={**job.params, "sketch_gain": 0.3})
+        assert ds.replay_error(other, ranks) > 1e-3
+
+
 @pytest.mark.parametrize("stage", marked({0: False, 1: True, 3: False}))
 def test_autocast(stage: int) -> None:
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

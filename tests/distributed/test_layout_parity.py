@@ -25,7 +25,7 @@ WHOLE: Cells = dict.fromkeys([(1, F64), (2, F64), (3, F64), (4, F64), (2, F32), 
 # One for each kind of states and messages; what differs from them in formulas alone follows where all is cut.
 KINDS = (
     *("mars-adamw", "mars-muon", "mars-shampoo-rms", "sonew-1-row-adam", "sonew-4-tensor-rmsprop"),
-    *("ldadam-ef", "ldadam-plain", "mkor-official-adamw", "mkor-one-sided"),
+    *("ldadam-ef", "ldadam-plain", "mkor-official-adamw", "mkor-one-sided", "mkor-sketch"),
 )
 OTHERS = tuple(case for case in CASES if case not in KINDS)
 FEW: Cells = {(2, F64): ("tensor",), (3, F64): ("cut",)}

@@ -26,6 +26,7 @@ CLASSES: dict[str, Case] = {
     "ldadam": (LDAdam, {"rank": 3}),
     "ldadam-8bit": (LDAdam, {"rank": 3, "error_dtype": "int8"}),
     "mkor": (MKOR, {"update_interval": 2, "factor_dtype": "float32"}),
+    "mkor-sketch": (MKOR, {"rule": "sketch", "factor_dtype": "float32"}),
     "mkor-h": (MKOR, {"update_interval": 2, "factor_dtype": "float32", "hybrid": True, "backend": "lamb"}),
 }
 

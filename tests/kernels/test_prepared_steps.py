@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sonew": (SONew, {}),
     "ldadam": (LDAdam, {"rank": 2}),
     "mkor": (MKOR, {"update_interval": 2, "factor_dtype": "float32", "product_dtype": "float32"}),
+    "mkor-sketch": (MKOR, {"rule": "sketch", "factor_dtype": "float32", "product_dtype": "float32"}),
 }
 
 

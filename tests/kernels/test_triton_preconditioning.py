@@ -226,7 +226,8 @@ def trained(form: Any, missing: bool = False, **options: Any) -> dict[str, Tenso
     named = dict(model.named_parameters())
     apart = [(name, value) for name, value in named.items() if name.startswith("own")]
     rest = [(name, value) for name, value in named.items() if not name.startswith("own")]
-    settings = {"lr": 1e-2, "weight_decay": 0.1, "update_interval": 2, "output_gain": 5.0, **options}
+    gain = "sketch_gain" if options.get("rule") == "sketch" else "output_gain"
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "update_interval": 2, gain: 5.0, **options}
     settings |= {"blocks": {"parts.weight": {"a": 5, "b": 12, "c": 7}}, "factor_dtype": "float32"}
     optimizer = MKOR([{"params": rest}, {"params": apart, "weight_decay": 0.5}], product_dtype="float32", **settings)
     optimizer.capture(model)
@@ -251,6 +252,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"weight_decay_method": "cautious"},
     {"max_factor_dim": 8},
     {"missing": True},
+    {"rule": "sketch"},
+    {"rule": "sketch", "missing": True},
+    {"rule": "sketch", "backend": "sgd", "max_factor_dim": 8},
 ]
 
 

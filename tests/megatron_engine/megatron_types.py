@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ldadam-narrow": ("ldadam", {"state_dtype": "int8"}),
     "sonew-narrow": ("sonew", {"state_dtype": "bfloat16"}),
     "ldadam-no-feedback": ("ldadam", {"error_feedback": False}),
+    "mkor-sketch": ("mkor", {"rule": "sketch"}),
     "mars-m-unclipped": ("mars-m", {"clip": None}),
 }
 ELEMENT_WISE = ("mars-adamw", "mars-lion", "sonew")

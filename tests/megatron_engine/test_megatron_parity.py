@@ -34,7 +34,7 @@ STEPS, STEPS_OF_THE_GRID = 4, 10
 # One of each kind of rule goes everywhere: whole matrices, halos, slices, statistics. Its likes go where a place is cut
 # by either parallelism; everywhere in the whole grid.
 EVERYWHERE = ("mars-m", "sonew", "ldadam", "mkor")
-LIKES = tuple(name for name in TYPES if name not in EVERYWHERE)
+LIKES = (*(name for name in TYPES if name not in EVERYWHERE), "mkor-sketch")
 DEEP: dict[str, Any] = {"layers": 4}
 LAYER_WISE: dict[str, Any] = {"rankwise_layer_wise": True}
 
@@ -233,7 +233,7 @@ def _cases(labels: tuple[str, ...], with_all: str) -> list[Any]:
     return [
         pytest.param(name, label, marks=() if name in EVERYWHERE or label == with_all else pytest.mark.exhaustive)
         for label in labels
-        for name in TYPES
+        for name in (*EVERYWHERE, *LIKES)
     ]
 
 

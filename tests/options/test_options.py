@@ -80,9 +80,10 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     (MARS, "reference_dtype", [*DTYPES, "float16"], "it must name a floating-point type", "write '.*float"),
     (LDAdam, "comm_dtype", ["float", 32], "it must name a floating-point type.*, or be 'int8'", "write 'float32'"),
     (MKOR, "backend", ["adam", "SGD"], "it must be one of 'adamw', 'lamb', 'sgd'", "did you mean"),
-    (MKOR, "factor_decay", [-0.1, 1.0, 0.0, 0], r"it must lie in \(0, 1\)", "the default is 0.95"),
-    (MKOR, "update_interval", [0, 1.5], "it must be an integer >= 1", "the default is 10"),
-    (MKOR, "rule", ["paper", "EMA"], "it must be one of 'official', 'ema', 'paper_literal'", ""),
+    (MKOR, "factor_decay", [-0.1, 1.0, 0.0, 0], r"it must lie in \(0, 1\)", "the default is None"),
+    (MKOR, "update_interval", [0, 1.5], "it must be an integer >= 1", "the default is None"),
+    (MKOR, "rule", ["paper", "EMA"], "it must be one of 'official', 'ema', 'paper_literal', 'sketch'", ""),
+    (MKOR, "sketch_gain", [0.0, -1.0], "it must be > 0", "the default is 0.04"),
     (
         MKOR,
         "stabilizer",
@@ -174,7 +175,7 @@ TOO_LARGE = [
     (MARS, "gamma", 1e7, r"it must be <= 1e\+06", "the default is 0.025"),
     (SONew, "band", 33, "it must be <= 32, as every neighbour costs", "the default is 1"),
     (LDAdam, "rank", 10**10, "it must be <= 1000000000, lower the rank", "the default is 16"),
-    (MKOR, "update_interval", 2 * 10**9, "it must be <= 1000000000", "the default is 10"),
+    (MKOR, "update_interval", 2 * 10**9, "it must be <= 1000000000", "the default is None"),
     *[(cls, key, 1e30, r"it must be <= 1e\+06", "the default") for cls in CLASSES for key in ("lr", "weight_decay")],
 ]
 BAD = [

@@ -463,7 +463,7 @@ def test_mkor_says_why_a_matrix_has_no_statistics() -> None:
     optimizer.capture(model)
     rows = {row.name: row for row in optimizer.explain()}
     assert rows["temperature"].reason == "no linear module uses it"
-    assert rows["experts.gate_up"].reason == "only 2-D weights of linear modules are captured"
+    assert rows["experts.gate_up"].reason == "only 2-D weights have factors"
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
