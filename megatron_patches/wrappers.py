@@ -136,8 +136,9 @@ class Adoption:
         with idle_allowed():
             for inner in optimizers:
                 inner.capture(model, window=partial(getattr, self._adopted[inner], "window"), describe=describe)
-        if any(inner.needs_loss for inner in optimizers):
-            StepLosses(built, optimizers, self.chunks, self.scale, print_on_first_rank)
+        hearing = [inner for inner in self._adopted if inner.needs_loss]
+        if hearing:
+            StepLosses(built, hearing, self.chunks, self.scale, print_on_first_rank)
 
 
 def wrapper_classes(adoption: Adoption) -> dict[str, type[Any]]:

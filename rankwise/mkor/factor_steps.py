@@ -12,11 +12,13 @@ from torch import Tensor
 from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.sketches import Sketches, sign_table
 from rankwise.planning.element_states import States
 from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.step_unit import StepUnit
+from rankwise.routing.roles import ParameterInfo
 from rankwise.sharding import MatrixTask
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import GLIMPSE, LayerVectors, refuse_broken_factors
@@ -92,6 +94,16 @@ class FactorSteps:
         for name in unused:
             table.send_to_fallback([name], _FROZEN if name in self._frozen else "no linear module uses it")
         self._route_left_out()
+
+    def drop_turned(self, before: Mapping[str, ParameterInfo]) -> None:
+        """Factors of weights that turn out to lie the other way, or to hold several matrices, start anew.
+
+        Args:
+            before: What was known of the parameters, by name.
+        """
+        for name, (info, _) in self._table.catalog.items():
+            if (info.transposed, info.fused) != (before[name].transposed, before[name].fused):
+                self._matrix_states.pop(name, None)
 
     def _route_left_out(self) -> None:
         left_out = self.schedule.left_out.intersection(self._statistics.records)
@@ -193,6 +205,19 @@ class FactorSteps:
             self.learn(groups)
             self._refuse_broken()
         return found.vectors
+
+    def sketches(self, unit: StepUnit, due: Mapping[str, int]) -> Sketches:
+        """What makes the vectors of some matrices of the unit, of their gradients.
+
+        Args:
+            unit: The unit.
+            due: The numbers of their steps.
+        """
+        table = unit.scratch.get("signs")
+        if table is None:
+            longest = max(max(unit.infos[key].matrix_shape) for key in unit.scratch["statistics"])
+            table = unit.scratch["signs"] = sign_table(longest, unit.device, unit.dtype)
+        return Sketches(due, table, self._options.decay, self._options.interval)
 
     def learn_before(self, unit: StepUnit | None, groups: Groups) -> None:
         """Learn from the factor steps of the last round as the next one begins.

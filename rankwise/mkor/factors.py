@@ -31,11 +31,14 @@ class KroneckerFactors:
 
     Args:
         options: MKOR's.
+
+    Attributes:
+        decay: Factor momentum.
     """
 
     def __init__(self, options: MKOROptions) -> None:
-        self._options = options
-        # Sketches keep 0 < J <= I, and nothing grows; yet the row sums of such a matrix may be large.
+        self._options, self.decay = options, options.decay
+        # But for rounding sketches keep 0 < J <= I, and nothing grows; yet the row sums of such a matrix may be large.
         self._stabilizer = None if options.sketches else options.stabilizer
         self._formula: formulas.Rule = "official" if options.sketches else options.rule  # type: ignore[assignment]
 
@@ -70,7 +73,11 @@ class KroneckerFactors:
         return {name: value.nbytes for name, value in state.items() if name != "failures"}
 
     def move(
-        self, tasks: Sequence[MatrixTask], states: Sequence[MatrixState], vectors: Mapping[str, LayerVectors]
+        self,
+        tasks: Sequence[MatrixTask],
+        states: Sequence[MatrixState],
+        vectors: Mapping[str, LayerVectors],
+        decay: float,
     ) -> tuple[Tensor, Tensor]:
         """One guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
 
@@ -78,6 +85,7 @@ class KroneckerFactors:
             tasks: The matrices.
             states: States of the matrices, changed in place.
             vectors: What they take in, by key.
+            decay: What they keep of themselves.
 
         Returns:
             Numbers of matrices moved, and kept because the result was not finite, 0-d.
@@ -89,7 +97,7 @@ class KroneckerFactors:
                 vector = self._vector(side, tasks, vectors)
                 if self._options.sketches:
                     vector = self._of_sketch(vector)
-                healthy &= self._update([state[side] for state in states], vector, seen) | ~seen
+                healthy &= self._update([state[side] for state in states], vector, seen, decay) | ~seen
         failures = [state["failures"] for state in states]
         torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
@@ -97,6 +105,9 @@ class KroneckerFactors:
     def _of_sketch(self, vectors: Tensor) -> Tensor:
         """At the scale of the identity: that of a gradient says nothing."""
         root = math.sqrt(self._options.sketch_gain * vectors.shape[1])
+        largest = vectors.abs().amax(1, keepdim=True)
+        # Squares of very small or large numbers are 0 or infinite.
+        vectors = vectors / torch.where(largest > 0, largest, 1.0)
         norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
         return vectors * (root / torch.where(norms > 0, norms, 1.0))
 
@@ -108,7 +119,7 @@ class KroneckerFactors:
         inputs = torch.stack([vectors[task.key][0] for task in tasks])
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
 
-    def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor) -> Tensor:
+    def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor, decay: float) -> Tensor:
         """Move those that were seen, in place; tells which of them took the update."""
         options = self._options
         update_in_place = factor_update_for(vectors.device, vectors.dtype, inverses[0].dtype)
@@ -116,26 +127,26 @@ class KroneckerFactors:
             return update_in_place(
                 inverses,
                 vectors,
-                decay=options.decay,
+                decay=decay,
                 rule=self._formula,
                 stabilizer=self._stabilizer,
                 norm=options.stabilizer_norm,
                 seen=seen,
             )
         old = torch.stack(inverses)
-        new, ok = self._moved(old, vectors)
+        new, ok = self._moved(old, vectors, decay)
         torch._foreach_copy_(inverses, list(torch.where(seen[:, None, None], new, old)))
         return ok
 
-    def _moved(self, old: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    def _moved(self, old: Tensor, vector: Tensor, decay: float) -> tuple[Tensor, Tensor]:
         options = self._options
         if self._stabilizer is None:
-            moved = formulas.rank1_inverse_update(old, vector, options.decay, self._formula)
+            moved = formulas.rank1_inverse_update(old, vector, decay, self._formula)
             return formulas.guarded(moved, old)
         return formulas.update_factor(
             old,
             vector,
-            options.decay,
+            decay,
             self._formula,
             *self._stabilizer,
             norm=options.stabilizer_norm,  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def rank1_inverse_update(inverse: Tensor, vector: Tensor, decay: float, rule: Ru
     Args:
         inverse: factor inverse, symmetric positive definite, ``(..., d, d)``.
         vector: mean input or virtual-bias gradient, ``(..., d)``.
-        decay: :math:`\gamma`, in (0, 1).
+        decay: :math:`\gamma`, in (0, 1].
         rule: one of `RULES`.
 
     Returns:
@@ -77,7 +77,7 @@ def rank1_inverse_update(inverse: Tensor, vector: Tensor, decay: float, rule: Ru
         ValueError: if ``rule`` or ``decay`` is out of range.
     """
     _check_choice("rule", rule, RULES)
-    _check_open_unit("decay", decay)
+    _check_decay(decay)
     dtype = _compute_dtype(inverse, vector)
     vector = vector.to(dtype)
     direction = (inverse.to(dtype) @ vector.unsqueeze(-1)).squeeze(-1)
@@ -185,7 +185,7 @@ def update_factor(
     Args:
         inverse: factor inverse, ``(..., d, d)``.
         vector: statistics vector, ``(..., d)``.
-        decay: factor momentum, in (0, 1).
+        decay: factor momentum, in (0, 1].
         rule: one of `RULES`.
         threshold: norm above which the stabilizer acts, not negative.
         retention: what the stabilizer keeps of such an inverse, in [0, 1].
@@ -330,6 +330,6 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}; choose one of these")
 
 
-def _check_open_unit(name: str, value: float) -> None:
-    if not 0.0 < value < 1.0:
-        raise ValueError(f"{name}={value} must lie strictly between 0 and 1; use 0.95, the published value")
+def _check_decay(value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"decay={value} must lie in (0, 1]; use 0.95, the published value")

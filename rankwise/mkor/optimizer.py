@@ -14,7 +14,6 @@ from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import scratch_of
 from rankwise.mkor.rule import MKORRule, matrix_tasks, uncaptured_tasks
-from rankwise.mkor.sketches import Sketches, sign_table
 from rankwise.mkor.spec import MKORSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.planning.matrix_states import MatrixState
@@ -92,6 +91,9 @@ class MKOR(ShardedOptimizer):
     ) -> None:
         """Hook the model's linear layers. Call once, before the first step.
 
+        With rule "sketch" it need not be called and hooks nothing. It tells which weights are linear and which way they
+        lie, as :func:`rankwise.annotate` does, and of a wrapper whose ranks are to divide the matrices among them.
+
         Args:
             model: The model whose parameters this optimizer updates. A ``DistributedDataParallel`` model also tells
                 the optimizer its process group, over which statistics are then reduced and matrices distributed; one
@@ -109,7 +111,9 @@ class MKOR(ShardedOptimizer):
         """
         self.factor_steps.learn(self.param_groups)
         self.group_changes.replace_parameters(self.param_groups, self.state)
+        before = {name: info for name, (info, _) in self.table.catalog.items()}
         self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
+        self.factor_steps.drop_turned(before)
         self.factor_steps.route_captured()
         self.planner.forget()
         self.table.refuse_if_idle(unless_allowed=True)
@@ -230,7 +234,7 @@ class MKOR(ShardedOptimizer):
         """
         counts = self.factor_steps.counts(unit, self.state)
         due = self.factor_steps.due(counts)
-        vectors = self._measured(unit, counts, due) if self.needs_capture else self._sketches(unit, due)
+        vectors = self._measured(unit, counts, due) if self.needs_capture else self.factor_steps.sketches(unit, due)
         if unit.exchange is None:
             return buckets
         refuse_stranded(unit, self.matrix_states, "failures")
@@ -248,14 +252,6 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.drop_statistics(unit)
         self.factor_steps.prepare(unit, counts, self.state)
         return vectors
-
-    @staticmethod
-    def _sketches(unit: StepUnit, due: Mapping[str, int]) -> Sketches:
-        table = unit.scratch.get("signs")
-        if table is None:
-            longest = max(max(unit.infos[key].matrix_shape) for key in unit.scratch["statistics"])
-            table = unit.scratch["signs"] = sign_table(longest, unit.device, unit.dtype)
-        return Sketches(due, table)
 
     def _after_step(self, unit: StepUnit) -> None:
         # Once it is certain, on the device, that the step counts.

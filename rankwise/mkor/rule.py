@@ -147,15 +147,24 @@ class MKORRule(MatrixRule):
             gradient: Of the weight of one, by its place among them.
         """
         states = [self._state_of(task) for task in tasks]
-        due = [place for place, task in enumerate(tasks) if task.key in self._vectors]
-        if due:
-            chosen, vectors = [tasks[place] for place in due], self._vectors
+        for decay, places in self._due_by_decay(tasks).items():
+            chosen, vectors = [tasks[place] for place in places], self._vectors
             if isinstance(vectors, Sketches):
-                vectors = vectors.of(chosen, [gradient(place) for place in due])
-            updated, skipped = self._factors.move(chosen, [states[place] for place in due], vectors)
+                vectors = vectors.of(chosen, [gradient(place) for place in places])
+            updated, skipped = self._factors.move(chosen, [states[place] for place in places], vectors, decay)
             self.health.add("factors_updated", updated)
             self.health.add("factors_skipped", skipped)
         return states
+
+    def _due_by_decay(self, tasks: Sequence[MatrixTask]) -> dict[float, list[int]]:
+        """Places of the matrices whose factors move, by what they keep of themselves."""
+        found: dict[float, list[int]] = {}
+        vectors = self._vectors
+        for place, task in enumerate(tasks):
+            if task.key in vectors:
+                decay = vectors.decay(task.key) if isinstance(vectors, Sketches) else self._factors.decay
+                found.setdefault(decay, []).append(place)
+        return found
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
         return self._states.obtain(task.key, partial(self._factors.fresh, task.signature, self.unit.device))

@@ -7,6 +7,7 @@ owner of a matrix has its gradient anyway, so nothing is captured and nothing is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import blake2b, shake_256
@@ -20,6 +21,7 @@ from rankwise.statistics.factor_vectors import LayerVectors
 
 __all__ = ["Sketches", "sign_table"]
 
+_FORGOTTEN = 0.95
 _OFFSETS = 2**16
 """Places in the table at which signs may begin: so many steps go by until a side is likely to see the same again."""
 
@@ -30,13 +32,25 @@ class Sketches:
     Args:
         due: Matrices whose factors move, with the number of this step of each.
         table: Of :func:`sign_table`, for the longest side.
+        decay: Factor momentum.
+        interval: Steps from one factor update to the next.
     """
 
-    def __init__(self, due: Mapping[str, int], table: Tensor) -> None:
-        self._due, self._table = due, table
+    def __init__(self, due: Mapping[str, int], table: Tensor, decay: float = 0.95, interval: int = 1) -> None:
+        self._due, self._table, self._decay, self._interval = due, table, decay, interval
 
     def __contains__(self, key: str) -> bool:
         return key in self._due
+
+    def decay(self, key: str) -> float:
+        """What a matrix's factors keep of themselves at this update.
+
+        They forget now and then, as much at a time as ``official`` does by default: of a smaller share of it, a number
+        in bfloat16 would lose nothing at all.
+        """
+        every = max(1, round(math.log(_FORGOTTEN) / math.log(self._decay)))
+        updates = 1 + (self._due[key] - 1) // self._interval
+        return 1.0 if updates % every else self._decay**every
 
     def of(self, tasks: Sequence[MatrixTask], gradients: Sequence[Tensor]) -> dict[str, LayerVectors]:
         """The combinations of gradients, of inputs and of outputs; "tokens" are 0 where a gradient is.
@@ -56,7 +70,7 @@ class Sketches:
             torch.mv(matrix.T, self._signs("rows", step, shape[0]).to(like.dtype), out=by_column[place])
         found = (value.to(self._table.dtype) for value in (by_row, by_column))
         outputs, inputs = reversed([*found]) if signature.transposed else found
-        seen = (outputs.abs().amax(1) != 0).to(outputs.dtype).split(1)
+        seen = (outputs.abs().amax(1) + inputs.abs().amax(1) != 0).to(outputs.dtype).split(1)
         return dict(zip([task.key for task in tasks], zip(inputs, outputs, seen, strict=True), strict=True))
 
     def _signs(self, side: str, step: int, length: int) -> Tensor:

@@ -72,7 +72,8 @@ class MKORSpec(OptimizerSpec):
     ) -> Mapping[str, Collection[tuple[int, ...]]]:
         """The factors (side, side); the right one has a column more where the bias rides along."""
         outputs, inputs = info.logical_matrix_shape
-        return {"left": [(outputs, outputs)], "right": [(inputs, inputs), (inputs + 1, inputs + 1)]}
+        right = [(inputs, inputs), (inputs + 1, inputs + 1)]
+        return {"left": [(outputs, outputs)], "right": right[:1] if self.options.sketches else right}
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """See the base class."""

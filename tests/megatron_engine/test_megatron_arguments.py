@@ -62,12 +62,18 @@ def words(value: Any, default: Any) -> list[str]:
     return [str(part) for part in value] if isinstance(default, tuple) else [str(value)]
 
 
+_BESIDE: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("--mkor-momentum", "--mkor-nesterov"), {"backend": "sgd"}),
+    "--mkor-sketch-gain": {"rule": "sketch"},
+}
+
+
 @pytest.mark.parametrize("flag", flags(), ids=lambda flag: flag.option)
 def test_every_default_can_be_typed_and_comes_back_unchanged(flag: Any) -> None:
     """Also that a number stays a number of its type."""
     name = flag.names[-1]
-    # Options of one backend are refused beside another.
-    beside = {"backend": "sgd"} if flag.option in ("--mkor-momentum", "--mkor-nesterov") else {}
+    # Options of one backend, or rule, are refused beside another.
+    beside = _BESIDE.get(flag.option, {})
     if isinstance(flag.default, bool):
         typed = [flag.option if flag.default else flag.option.replace("--", "--no-", 1)]
     else:

@@ -293,11 +293,11 @@ def _mean_over_ranks(losses: list[float | None]) -> list[float]:
     return [sum(column) / len(column) for column in zip(*known, strict=True)]
 
 
-def _hybrid(rank: int, world: int, cells: list[Cell]) -> list[Any]:
+def _hybrid(rank: int, world: int, cells: list[tuple[Cell, str]]) -> list[Any]:
     found = []
     with cpu_megatron():
-        for cell in cells:
-            make = mkor(hybrid=True, hybrid_min_steps=2, hybrid_patience=2, hybrid_beta=1e3)
+        for cell, rule in cells:
+            make = mkor(rule=rule, hybrid=True, hybrid_min_steps=2, hybrid_patience=2, hybrid_beta=1e3)
             with opened(cell, make) as trainer:
                 told, losses, switched = _told(trainer), [], []
                 for _ in range(5):
@@ -311,11 +311,12 @@ def _hybrid(rank: int, world: int, cells: list[Cell]) -> list[Any]:
 
 
 HYBRID = {
-    "DP2": Cell(**DISTRIBUTED),
-    "TP2": Cell(tp=2),
-    "PP2": Cell(pp=2, microbatches=4),
-    "PP2 interleaved": Cell(pp=2, vpp=2, layers=4, microbatches=4),
-    "EP2": Cell(ep=2, **MOE),
+    "DP2": (Cell(**DISTRIBUTED), "official"),
+    "TP2": (Cell(tp=2), "official"),
+    "PP2": (Cell(pp=2, microbatches=4), "official"),
+    "PP2 interleaved": (Cell(pp=2, vpp=2, layers=4, microbatches=4), "official"),
+    "EP2": (Cell(ep=2, **MOE), "official"),
+    "PP2, sketches": (Cell(pp=2, microbatches=4), "sketch"),
 }
 
 

@@ -290,11 +290,11 @@ def test_statistics_are_free_of_loss_scale_and_accumulation(micro_batches: int, 
     seen: list[tuple[Tensor, Tensor]] = []
     move = optimizer._factors.move
 
-    def spy(tasks: Any, states: Any, vectors: Any) -> Any:
+    def spy(tasks: Any, states: Any, vectors: Any, decay: float) -> Any:
         for task in tasks:
             if len(task.parts) == 2:
                 seen.append((vectors[task.key][1].clone(), optimizer.parameters_by_name[task.parts[1]].grad.clone()))
-        return move(tasks, states, vectors)
+        return move(tasks, states, vectors, decay)
 
     optimizer._factors.move = spy  # type: ignore[method-assign]
 

@@ -92,6 +92,11 @@ class Dense:
         self.inner.step()
         self.count += 1
 
+    def kept_at(self, update: int) -> float:
+        """Every so many updates, as much as the published decay lets go of."""
+        every = {0.998: 26, 0.995: 10, 0.99: 5, 0.9: 1}[self.decay]
+        return self.decay**every if update % every == 0 else 1.0
+
     def _precondition(self, key: str, weight: Tensor, transposed: bool) -> None:
         lies = weight.grad
         assert lies is not None
@@ -101,27 +106,36 @@ class Dense:
         eyes = {"left": torch.eye(len(out)).double(), "right": torch.eye(len(inp)).double()}
         state = self.factors.setdefault(key, eyes)
         if self.count % self.interval == 0:
-            state["left"] = dense(state["left"], out, self.decay, self.gain)
-            state["right"] = dense(state["right"], inp, self.decay, self.gain)
+            decay = self.kept_at(self.count // self.interval + 1)
+            state["left"] = dense(state["left"], out, decay, self.gain)
+            state["right"] = dense(state["right"], inp, decay, self.gain)
         V = state["left"] @ D @ state["right"]
         V = V * (D.norm() / V.norm())
         weight.grad = (V.T if transposed else V).contiguous()
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"update_interval": 3}, {"factor_decay": 0.9, "sketch_gain": 2.0}], ids=lambda found: str(found)
+    "options",
+    [
+        {},
+        {"update_interval": 3},
+        {"factor_decay": 0.9, "sketch_gain": 2.0},
+        {"factor_decay": 0.99, "update_interval": 2, "sketch_gain": 1.0},
+    ],
+    ids=str,
 )
 def test_follows_dense_linear_algebra(options: dict[str, Any]) -> None:
     model, other = network(), network()
     optimizer = optimizer_of(model, **options)
     names = {"update_interval": "interval", "factor_decay": "decay", "sketch_gain": "gain"}
     reference = Dense(other, **{names[key]: value for key, value in options.items()})
-    for ours, theirs in zip(train(model, optimizer), train(other, reference), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    steps = range(28)  # beyond the first time that factors forget
+    for ours, theirs in zip(train(model, optimizer, steps), train(other, reference, steps), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
     assert optimizer.matrix_states.everything().keys() == reference.factors.keys()
     for key, factors in reference.factors.items():
         for side, inverse in factors.items():
-            torch.testing.assert_close(optimizer.matrix_states[key][side], inverse, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(optimizer.matrix_states[key][side], inverse, rtol=1e-7, atol=1e-9)
             assert float((inverse - torch.eye(len(inverse))).abs().max()) > 0.05
 
 
@@ -217,11 +231,41 @@ def test_a_scale_of_all_gradients_says_nothing() -> None:
             torch.testing.assert_close(found[1][key][side], value, rtol=1e-12, atol=1e-14)
 
 
-def test_factors_stay_between_nothing_and_the_identity() -> None:
-    """So there is no stabilizer; also where they are stored in bfloat16 and gradients repeat themselves."""
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e18, 1e30])
+def test_no_scale_is_too_small_or_too_large(scale: float) -> None:
+    """Squares of such numbers are 0 or infinite in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40, bias=False))
+    optimizer = optimizer_of(model, lr=0.0, factor_dtype="float32")
+    for _ in range(20):
+        model[0].weight.grad = torch.randn(40, 30) * scale
+        optimizer.step()
+    (state,) = optimizer.matrix_states.everything().values()
+    assert 0.3 < float(state["left"].diagonal().mean()) < 0.9 and 0.3 < float(state["right"].diagonal().mean()) < 0.9
+
+
+def test_factors_in_bfloat16_forget() -> None:
+    """Rows without a gradient from some step on: two thousandths of what is left would be rounded away."""
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 16, bias=False))
+        optimizer = optimizer_of(model, factor_dtype=dtype, lr=0.0)
+        for step in range(1000):
+            model[0].weight.grad = torch.randn(16, 24)
+            model[0].weight.grad[8:] *= step < 200
+            optimizer.step()
+        (state,) = optimizer.matrix_states.everything().values()
+        found[dtype] = float(state["left"].diagonal()[8:].float().mean())
+    assert found["float32"] > 0.7 and abs(found["bfloat16"] - found["float32"]) < 0.05, found
+
+
+@pytest.mark.parametrize(("dtype", "beyond"), [("bfloat16", 0.1), ("float32", 1e-5)])
+def test_factors_stay_between_nothing_and_the_identity(dtype: str, beyond: float) -> None:
+    """So there is no stabilizer; rounding takes them a little beyond, where gradients repeat themselves."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 64, bias=False))
-    optimizer = optimizer_of(model, factor_dtype="bfloat16", lr=0.0)
+    optimizer = optimizer_of(model, factor_dtype=dtype, lr=0.0)
     base = torch.randn(64, 3) @ torch.randn(3, 96)
     for _ in range(300):
         model[0].weight.grad = base + 0.01 * torch.randn(64, 96)
@@ -230,7 +274,7 @@ def test_factors_stay_between_nothing_and_the_identity() -> None:
     for side in ("left", "right"):
         inverse = state[side].double()
         values = torch.linalg.eigvalsh(inverse)
-        assert torch.equal(inverse, inverse.T) and -0.02 < float(values[0]) and float(values[-1]) < 1.05
+        assert torch.equal(inverse, inverse.T) and 0 < float(values[0]) and float(values[-1]) < 1 + beyond
         assert float(values[0]) < 0.05 and float(values[4]) > 0.2  # what repeats itself is damped, and that alone
 
 
@@ -248,6 +292,27 @@ def test_a_capture_hooks_nothing_and_changes_nothing() -> None:
     assert not plain.needs_capture and not captured.needs_capture and _hooks(other) == 0
     for ours, theirs in zip(train(model, plain), train(other, captured), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_weights_that_lie_the_other_way_start_anew() -> None:
+    """Only a capture tells that a square weight is a Conv1D's: its factors would change their places."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Conv1D(6, 6), nn.Tanh(), Conv1D(3, 6)).double()
+    optimizer = MKOR(model.named_parameters(), lr=1e-2, rule="sketch", **F64)
+    x = torch.randn(12, 5, dtype=torch.float64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    kept = optimizer.matrix_states["0.weight"]["left"].clone()
+    optimizer.capture(model)
+    assert sorted(optimizer.matrix_states.everything()) == ["0.weight"]
+    assert torch.equal(optimizer.matrix_states["0.weight"]["left"], kept)
+    step()
+    assert sorted(optimizer.matrix_states.everything()) == ["0.weight", "2.weight", "4.weight"]
 
 
 def test_works_without_modules() -> None:
