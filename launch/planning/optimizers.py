@@ -55,7 +55,7 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
     words = [*(read_flags(config) if yaml and config is not None else []), *flags]
     deepspeed = None if yaml or config is None else read_config(config)
     if words and deepspeed is None:
-        found = _of_flags(words, optimizer)
+        found = _of_flags(words, optimizer, flags)
     else:
         block = deepspeed_config(optimizer or "mkor")["optimizer"] if optimizer or deepspeed is None else {}
         block = block or deepspeed.get("optimizer")  # type: ignore[union-attr]
@@ -68,20 +68,21 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
     return found
 
 
-def _of_flags(words: list[str], optimizer: str | None) -> Chosen:
+def _of_flags(words: list[str], optimizer: str | None, typed: list[str]) -> Chosen:
     name = optimizer or flag_value(words, "--optimizer") or ""
     if name.lower() not in BY_NAME:
         raise ValueError(f"--optimizer is {name!r}: it must be one of ours, {', '.join(BY_NAME)}")
     params: dict[str, Any] = {}
-    if optimizer is None or flag_value(words, "--optimizer") == optimizer:
-        table = BY_NAME[name.lower()].optimizer.options_type.table()
-        prefix = f"--{BY_NAME[name.lower()].optimizer.__name__.lower()}-"
-        ours = [word.partition("=")[0] for word in words if word.startswith(prefix)]
-        check_keys([word.removeprefix(prefix).replace("-", "_") for word in ours], list(table), name)
-        for key in table:
-            values = _values_of(words, prefix + key.replace("_", "-"))
-            if values is not None:
-                params[key] = values
+    # A file's are those of the optimizer that it names.
+    of_it = words if optimizer is None or flag_value(words, "--optimizer") == optimizer else typed
+    table = BY_NAME[name.lower()].optimizer.options_type.table()
+    prefix = f"--{BY_NAME[name.lower()].optimizer.__name__.lower()}-"
+    ours = [word.partition("=")[0] for word in of_it if word.startswith(prefix)]
+    check_keys([word.removeprefix(prefix).replace("-", "_") for word in ours], list(table), name)
+    for key in table:
+        values = _values_of(of_it, prefix + key.replace("_", "-"))
+        if values is not None:
+            params[key] = values
     return Chosen(name.lower(), params, None, tuple(words))
 
 

@@ -210,6 +210,22 @@ def test_megatrons_flags_and_yaml(tmp_path: Path) -> None:
     assert mixed["parameters"] - mixed["active_parameters"] == 4 * 3 * (3 * 128 * 64)
 
 
+def test_typed_flags_win_over_what_the_name_comes_with(tmp_path: Path) -> None:
+    """Whoever names the optimizer before the dashes means the flags after them, too; a file's are of its own type."""
+    sizes = ("--layers", "2", "--hidden", "64", "--heads", "4", "--vocab-size", "100", "--ranks", "4")
+    means, sketches = (
+        run("--optimizer", "mkor", "--engine", "megatron", *sizes, "--", "--mkor-rule", rule)
+        for rule in ("official", "sketch")
+    )
+    assert means[0] == sketches[0] == 0 and "every 10 steps" in means[1]
+    assert not re.search(r"every \d+ steps? ", sketches[1])  # nothing is sent for its factors
+    status, output = run("--optimizer", "mkor", "--engine", "megatron", *sizes, "--", "--mkor-sketch-gain", "-3")
+    assert status == 2 and "sketch_gain" in output
+    flags = tmp_path / "run.yaml"
+    flags.write_text("optimizer: mkor\nmkor-rule: ema\nbf16: true\n")
+    assert plan("--config", str(flags), "--optimizer", "ldadam", *sizes)["optimizer"] == "ldadam"
+
+
 def test_a_picture_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--png", str(tmp_path / "load.png"))
