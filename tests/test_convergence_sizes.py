@@ -133,9 +133,10 @@ def test_the_gains_of_the_choices_are_those_measured() -> None:
             assert choice.gains == expected, f"{spelling}: write it into launch/optimizer_guide.py"
 
 
-def test_readme_has_the_gains_of_muon() -> None:
+@pytest.mark.parametrize("name", ["Muon", "MKOR on AdamW, rule sketch"])
+def test_readme_has_the_gains(name: str) -> None:
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    assert f"{gains('Muon', Results(DOCS / 'data' / 'convergence'))} parameters" in readme
+    assert f"{gains(name, Results(DOCS / 'data' / 'convergence'))} parameters" in readme
 
 
 def test_gains_say_which_are_not_settled(tmp_path: Path) -> None:
