@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -25,11 +24,11 @@ _MKOR = "MKOR, arXiv 2306.01685"
 _LONG_MEMORY = "MKOR on AdamW, every step, decay 0.995"
 
 
-SKETCHED: Mapping[str, Any] = {
-    **ADAMW,
-    **{"rule": "sketch", "update_interval": 1, "factor_decay": 0.998, "sketch_gain": 0.04, "factor_dtype": "bfloat16"},
-}
-"""MKOR as its rule "sketch" has it where nothing else is given."""
+_SKETCH = {"rule": "sketch", "update_interval": 1, "factor_decay": 0.998, "sketch_gain": 0.04}
+SKETCHED = Contender(
+    "MKOR on AdamW, rule sketch", "mkor", 1.6e-2, ({**ADAMW, **_SKETCH, "factor_dtype": "bfloat16"},), afterwards=True
+)
+"""With what the rule has where nothing else is given."""
 
 
 def _mkor(name: str, guess: float, **options: Any) -> Contender:

@@ -71,7 +71,7 @@ def _contenders(width: int) -> tuple[Contender, ...]:
         _mars("MARS-AdamW, gamma 0.05", 1.6e-2, gamma=0.05),
         _mars("MARS-M", 2e-2, variant="muon", gamma=0.025, ns_dtype="float32"),
         Contender("MKOR on AdamW", "mkor", 8e-3, (ADAMW,)),
-        Contender("MKOR on AdamW, rule sketch", "mkor", 1.6e-2, (SKETCHED,), afterwards=True),
+        SKETCHED,
         Contender("MKOR on Muon", "mkor and muon", 2e-2, ({"momentum": 0.9, "weight_decay": 0.1},)),
         Contender("SOAP", "soap", 8e-3, (ADAMW,)),
         Contender("LDAdam, rank d/4, buffer int8", "ldadam", 1.6e-2, (_ldadam(width // 4),)),

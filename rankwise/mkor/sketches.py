@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b, shake_256
 
 import torch
@@ -21,7 +21,8 @@ from rankwise.statistics.factor_vectors import LayerVectors
 
 __all__ = ["Sketches", "sign_table"]
 
-_FORGOTTEN = 0.95
+_KEPT = 0.95
+"""Of a factor when it forgets: as the published decay has it."""
 _OFFSETS = 2**16
 """Places in the table at which signs may begin: so many steps go by until a side is likely to see the same again."""
 
@@ -36,8 +37,10 @@ class Sketches:
         interval: Steps from one factor update to the next.
     """
 
-    def __init__(self, due: Mapping[str, int], table: Tensor, decay: float = 0.95, interval: int = 1) -> None:
-        self._due, self._table, self._decay, self._interval = due, table, decay, interval
+    def __init__(self, due: Mapping[str, int], table: Tensor, decay: float, interval: int) -> None:
+        self._due, self._table, self._interval = due, table, interval
+        self._forgets_every = max(1, round(math.log(_KEPT) / math.log(decay)))
+        self._kept_then = decay**self._forgets_every
 
     def __contains__(self, key: str) -> bool:
         return key in self._due
@@ -48,9 +51,8 @@ class Sketches:
         They forget now and then, as much at a time as ``official`` does by default: of a smaller share of it, a number
         in bfloat16 would lose nothing at all.
         """
-        every = max(1, round(math.log(_FORGOTTEN) / math.log(self._decay)))
         updates = 1 + (self._due[key] - 1) // self._interval
-        return 1.0 if updates % every else self._decay**every
+        return 1.0 if updates % self._forgets_every else self._kept_then
 
     def of(self, tasks: Sequence[MatrixTask], gradients: Sequence[Tensor]) -> dict[str, LayerVectors]:
         """The combinations of gradients, of inputs and of outputs; "tokens" are 0 where a gradient is.
@@ -75,18 +77,22 @@ class Sketches:
 
     def _signs(self, side: str, step: int, length: int) -> Tensor:
         # Not of the matrix: nothing is added up over several, and names change with what is put around modules.
-        drawn = blake2b(f"{side} {step}".encode(), digest_size=8).digest()
-        start = int.from_bytes(drawn, "big") % _OFFSETS
+        start = _offset(side, step)
         return self._table[start : start + length]
 
 
 def sign_table(longest: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Signs that stretches of up to so many are taken from; the same everywhere and for ever."""
-    return _signs(_OFFSETS + longest).to(device, dtype)
+    return _drawn_signs(_OFFSETS + longest).to(device, dtype)
+
+
+@lru_cache(maxsize=16)  # all matrices of a step ask for two
+def _offset(side: str, step: int) -> int:
+    return int.from_bytes(blake2b(f"{side} {step}".encode(), digest_size=8).digest(), "big") % _OFFSETS
 
 
 @cache
-def _signs(length: int) -> Tensor:
+def _drawn_signs(length: int) -> Tensor:
     drawn = torch.frombuffer(bytearray(shake_256(b"signs").digest(-(-length // 8))), dtype=torch.uint8)
     bits = drawn[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten()[:length]
     return bits.to(torch.int8) * 2 - 1
