@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -156,14 +157,15 @@ class MKORRule(MatrixRule):
             self.health.add("factors_skipped", skipped)
         return states
 
-    def _due_by_decay(self, tasks: Sequence[MatrixTask]) -> dict[float, list[int]]:
+    def _due_by_decay(self, tasks: Sequence[MatrixTask]) -> Mapping[float, Sequence[int]]:
         """Places of the matrices whose factors move, by what they keep of themselves."""
-        found: dict[float, list[int]] = {}
         vectors = self._vectors
-        for place, task in enumerate(tasks):
-            if task.key in vectors:
-                decay = vectors.decay(task.key) if isinstance(vectors, Sketches) else self._factors.decay
-                found.setdefault(decay, []).append(place)
+        due = [place for place, task in enumerate(tasks) if task.key in vectors]
+        if not isinstance(vectors, Sketches):
+            return {self._factors.decay: due} if due else {}
+        found: defaultdict[float, list[int]] = defaultdict(list)
+        for place in due:
+            found[vectors.decay(tasks[place].key)].append(place)
         return found
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
