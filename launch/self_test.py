@@ -27,7 +27,7 @@ RECORDED = Path(__file__).parent / "recorded" / "trajectories.json"
 STEPS = 4
 TOKENS = 8
 TOLERANCE = 1e-8
-"""Of float64 results, relative to the largest change of a parameter: sums have another order, nothing more."""
+"""Relative tolerance of float64 results, over the largest change of a parameter: only sums' order differs."""
 
 _EXACT: dict[str, Any] = {"weight_decay": 0.1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

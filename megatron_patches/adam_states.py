@@ -72,7 +72,7 @@ class Stored:
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
-    """Its coefficient has had two names, the second of which SGD's has, too, beside its dampening."""
+    """Whether a group is Muon's, whose coefficient has had two names; SGD has the second too, beside its dampening."""
     return "momentum_beta" in group or ("momentum" in group and "dampening" not in group)
 
 

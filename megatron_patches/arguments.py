@@ -46,7 +46,7 @@ class OptionFlag(NamedTuple):
 
     @property
     def default(self) -> Any:
-        """Its value where it is not given."""
+        """Value of an option that is not given."""
         return self.known.default
 
     @property

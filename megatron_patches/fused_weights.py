@@ -111,7 +111,7 @@ def _gated(weight: _Weight) -> FusedShape | None:
 
 
 def _projection(weight: _Weight) -> FusedShape | None:
-    """Of state-space layers and of gated delta nets, which call it alike."""
+    """Input projection of state-space layers and of gated delta nets, which call it alike."""
     if weight.strips != 1:
         return None
     return _state_space(weight) if weight.number("d_inner_local_tp") else _delta_net(weight)

@@ -66,7 +66,7 @@ class MegatronLayout(LayoutSource):
         self.held: dict[int, tuple[Parameter, slice]] = {}
         """By the id of an optimizer's tensor: the model's parameter, and which run of it, flattened, it holds."""
         self.stage_copies = {known.info.name: known.stage_copy for known in parameters.values() if known.stage_copy}
-        """Of weights that earlier pipeline stages have too, by name: how many of them do."""
+        """How many earlier pipeline stages have a weight too, by its name."""
         self.plain_names = {
             id(parameter): known.info.name for parameter, known in parameters.items() if not known.expert
         }

@@ -78,7 +78,7 @@ class KeptWeights(ABC):
 
 
 class Remainders(KeptWeights):
-    """Of a bf16 weight, the 16 bits of the fp32 main weight that it lacks; see :mod:`rankwise.updates.remainders`."""
+    """The 16 bits of the fp32 main weight that a bf16 weight lacks; see :mod:`rankwise.updates.remainders`."""
 
     def __init__(self, wrapper: DistributedOptimizer) -> None:
         super().__init__(wrapper)

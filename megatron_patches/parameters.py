@@ -266,7 +266,7 @@ def _global_prefixes(model: nn.Module, groups: ParallelGroups) -> Mapping[str, s
 
 
 def _layer_numbers(module: nn.Module) -> dict[str, int]:
-    """Of a list of layers, whatever their classes: positions in the whole model, by positions on this stage."""
+    """Positions of a list's layers in the whole model, by their positions on this stage, whatever their classes."""
     children = {name: child for name, child in module.named_children() if name.isdigit()}
     found = {name: getattr(child, "layer_number", None) for name, child in children.items()}
     numbers = {name: number - 1 for name, number in found.items() if isinstance(number, int)}

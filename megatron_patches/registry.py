@@ -52,7 +52,7 @@ _stock_factory: Callable[..., MegatronOptimizer] = stock.get_megatron_optimizer
 # What the fields of RankwiseConfig that Megatron's own class has not begin with.
 _OUR_FIELDS = "rankwise"
 _in_place_of_adam: list[RankwiseConfig] = []
-"""Of :func:`replace_adam`, at most one."""
+"""The configuration of :func:`replace_adam`, at most one."""
 
 
 @dataclasses.dataclass

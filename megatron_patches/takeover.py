@@ -103,7 +103,7 @@ class Takeover:
         return self._lacking
 
     def agree(self, lacking: Iterable[Mapping[str, Sequence[str]]]) -> None:
-        """Of a parameter of which a rank lacks a part, none takes that state.
+        """Where a rank lacks a part of a parameter's state, no rank takes that state.
 
         Args:
             lacking: Every rank's.

@@ -14,7 +14,7 @@ __all__ = ["broken_contract"]
 
 
 class _Layer(NamedTuple):
-    """Of one of its classes: how a small one is made, its parameters, attributes, and what a call begins with."""
+    """One of its classes: how a small one is made, its parameters, attributes, and what a call begins with."""
 
     given: dict[str, Any]
     parameters: frozenset[str]

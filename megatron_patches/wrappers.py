@@ -195,7 +195,7 @@ class _Adopted(MegatronOptimizer):
     backward_scale: Tensor | None = None
     """The loss scale during the last backward pass."""
     norms: Norms | None = None
-    """Of updates and weights, where they are asked for."""
+    """Norms of updates and weights, where they are asked for."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)

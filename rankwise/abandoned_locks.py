@@ -144,7 +144,7 @@ def _last_change(folder: Path) -> float:
 
 
 def _open_files() -> Iterator[os.stat_result]:
-    """Of all processes that this one may look into."""
+    """Open files of all processes that this one may look into."""
     for process in os.scandir("/proc"):
         if process.name.isdigit():
             try:

@@ -77,7 +77,7 @@ class RankEstimate:
         return self.element_state_bytes + self.matrix_state_bytes
 
     def __add__(self, other: RankEstimate) -> RankEstimate:
-        """Of a rank that takes part in the steps of both; of unequal periods the longer one."""
+        """Costs of a rank that takes part in both steps; the longer period, where they differ."""
         total = RankEstimate(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
         total.period = max(self.period, other.period)
         total.scratch_bytes = max(self.scratch_bytes, other.scratch_bytes)
@@ -212,7 +212,7 @@ _NOTHING = RankBuffers()
 
 
 def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wire: float, alone: int) -> float:
-    """Of one rank's steps from batch to batch; the next one's pieces and the last one's results are under way."""
+    """Most scratch bytes from batch to batch, while the next one's pieces and the last one's results are under way."""
     most, returning = 0.0, 0.0
     for batch, following in zip_longest(batches, batches[1:], fillvalue=_NOTHING):
         arriving = itemsize * following.stack + wire * following.gathers

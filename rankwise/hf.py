@@ -124,7 +124,7 @@ def consolidating() -> Any:
 
 
 def _consolidate(optimizer: Any) -> None:
-    """Of an optimizer within whatever accelerate has wrapped it in."""
+    """Consolidate the states of an optimizer within whatever accelerate has wrapped it in."""
     while not isinstance(optimizer, MKOR) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     if isinstance(optimizer, MKOR):

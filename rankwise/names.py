@@ -64,7 +64,7 @@ BY_NAME: Mapping[str, Named] = {spelling.lower(): named for spelling, named in B
 """By the name on command lines and of files."""
 
 PUBLISHED_MARS: Mapping[str, Any] = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
-"""Of MARS-AdamW on language models, for all variants."""
+"""Published values of MARS-AdamW on language models, for all variants."""
 # Not the published ones: what ended lowest on small models and short runs (E4 of docs/evidence.md).
 _SHORT_MARS = {"betas": [0.9, 0.95], "gamma": 0.05, "weight_decay": 0.1}
 _MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1}

@@ -208,7 +208,7 @@ def _forward_backward_step(trainer: Trainer, **batch: Any) -> Tensor:
 
 
 def _mean_loss(trainer: Trainer, loss: Tensor) -> Tensor:
-    """Of which the mean over micro-batches and ranks is that of all tokens, on every stage; a collective of stages."""
+    """The loss, scaled so that its mean over micro-batches and ranks is that of all tokens; a collective of stages."""
     if is_sharded(loss):
         loss = loss.to_local()  # type: ignore[attr-defined]
     dims = trainer.parallel_dims

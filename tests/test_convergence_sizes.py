@@ -15,7 +15,15 @@ from benchmarks.convergence.language_models import ADAMW
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.runner import schedule, train
 from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
-from benchmarks.convergence.sizes_page import differences, exponent, gains, rates_by_width, sizes_page, steps_for
+from benchmarks.convergence.sizes_page import (
+    differences,
+    exponent,
+    follows,
+    gains,
+    rates_by_width,
+    sizes_page,
+    steps_for,
+)
 from benchmarks.convergence.variations import BASE, VARIATIONS
 from rankwise.launch.optimizer_guide import CHOICES, NOT_MEASURED
 
@@ -112,7 +120,7 @@ def test_the_page_of_sizes_is_what_was_recorded() -> None:
     results = Results(DOCS / "data" / "convergence")
     assert (DOCS / "sizes.md").read_text(encoding="utf-8") == sizes_page(results)
     assert len(differences(tuple(CELLS)[:1], "Muon", results)) == 1
-    assert len(CONTENDERS) == 11
+    assert len(CONTENDERS) == 13
 
 
 CONTENDER_OF = {
@@ -145,6 +153,34 @@ def test_gains_say_which_are_not_settled(tmp_path: Path) -> None:
 
     found = gains("Muon", planted(tmp_path, ("AdamW", "Muon"), loss))
     assert found == "-0.10 at 0.075M, -0.10 at 0.12M, -0.10 at 0.26M, -0.10? at 1.1M"
+
+
+SIZES = tuple(cell for cell in CELLS if cell.bytes_each == 20)
+LENGTHS = tuple(cell for cell in CELLS if cell.bytes_each != 20)
+
+
+@pytest.mark.parametrize(
+    ("cells", "gain", "expected"),
+    [
+        (tuple(CELLS), 0.05, "**it changes**"),
+        ((*SIZES[:2], *LENGTHS), 0.05, "**it changes**"),
+        (SIZES, 0.05, "4 of 4 sizes, 0 of 2 lengths yet"),
+        ((*SIZES[:1], *LENGTHS), 0.05, "1 of 4 sizes, 2 of 2 lengths yet"),
+        (tuple(CELLS), -0.05, "0 of 4 sizes, 0 of 2 lengths"),
+    ],
+)
+def test_a_default_follows_from_two_sizes_and_all_lengths(
+    tmp_path: Path, cells: tuple[Cell, ...], gain: float, expected: str
+) -> None:
+    results = planted(tmp_path, ("Muon", "MARS-M"), lambda _, name, seed: 2.0 - gain * (name == "MARS-M"), cells)
+    assert follows("MARS-M", "Muon", results) == expected
+
+
+def test_a_default_stays_where_the_interval_includes_zero(tmp_path: Path) -> None:
+    results = planted(
+        tmp_path, ("Muon", "MARS-M"), lambda _, name, seed: 2.0 - (name == "MARS-M") * (0.05 + 0.1 * (seed - 2))
+    )
+    assert follows("MARS-M", "Muon", results) == "0 of 4 sizes, 0 of 2 lengths"
 
 
 def test_schedules_warm_up_and_end_at_zero() -> None:

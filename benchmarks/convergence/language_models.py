@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment, harmless
 
-__all__ = ["ADAMW", "E3", "E4", "E5", "SMALL_MODEL"]
+__all__ = ["ADAMW", "E3", "E4", "E5", "LONG_MEMORY", "SMALL_MODEL"]
 
 SMALL_MODEL: dict[str, Any] = {"kind": "language model", "heads": 4, "window": 64, "batch": 32, "clip": 1.0}
 _SMALL = {**SMALL_MODEL, "layers": 2, "hidden": 64}
@@ -21,7 +21,7 @@ _TEXT = (
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 _MKOR = "MKOR, arXiv 2306.01685"
-_LONG_MEMORY = "MKOR on AdamW, every step, decay 0.995"
+LONG_MEMORY = "MKOR on AdamW, every step, decay 0.995"
 
 
 _SKETCH = {"rule": "sketch", "update_interval": 1, "factor_decay": 0.998, "sketch_gain": 0.04}
@@ -50,7 +50,7 @@ E3 = _on_text(
         _mkor("MKOR on AdamW, every step", 4e-3, update_interval=1),
         _mkor("MKOR on AdamW, rule ema", 8e-3, rule="ema"),
         Contender(
-            _LONG_MEMORY, "mkor", 1.6e-2, ({**ADAMW, "update_interval": 1, "factor_decay": 0.995},), afterwards=True
+            LONG_MEMORY, "mkor", 1.6e-2, ({**ADAMW, "update_interval": 1, "factor_decay": 0.995},), afterwards=True
         ),
     ),
     claims=(
@@ -62,7 +62,7 @@ E3 = _on_text(
         Claim(
             _MKOR,
             "frequent updates help, with as long a memory in steps (asked afterwards)",
-            _LONG_MEMORY,
+            LONG_MEMORY,
             "MKOR on AdamW",
         ),
         harmless("AdamW as the backend instead of LAMB", "MKOR on AdamW", "MKOR on LAMB"),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.convergence.experiment import Claim, Contender, Experiment
-from benchmarks.convergence.language_models import ADAMW, SKETCHED, SMALL_MODEL
+from benchmarks.convergence.language_models import ADAMW, LONG_MEMORY, SKETCHED, SMALL_MODEL
 
 __all__ = ["CELLS", "CONTENDERS", "Cell"]
 
+_PUBLISHED = {"betas": (0.95, 0.99), "weight_decay": 0.1, "gamma": 0.025}
 _BYTES_OF_A_STEP = SMALL_MODEL["batch"] * SMALL_MODEL["window"]
 
 
@@ -69,8 +70,10 @@ def _contenders(width: int) -> tuple[Contender, ...]:
         Contender("Muon", "muon", 2e-2, ({"momentum": 0.9, "weight_decay": 0.1},)),
         _mars("MARS-AdamW, gamma 0.025", 1.6e-2, gamma=0.025),
         _mars("MARS-AdamW, gamma 0.05", 1.6e-2, gamma=0.05),
+        Contender("MARS-AdamW, published betas", "mars", 3.2e-2, (_PUBLISHED,), afterwards=True),
         _mars("MARS-M", 2e-2, variant="muon", gamma=0.025, ns_dtype="float32"),
         Contender("MKOR on AdamW", "mkor", 8e-3, (ADAMW,)),
+        Contender(LONG_MEMORY, "mkor", 1.6e-2, ({**ADAMW, "update_interval": 1, "factor_decay": 0.995},)),
         SKETCHED,
         Contender("MKOR on Muon", "mkor and muon", 2e-2, ({"momentum": 0.9, "weight_decay": 0.1},)),
         Contender("SOAP", "soap", 8e-3, (ADAMW,)),

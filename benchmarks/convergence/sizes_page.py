@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 
 from benchmarks.convergence.experiment import Claim, Experiment
+from benchmarks.convergence.language_models import LONG_MEMORY, SKETCHED
 from benchmarks.convergence.page import (
     decided,
     experiment_section,
@@ -23,18 +24,32 @@ from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
 from benchmarks.convergence.variations import BASE, VARIATIONS
 from benchmarks.convergence.verdicts import Difference, mean_interval
 from benchmarks.performance import markdown
+from rankwise.sonew.options import SONewOptions
 
-__all__ = ["differences", "draw_sizes", "exponent", "gains", "rates_by_width", "sizes_page", "steps_for"]
+__all__ = ["differences", "draw_sizes", "exponent", "follows", "gains", "rates_by_width", "sizes_page", "steps_for"]
 
 _BASELINE = CONTENDERS[0]
 _OUTSIDE = " (*)"
 _OURS = CONTENDERS[1:]
-_CANDIDATES = (("MARS-AdamW, gamma 0.05", "MARS-AdamW, gamma 0.025"), ("MKOR on Muon", "Muon"), ("MARS-M", "Muon"))
+_CANDIDATES = (
+    ("MARS-AdamW, gamma 0.025", "MARS-AdamW, published betas"),
+    ("MARS-AdamW, gamma 0.05", "MARS-AdamW, gamma 0.025"),
+    (LONG_MEMORY, "MKOR on AdamW"),
+)
+_OTHERS = (
+    (SKETCHED.name, "MKOR on AdamW"),
+    ("MKOR on Muon", "MKOR on AdamW"),
+    ("MKOR on Muon", "Muon"),
+    ("MARS-M", "Muon"),
+)
 _SIZES = sorted((cell for cell in CELLS if cell.bytes_each == 20), key=lambda cell: cell.parameters)
 _LENGTHS = sorted(
     (cell for cell in CELLS if cell.parameters == 260_736),
     key=lambda cell: cell.bytes_each,
 )
+
+_FURTHER = [cell for cell in _LENGTHS if cell not in _SIZES]
+_DECIDING = (*_SIZES, *_FURTHER)
 
 _HEAD = """# What remains as models grow
 
@@ -52,7 +67,10 @@ _RULE = """
 ## What follows for the defaults
 
 The rule was fixed beforehand: an option's default changes where two sizes and both further lengths speak for it, with
-intervals that exclude zero. The published value stays, by name ([deviations](deviations.md)).
+intervals that exclude zero. The published value stays, by name ([deviations](deviations.md)). Each cell is the loss of
+the first less that of the second; **bold** where it speaks for the first. *Yet*: some have not been run. *No default*:
+another method rather than a value. `rule="sketch"` in particular stays an option whatever it gains, for the name MKOR
+promises the paper's rule.
 
 """
 
@@ -318,8 +336,36 @@ def _against_adamw(experiment: Experiment, name: str, results: Results) -> str:
 def _claims(results: Results) -> str:
     """What each cell says of the candidates: the options that these contenders differ in."""
     rows = []
-    for ours, than in _CANDIDATES:
-        for cell in CELLS:
-            difference, _, words = decided(CELLS[cell], Claim("", "", ours, than), results)
-            rows.append((f"{ours}, against {than}", cell.name, difference, words))
-    return markdown(("", "cell", "difference, 95 % interval", "lower"), rows)
+    for ours, than in (*_CANDIDATES, *_OTHERS):
+        shown = [_shown(CELLS[cell], Claim("", "", ours, than), results) for cell in _DECIDING]
+        is_default = (ours, than) in _CANDIDATES
+        rows.append((f"{ours}, against {than}", *shown, follows(ours, than, results) if is_default else "no default"))
+    heading = [f"{cell.size}, {cell.bytes_each} bytes" for cell in _DECIDING]
+    return markdown(("", *heading, "follows"), rows) + _best_eps(results)
+
+
+def _best_eps(results: Results) -> str:
+    """SONew's, of which every value has a search of its own."""
+    found = {cell: best_trial(CELLS[cell], CELLS[cell].contender("SONew"), results) for cell in _DECIDING}
+    words = [f"{best.setting['eps']:g} at {cell.size}, {cell.bytes_each} bytes" for cell, best in found.items() if best]
+    if not words:
+        return ""
+    return f"\nThe best `eps` of SONew's trials, whose default is {SONewOptions().eps:g}: {'; '.join(words)}.\n"
+
+
+def follows(ours: str, than: str, results: Results) -> str:
+    """Whether one contender's options are to be the default instead of another's, in words.
+
+    Args:
+        ours: The one.
+        than: The other, with the default.
+        results: What has been run.
+    """
+    claim = Claim("", "", ours, than)
+    found = {cell: decided(CELLS[cell], claim, results)[2].strip("*") for cell in _DECIDING}
+    holds = [cell for cell, words in found.items() if words == "holds"]
+    sizes, lengths = ([cell for cell in cells if cell in holds] for cells in (_SIZES, _FURTHER))
+    if len(sizes) >= 2 and len(lengths) == len(_FURTHER):
+        return "**it changes**"
+    missing = " yet" if any("run yet" in words or "seeds yet" in words for words in found.values()) else ""
+    return f"{len(sizes)} of {len(_SIZES)} sizes, {len(lengths)} of {len(_FURTHER)} lengths{missing}"

@@ -106,7 +106,7 @@ def _require_weights(saved: SavedCheckpoint, place: object, flat: Tensor, runs: 
 
 
 def _of_zero_3(saved: SavedCheckpoint, rank: int) -> list[list[Run]]:
-    """Of each parameter every rank has an equal share, one after the other; the last ones are padded."""
+    """Runs of a ZeRO-3 rank: an equal share of each parameter, in the order of ranks; the last ones are padded."""
     found: list[list[Run]] = []
     ranks = len(saved.zero_files)
     for shapes in saved.content["param_shapes"]:

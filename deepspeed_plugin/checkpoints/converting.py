@@ -79,7 +79,7 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
 
 
 def _shapes_by_group(saved: SavedCheckpoint) -> list[dict[str, tuple[int, ...]]]:
-    """Of each param group: its parameters' logical shapes; matrices of a stack by themselves."""
+    """Logical shapes of each param group's parameters; matrices of a stack by themselves."""
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in saved.common["param_groups"]]
     for rank in range(len(saved.zero_files)):
         for record in saved.optimizer(rank)[0]["layout"]:

@@ -81,7 +81,7 @@ class UniversalCheckpoint(CheckpointFolder):
 
     @property
     def files(self) -> list[Path]:
-        """Those that a load reads; other optimizers' states are left alone."""
+        """Files that a load reads; other optimizers' states are left alone."""
         return [*sorted((self.folder / "zero").rglob("fp32.pt")), self._scaler_file, self.model_file]
 
     def known(self, states: bool) -> Universal:

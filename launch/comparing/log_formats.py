@@ -16,7 +16,7 @@ from rankwise.launch.comparing.logged_run import Curve, LogError, LoggedRun
 __all__ = ["Reader", "from_csv", "from_megatron", "from_ours", "from_tensorboard", "from_trainer"]
 
 Reader = Callable[[Path, str | None, int | None], LoggedRun]
-"""Of a path, the name of the loss (None: one of the usual ones) and tokens per sample (None: unknown)."""
+"""Takes a path, the name of the loss (None: one of the usual ones) and tokens per sample (None: unknown)."""
 
 _LOSSES = ("lm loss", "Train/Samples/train_loss", "train/loss", "train_loss", "loss")
 _VALIDATIONS = ("lm loss validation", "eval/loss", "eval_loss", "validation_loss", "val_loss")
@@ -162,7 +162,7 @@ def _chosen(series: Iterable[str], folder: Path, loss: str | None) -> str:
 
 
 def _samples_per_step(series: Mapping[str, Mapping[float, float]], loss: str) -> float:
-    """Of a loss that is counted in them: the least distance of two steps, or of the first one from the start."""
+    """Samples of a step, for a loss logged by samples: the least distance of two points, or of the first from 0."""
     if not loss.startswith(_SAMPLES):
         return 1.0
     at = sorted({0.0, *series[loss], *series.get(_RATE, ())})

@@ -91,7 +91,7 @@ class LoggedRun:
 
     @property
     def steps(self) -> float:
-        """Of the whole run."""
+        """Steps of the whole run."""
         return max(self.loss.steps[-1:] + self.validation.steps[-1:], default=0.0)
 
     def axis(self, name: str) -> Callable[[float], float] | None:

@@ -16,7 +16,7 @@ __all__ = ["as_rows", "compared", "draw"]
 
 _MEBIBYTE = 1 << 20
 _WORDS = {"steps": ("step", 1.0), "tokens": ("tokens, M", 1e6), "seconds": ("wall-clock, s", 1.0)}
-"""Of an axis: its name in pictures, and the unit."""
+"""Name of an axis in pictures, and its unit."""
 
 
 def as_rows(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:

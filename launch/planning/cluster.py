@@ -79,7 +79,7 @@ class Mesh:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
 
     def coordinates(self) -> list[tuple[int, ...]]:
-        """Of every rank."""
+        """Coordinates of every rank."""
         return list(product(*map(range, self.sizes)))
 
 

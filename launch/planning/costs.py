@@ -18,7 +18,7 @@ _DELIVERY = 12  # of these: result and weight read, weight written, when the res
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step of the optimizer on one kind of device, on its slowest rank.
+    """Cost of a step of the optimizer on one kind of device, on its slowest rank.
 
     Attributes:
         device: The kind.
@@ -53,7 +53,7 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """Of a whole training step."""
+        """Fraction of a whole training step that the optimizer takes."""
         return self.total / (self.total + self.training)
 
 
@@ -101,6 +101,6 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
 
 
 def training_seconds(found: Figures, device: Device, tokens: int, efficiency: float) -> float:
-    """Of the forward and backward pass over a global batch."""
+    """Seconds of the forward and backward pass over a global batch."""
     work = _TRAINING * found.active * tokens / len(found.ranks)
     return work / (device.teraflops * 1e12 * efficiency)

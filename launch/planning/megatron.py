@@ -290,7 +290,7 @@ class _Range(NamedTuple):
 
 
 def _all_buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> Iterator[_Range]:
-    """Of every chunk's buffer."""
+    """Buckets of every chunk's buffer."""
     most = bucket or max(_BUCKET, _BUCKET_PER_RANK * cluster.dp)
     for chunk in sorted({part.chunk for part in parts}):
         several = cluster.overlap and stage == 0 and chunk == 0

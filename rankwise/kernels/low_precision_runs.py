@@ -66,7 +66,7 @@ class LowPrecisionRuns:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes; there must be a run."""
+        """Type of the codes; there must be a run."""
         return self.codes[0].dtype
 
     def only(self, places: Sequence[int]) -> LowPrecisionRuns:

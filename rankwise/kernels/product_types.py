@@ -60,7 +60,7 @@ def _is_capped() -> bool:
 
 
 def _has_instructions() -> bool:
-    """Of x86 processors: AVX512-BF16 or AMX-BF16."""
+    """Whether an x86 processor multiplies bfloat16: AVX512-BF16 or AMX-BF16."""
     names = ("avx512_bf16", "amx_bf16")
     known = getattr(torch.cpu, "get_capabilities", None)
     if known is not None:

@@ -39,7 +39,7 @@ BROKEN = 127
 
 
 class Code(NamedTuple):
-    """Of a kind of codes.
+    """Limits of a kind of codes.
 
     Attributes:
         least: Least of the exponents.
@@ -143,7 +143,7 @@ def _mixed(word: Tensor) -> Tensor:
 
 
 class _RunPart(NamedTuple):
-    """Of a run, as much as is worked on at a time: whole blocks but for the run's own ends."""
+    """As much of a run as is worked on at a time: whole blocks but for the run's own ends."""
 
     codes: Tensor
     exponents: Tensor
@@ -239,5 +239,5 @@ def _narrowed(values: Tensor, random: Tensor | None) -> Tensor:
 
 
 def _powers(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of two, from their bits: functions may round."""
+    """Powers of two, from their bits: functions may round."""
     return ((exponents + 127) << 23).view(torch.float32).to(dtype)

@@ -84,7 +84,7 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
 
 
 def _precision(device: torch.device) -> str:
-    """Of products of float32 on tensor cores, which take them apart where there are any for it: NVIDIA's since 8.0."""
+    """Triton's name for how tensor cores multiply float32: in three TF32 products on NVIDIA's since 8.0."""
     cuda = device.type == "cuda" and torch.version.hip is None
     return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
 

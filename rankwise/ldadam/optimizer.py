@@ -90,7 +90,7 @@ class LDAdam(ShardedOptimizer):
         self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.spec.capturable)
 
     def _signature(self, unit: StepUnit, key: str) -> LowRankSignature:
-        """Of a whole matrix."""
+        """Signature of a whole matrix."""
         rows, columns = unit.infos[key].matrix_shape
         rank = formulas.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
         return LowRankSignature(rows, columns, rank, unit.step_group[key], formulas.projects_right(rows, columns))

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ELEMENTS_AT_ONCE = 1 << 27
-"""Of (r, n) coordinates that are computed together on a device: what bounds the scratch memory, of twice as many."""
+"""Elements of the (r, n) coordinates that a device computes together; the scratch memory holds twice as many."""
 
 
 class LowRankSignature(NamedTuple):

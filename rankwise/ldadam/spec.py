@@ -68,7 +68,7 @@ class LDAdamSpec(OptimizerSpec):
         return {name: torch.bfloat16 if self.asked_type(name) else None for name in SUBSPACE}
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-        """Of the part within the subspace: an orthonormal basis leaves norms as they are."""
+        """Squared norm of the second moment within the subspace; an orthonormal basis leaves norms as they are."""
         total: Tensor = state["exp_avg_sq"].double().sum()
         beta2 = group["betas"][1]
         return total / (1.0 - beta2 ** state["step"].to(total)).clamp_min(1.0 - beta2)

@@ -137,7 +137,7 @@ class MARS(ShardedOptimizer):
         return StepCosts(sums=(1,), element_flops=24.0, scratch=self._scratch_memory(unit))
 
     def _scratch_memory(self, unit: StepUnit) -> ScratchMemory:
-        """Of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch.
+        """Scratch of the orthogonalisation in bfloat16, as on a device: all matrices of a shape together, or a batch.
 
         And of momenta that are not kept, where the gradients' own may not be taken.
         """
@@ -310,7 +310,7 @@ class MARS(ShardedOptimizer):
 
 
 def _at_once(unit: StepUnit, folded: Sequence[Bucket]) -> Iterator[list[Bucket]]:
-    """Those whose momenta are there at a time: all where other ranks wait for some."""
+    """Portions of buckets whose momenta exist at the same time: all buckets where other ranks wait for some."""
     if unit.layout.world_size > 1:
         return iter([list(folded)])
     return portions(folded, lambda entry, grad: 0 if unit.spends(entry, grad) else grad.numel())
@@ -328,7 +328,7 @@ def _in_portions(part: _Part) -> Iterator[_Part]:
 
 
 def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
-    """Of averages of gradients those that are orthogonalised: for this step, where the gradients lay if it may."""
+    """Momenta to be orthogonalised, for this step only; in the gradients' own memory where that may be spent."""
     for bucket in buckets:
         momenta = bucket.found["exp_avg"] = [
             grad if unit.spends(entry, grad) else torch.empty_like(grad)

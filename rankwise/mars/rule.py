@@ -119,7 +119,7 @@ class MARSRule(MatrixRule):
             self._steps_in_place(self._taken)
 
     def _directions(self, signature: MomentumSignature, exp_avgs: Tensor) -> Tensor:
-        """Of momenta (matrices, elements)."""
+        """Orthogonal directions of a stack of momenta, (matrices, elements)."""
         group = self.groups[signature.group]
         directions = formulas.orthogonal_direction(
             exp_avgs.view(-1, signature.rows, signature.columns),

@@ -36,7 +36,7 @@ class _Affine(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Of an inverse: its product with the statistics vector, and its norm, not finite if an entry is not."""
+    """Product of an inverse with the statistics vector, and its norm, not finite if an entry is not."""
 
     product: Tensor
     size: float
@@ -86,7 +86,7 @@ def update_factors_(
 
 
 def _blocks(matrix: Tensor, work: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Its rows a few at a time: which, they themselves, and as many rows of the workspace."""
+    """Rows of a matrix, a few at a time: which, they themselves, and as many rows of the workspace."""
     for start in range(0, len(matrix), len(work)):
         rows = slice(start, min(start + len(work), len(matrix)))
         yield rows, matrix[rows], work[: rows.stop - rows.start]

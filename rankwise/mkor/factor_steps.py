@@ -160,7 +160,7 @@ class FactorSteps:
         return {key: int(states[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
 
     def due(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Those of them whose factors move at this step."""
+        """The matrices whose factors move at this step, with its number."""
         return {key: count for key, count in counts.items() if self.schedule.is_due(key, count)}
 
     def prepare(self, unit: StepUnit, counts: Mapping[str, int], states: States) -> None:

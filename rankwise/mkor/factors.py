@@ -218,7 +218,9 @@ class KroneckerFactors:
         form: ModuleType,
         product: torch.dtype,
     ) -> Preconditioned:
-        """Those of many matrices; see :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as`."""
+        """Preconditioned gradients of many matrices, as
+        :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as` has them.
+        """
         rescale = self._options.rescale is not None
         return form.preconditioned_as(arrangement, runs, lefts, rights, product, rescale)  # type: ignore[no-any-return]
 

@@ -45,7 +45,7 @@ class LayerSignature(NamedTuple):
         return {f"left[{block.name}]": block.size for block in self.blocks} or {"left": self.outputs}
 
     def of_block(self, block: Block) -> LayerSignature:
-        """Of one block, as if it were a layer."""
+        """Signature of one block, as if it were a layer."""
         return self._replace(outputs=block.size, blocks=())
 
     def parts_of(self, block: Block, parts: Sequence[Tensor]) -> list[Tensor]:

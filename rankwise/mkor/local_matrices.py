@@ -44,7 +44,7 @@ class _Factored(NamedTuple):
 
 
 class LocalMatrixPlan:
-    """Of some matrices.
+    """Plan of matrices that are stepped where they lie.
 
     Args:
         taken: The matrices.
@@ -93,13 +93,13 @@ class LocalMatrixPlan:
         return EntryRuns(tuple(tensors), RunPlan(places))
 
     def pieces(self, entries: Sequence[Entry]) -> tuple[list[int], list[tuple[int, slice]]]:
-        """Of the runs that are of these entries, their places here; and there, with the elements of the entry."""
+        """Places here of the runs that belong to these entries; and their places there, with the entry's elements."""
         place_of = {entry.index: place for place, entry in enumerate(entries)}
         found = [position for position, (index, _) in enumerate(self.runs) if index in place_of]
         return found, [(place_of[index], own) for index, own in map(self.runs.__getitem__, found)]
 
     def factors(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Of every gradient, those for its rows and for its columns."""
+        """Factors for the rows and for the columns of every gradient."""
         lefts = [None if left is None else states[place][left] for _, place, left, _ in self._gradients]
         rights = [None if right is None else states[place][right] for _, place, _, right in self._gradients]
         return lefts, rights

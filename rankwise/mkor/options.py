@@ -177,7 +177,7 @@ class MKOROptions(Options):
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Those that the backend reads."""
+        """Options by param group that the backend reads."""
         read = ("lr", *FirstOrder(self.backend, self.nesterov).rates)
         return tuple(name for name in self.per_group() if name in read)
 

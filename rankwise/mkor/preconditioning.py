@@ -53,7 +53,7 @@ class Gradient:
 
     @property
     def runs(self) -> list[Tensor]:
-        """Of the weight, and of the bias."""
+        """Runs of the weight, then of the bias."""
         return [*self.weights, *self.biases]
 
     @property

@@ -56,7 +56,7 @@ class GradientForm(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole matrix."""
+        """Shape of the whole matrix."""
         return self.rows + (len(self.biases) > 0 and self.turned), self.columns + self.has_last_column
 
     @property
@@ -83,7 +83,7 @@ class ProductForm:
 
     @classmethod
     def of(cls, gradient: GradientForm) -> ProductForm:
-        """Of a gradient.
+        """The form that a gradient takes in products.
 
         Raises:
             ValueError: It has no factor.
@@ -143,7 +143,7 @@ class _Operand(NamedTuple):
 
 
 class ProductGroups:
-    """Of some gradients.
+    """Products of gradients, grouped by form.
 
     Args:
         gradients: Their forms, at least one.
@@ -185,7 +185,7 @@ class ProductGroups:
         return (group for group in self.groups if not group.form.lone_side)
 
     def columns(self, base: int, itemsize: int) -> list[Sequence[int]]:
-        """Of every run, the address of what it is put into, elements of that before it, of a row, and to the next row.
+        """By run: address of its target, elements of the target before it, of a row, and to the next row.
 
         Args:
             base: Where the memory begins.

@@ -32,7 +32,7 @@ from rankwise.step.matrices import MatrixRule, profiled
 __all__ = ["MKORRule", "matrix_tasks", "uncaptured_tasks"]
 
 _MOST_RUNS = 64
-"""Of a block that is stepped where it lies: each is a row of tables that the host makes."""
+"""Most runs of a block that is stepped where it lies: each is a row of tables that the host makes."""
 
 
 class _InPlace(NamedTuple):

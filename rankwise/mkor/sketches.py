@@ -22,7 +22,7 @@ from rankwise.statistics.factor_vectors import LayerVectors
 __all__ = ["Sketches", "sign_table"]
 
 _KEPT = 0.95
-"""Of a factor when it forgets: as the published decay has it."""
+"""Share of a factor that stays when it forgets: the published decay."""
 _OFFSETS = 2**16
 """Places in the table at which signs may begin: so many steps go by until a side is likely to see the same again."""
 

@@ -60,11 +60,11 @@ class MKORSpec(OptimizerSpec):
         return chosen
 
     def splits(self, info: ParameterInfo) -> bool:
-        """Those that divide the outputs: they have the inputs in common, and a factor of them."""
+        """Whether the parts divide the outputs: they share the inputs, and one factor of them."""
         return len(info.shape) == 2 and (info.fused is None or (info.fused.dim == -1) == info.transposed)
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """Those of the backend."""
+        """States of the first-order backend."""
         return self.kept_as(self.first_order.states, info)
 
     def matrix_state_shapes(

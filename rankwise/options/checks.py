@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 LARGEST = 1e6
-"""Of rates and factors: beyond it, products with them leave the range of float32."""
+"""Largest rate or factor: products with more would leave the range of float32."""
 _COUNT = 10**9
-"""Of steps and sizes: more than any run or model has, and far from overflowing an index."""
+"""Largest count or size: more than any run or model has, and far from overflowing an index."""
 _TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -63,7 +63,7 @@ class Check(ABC):
     """Values of one kind."""
 
     kind: ClassVar[type]
-    """Of a value, or of each of several, as typed."""
+    """Type of the value as typed, or of each of several."""
     count: ClassVar[int | None] = 1
     """Values that are typed one after the other; None: any number of them."""
     optional: bool = False

@@ -62,7 +62,7 @@ class Options(_Common):
 
     owner: ClassVar[str] = "optimizer"
     decay_options: ClassVar[tuple[str, ...]] = ("weight_decay",)
-    """Those that are zero in a group for which a framework wants no decay."""
+    """Options that are set to zero in a group for which a framework wants no decay."""
     if TYPE_CHECKING:
         # The options have no such field: type checkers take an optimizer's constructor from theirs.
         params: InitVar[Any]
@@ -112,7 +112,7 @@ class Options(_Common):
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Those of :meth:`per_group` that are read under these values of the others."""
+        """Names out of :meth:`per_group` that are read, given the values of the other options."""
         return self.per_group()
 
     def value_of(self, key: str) -> Any:

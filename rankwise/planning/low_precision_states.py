@@ -45,7 +45,7 @@ class PassPart:
     states: Mapping[str, Field]
 
     def cut(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of tensors of the bucket, those parts; all of them as planned as they were."""
+        """Take these parts of a bucket's tensors; the list itself where that is all of them."""
         if self.parts is None and len(self.places) == len(tensors):
             return tensors
         found = [tensors[place] for place in self.places]
@@ -422,7 +422,7 @@ class LowPrecisionStates:
         return plan, firsts, [key_of(entry.key, name) for entry, _ in parts]
 
     def _as_kept(self, bucket: Bucket, name: str, places: Sequence[int]) -> Field:
-        """Of entries that are not in codes."""
+        """The state of entries that are not kept in codes."""
         some = bucket.entries if len(places) == len(bucket.entries) else bucket.entries.only(places)
         views = self._kept.views(self._states, name, some)
         if not is_narrow(self._kept.type_of(name, self._stored(some[0]))):

@@ -44,7 +44,7 @@ class OptimizerSpec(ABC):
     matrix_state_names: ClassVar[tuple[str, ...]] = ()
     """Names of the states that an owner keeps of a matrix."""
     counted_states: ClassVar[tuple[str, ...]] = ()
-    """Those among them that the host works with; they lie in its memory, unless the optimizer is capturable."""
+    """The matrix states that the host works with; they lie in its memory, unless the optimizer is capturable."""
     optional_states: ClassVar[tuple[str, ...]] = ()
     """Element states that a parameter may have been stepped without."""
     replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -128,7 +128,7 @@ class OptimizerSpec(ABC):
         return wish == "stochastic" or (wish == "auto" and state.startswith(self.slow_states))
 
     def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> Mapping[str, str]:
-        """Those of a parameter's element states that mean the same in AdamW, by its names; all are taken, or none."""
+        """Element states that mean the same in AdamW, by AdamW's names; a parameter hands over all of them, or none."""
         kept = self.element_states(info, rule, group)
         return {name: name for name in MOMENTS if name in kept}
 

@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Of a stored entry.
+    """How the codes of a stored entry are divided into runs.
 
     Attributes:
         loose: The elements of each loose run: of all the blocks in it what this rank has.

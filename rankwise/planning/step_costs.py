@@ -34,14 +34,14 @@ def nothing(tasks: Sequence[MatrixTask]) -> int:
 
 
 TABLE_BYTES = 16 / 2048
-"""Of an element: where the tiles of norms and of codes lie."""
+"""Bytes an element for tables of where the tiles of norms and of codes lie."""
 
 PASS_TABLE_BYTES = 16 / 8192
 """The same of passes, whose programs take several tiles each."""
 
 
 def tables(elements: int, largest: int) -> float:
-    """Of element-wise passes: where their tiles lie, and a sum for each."""
+    """Bytes of the tables of element-wise passes: where their tiles lie, and a sum for each."""
     return elements * (TABLE_BYTES + PASS_TABLE_BYTES + 8 / 2048)
 
 
@@ -64,7 +64,7 @@ class ScratchMemory:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Of one unit of an optimizer.
+    """What a step costs for one unit of an optimizer.
 
     Attributes:
         sums: Quantities in each all-reduce of per-parameter sums.

@@ -320,7 +320,7 @@ class StepUnit:
         return Traffic(sum(part.collectives for part in parts), sum(part.bytes for part in parts))
 
     def share(self, rule: Rule) -> float:
-        """Of all elements, those that take a rule."""
+        """Fraction of all elements that take a rule, in [0, 1]."""
         sizes = {key: prod(shape) for key, shape in self.layout.shapes.items()}
         return sum(map(sizes.__getitem__, self.keys(rule))) / max(sum(sizes.values()), 1)
 

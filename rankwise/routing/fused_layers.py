@@ -331,7 +331,7 @@ def fused_parts(weight: WeightView) -> FusedShape | None:
 
 @lru_cache(maxsize=1024)
 def _rows_of(name: str) -> tuple[FusedLayer, ...]:
-    """Of the table, for a name that comes again in every layer."""
+    """Rows of the table that match a name, which comes again in every layer."""
     return tuple(row for row in TABLE if re.fullmatch(row.name, name))
 
 

@@ -42,7 +42,7 @@ class FusedShape:
 
     @property
     def length(self) -> int:
-        """Of the dimension that is cut."""
+        """Length of the dimension that is cut."""
         return self.groups * sum(size for _, size in self.parts)
 
     def size(self, name: str) -> int:

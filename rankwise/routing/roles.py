@@ -59,7 +59,7 @@ class ParameterInfo:
         return self.name.partition(_TWIN)[0]
 
     def told_apart(self, group: int, position: int) -> ParameterInfo:
-        """Of a parameter whose name another one of the optimizer has: that of another model, say.
+        """A copy with a name of its own, for a parameter whose name another one of the optimizer has.
 
         Args:
             group: Its param group.

@@ -50,7 +50,7 @@ class WeightView:
 
     @property
     def columns(self) -> int:
-        """Its inputs."""
+        """Number of the layer's inputs."""
         return self.shape[-1]
 
     def number(self, *names: str) -> int | None:
@@ -89,12 +89,12 @@ class WeightView:
 
     @property
     def heads(self) -> int | None:
-        """Of queries."""
+        """Number of query heads, None if unknown."""
         return self.number(*_HEADS)
 
     @property
     def key_heads(self) -> int | None:
-        """Of keys and of values; those of the queries, where nothing says otherwise."""
+        """Number of key and value heads: as many as of queries, where nothing says otherwise."""
         return self.number(*_KEY_HEADS) or self.heads
 
     @property
@@ -127,7 +127,7 @@ class Surroundings:
         self._modules = {unwrapped(name): module for name, module in model.named_modules()}
 
     def view(self, module: str, local: str, shape: tuple[int, ...]) -> WeightView:
-        """Of one parameter.
+        """The view of one parameter.
 
         Args:
             module: Name of the module that holds it, without wrappers.
@@ -143,7 +143,7 @@ class Surroundings:
         )
 
     def _configs(self, place: str) -> Iterator[object]:
-        """Of a module and all around it, from the inside out."""
+        """Configurations of a module and of all modules around it, from the inside out."""
         while True:
             config = _read(self._modules.get(place), "config")
             if config is not None:

@@ -61,11 +61,11 @@ class Block:
         return self.width * self.count
 
     def key(self, weight: str) -> str:
-        """Of the block of a weight, or of one matrix of a stack."""
+        """Key of the block of a weight, or of one matrix of a stack."""
         return f"{weight}[{self.name}]"
 
     def shape(self, weight: Sequence[int]) -> tuple[int, int]:
-        """Of the block of a weight of this shape, or of a stack of them."""
+        """Shape of the block of a weight of this shape, or of a stack of them."""
         rows, columns = weight[-2:]
         return (rows, self.size) if self.by_columns else (self.size, columns)
 

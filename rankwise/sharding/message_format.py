@@ -33,7 +33,7 @@ class WireFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of messages."""
+        """Type of messages."""
         return self.joined
 
     @property
@@ -42,7 +42,7 @@ class WireFormat:
         return self.joined.itemsize
 
     def bytes_of(self, values: int) -> int:
-        """Of a message, for what one rank sends another of a matrix."""
+        """Bytes of a message with so many values of a matrix."""
         return -(-values // self.block) * self.record * self.dtype.itemsize
 
     def back(self, reply: Reply, copied: bool) -> WireFormat:

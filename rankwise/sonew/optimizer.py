@@ -31,7 +31,7 @@ _LINE = 16
 
 
 class _Directions(NamedTuple):
-    """Of a bucket's shards, with their squared norms and those of the grafts, (2, shards) in fp64."""
+    """Directions of a bucket's shards, with their squared norms and those of the grafts, (2, shards) in fp64."""
 
     directions: list[Tensor]
     squares: Tensor
@@ -73,7 +73,7 @@ def _is_on_cpu(unit: StepUnit) -> bool:
 
 
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
-    """Those whose directions are there at a time: all where their norms come from other ranks, in one message."""
+    """Portions of buckets whose directions exist at the same time: all, where norms come from other ranks together."""
     if not unit.sums.trivial:
         return iter([list(buckets)])
     spent = not _is_on_cpu(unit)

@@ -32,7 +32,7 @@ class SONewSpec(OptimizerSpec):
 
     @property
     def covariance_names(self) -> list[str]:
-        """Of the element states: one for every distance on the band."""
+        """Names of the covariances, element states: one for every distance on the band."""
         return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
 
     @property
@@ -42,7 +42,7 @@ class SONewSpec(OptimizerSpec):
 
     @property
     def narrow_statistics(self) -> list[str]:
-        """Those that a step opens."""
+        """Statistics in low precision, which a step opens."""
         return [name for name in self.statistics if self.asked_type(name)]
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:

@@ -19,7 +19,7 @@ __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]
 BUCKET_ELEMENTS = 1 << 16
 
 ReducedSums = tuple[Tensor, Tensor, Tensor]
-"""Of one weight, over all ranks: sum of the inputs, number of tokens ``(1,)``, sum of the output gradients."""
+"""Sums of one weight over all ranks: of the inputs, of tokens ``(1,)``, and of the output gradients."""
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -91,7 +91,7 @@ class BackwardReduction:
 
     @property
     def message_bytes(self) -> tuple[int, ...]:
-        """Of each all-reduce of a factor step."""
+        """Bytes of each all-reduce of a factor step."""
         sizes = [sum(_length(self._records[name]) for name in bucket.names) for bucket in self._buckets]
         sizes[-1] += 2 + len(self._records)
         return tuple(size * self._dtype.itemsize for size in sizes)

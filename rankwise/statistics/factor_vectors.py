@@ -20,7 +20,7 @@ GLIMPSE = 2.0**-20
 """What a rank adds to a matrix's number of failures if it has glimpsed it; float32 holds the sum of up to a million."""
 
 LayerVectors = tuple[Tensor, Tensor, Tensor]
-"""Of one layer: mean input, gradient of a (virtual) bias, and number of tokens, ``(1,)``."""
+"""Statistics of one layer: mean input, gradient of a (virtual) bias, and number of tokens, ``(1,)``."""
 
 
 def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: float | Tensor) -> LayerVectors:

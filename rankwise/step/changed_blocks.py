@@ -30,7 +30,7 @@ class ChangedBlocks:
         self._spec, self._table = spec, table
 
     def carried(self, states: Mapping[str, Mapping[str, Value]], announce: bool = True) -> dict[str, dict[str, Value]]:
-        """Those that go on; the matrices of the rest start afresh, which is said once.
+        """States of the matrices that go on; the rest start afresh, which is said once.
 
         Args:
             states: By matrix, as saved.

@@ -31,9 +31,9 @@ from rankwise.step.states_by_parameter import (
 __all__ = ["WRITTEN_BY", "CheckpointFit", "in_order_of", "same_groups", "this_rank"]
 
 Names = Sequence[Sequence[str | None]]
-"""Of the parameters of each param group, in order; None where it is not known."""
+"""Names of the parameters of each param group, in order; None where it is not known."""
 WRITTEN_BY = "written_by"
-"""Of a dictionary that has parts of parameters: the rank that wrote it, and the number of ranks."""
+"""Key of a dictionary that has parts of parameters: the rank that wrote it, and the number of ranks."""
 
 
 def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -216,7 +216,7 @@ class CheckpointFit:
         )
 
     def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
-        """Of a dictionary that says nothing of who wrote it: another optimizer's, or ours, taken apart."""
+        """Why a dictionary that does not say who wrote it is refused: another optimizer's, or ours, taken apart."""
         spec, groups = self._spec, state_dict["param_groups"]
         if groups and all(set(spec.group_options) <= set(group) for group in groups):
             return self._refusal_of_lost()

@@ -114,7 +114,7 @@ def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
 
 
 def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
-    """Of every slice this rank owns, by its key in :func:`owned_states`: where its states lie in the matrix's."""
+    """Where the states of every slice this rank owns lie in the matrix's, by its key in :func:`owned_states`."""
     found: dict[str, SlicePlace] = {}
     for unit in optimizer.planned_units:
         if unit.exchange is None:

@@ -103,7 +103,7 @@ class Reports:
                 self.announce(line)
 
     def _unknown_parts(self) -> list[str]:
-        """Of weights whose logical matrices would be matrices to the rule, if it were known how they lie."""
+        """Lines on weights whose logical matrices would be matrices to the rule, if it were known how they lie."""
         spec, table = self._spec, self._table
         matrices = [info for name, info in table.infos.items() if table.routes[name].rule == "matrix"]
         infos = [info for info in matrices if spec.splits(info)]

@@ -41,7 +41,7 @@ class _StatePart(NamedTuple):
         return whole if self.axis is None else whole.chunk(self.slices, dim=self.axis)[self.number]
 
     def shape(self, own: torch.Size) -> list[int]:
-        """Of the whole state."""
+        """Shape of the whole state."""
         return [size * self.slices if axis == self.axis else size for axis, size in enumerate(own)]
 
 

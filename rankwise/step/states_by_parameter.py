@@ -95,7 +95,7 @@ def record_texts(
 
 
 def steps_taken(states: Mapping[Any, Mapping[str, Any]]) -> int:
-    """Of the parameter that has taken most."""
+    """Steps of the parameter that has taken most."""
     return max((int(state["step"]) for state in states.values() if "step" in state), default=0)
 
 

@@ -77,7 +77,7 @@ class Transition:
             weight.copy_(torch.lerp(before, weight, factor))
 
     def _factors(self, bucket: Bucket) -> Sequence[float | Tensor]:
-        """Of this step's changes, by entry; none where they are 1."""
+        """Factors on this step's changes, by entry; none where all are 1."""
         taken = bucket.step + self.before(bucket.entries[0].info.name) - self.began
         if isinstance(taken, Tensor):
             # What has joined since is no part of the transition.

@@ -258,7 +258,7 @@ def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Ten
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its values in a row: the same memory where they lie so in this type."""
+    """A tensor's values in a row: the same memory where they lie so in this type."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         return tensor.detach().view(-1)
     # Gradients of complex parameters may be conjugates by name only.

@@ -39,7 +39,7 @@ class CoefficientSet(NamedTuple):
 
 
 def _safe(*best: Quintic) -> tuple[Quintic, ...]:
-    """Of what may lie a little above its interval; what the limit, the last of them, is given lies about 1."""
+    """Polynomials that bear values a little above their interval; the last, the limit, is given values about 1."""
     shrunk = ((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in best)
     return (*shrunk, (1.875, -1.25, 0.375))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["SUFFIXES", "addresses", "are_runs", "doubles", "integers"]
 
 SUFFIXES = {torch.float32: "float32", torch.float64: "float64"}
-"""Of the functions for each type."""
+"""Suffixes of the native functions' names, by type."""
 
 
 def are_runs(*lists: Sequence[Tensor]) -> bool:

@@ -31,7 +31,7 @@ INSTRUCTIONS = "RANKWISE_ISA"
 (what every x86-64 processor has)."""
 
 _FOLDER = Path(__file__).parent
-"""Of the headers that all sources may include."""
+"""Folder of the headers that all sources may include."""
 _COMMON = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _INSTRUCTIONS = {
     # Compilers use half of the registers' width unless told otherwise.

@@ -30,7 +30,7 @@ _SOURCE = Path(__file__).with_name("elementwise.cpp")
 _TILE = 8192
 """Elements of a tile: what a thread takes at a time, and what norms are added up over; the source knows the most."""
 _OPENED = 16 * BLOCK
-"""Those of a tile whose narrow states are opened, no more than the source has room for."""
+"""Elements of a tile whose narrow states are opened, no more than the source has room for."""
 
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 

@@ -37,7 +37,7 @@ WHOLE: tl.constexpr = tl.constexpr(12582912.0)
 
 @jit
 def _power(exponents: tl.tensor) -> tl.tensor:
-    """Of two, from its bits."""
+    """Powers of two, from their bits."""
     return ((exponents + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -61,7 +61,7 @@ def noise_of(
 
 @jit
 def _noise(key: tl.tensor, count: tl.tensor, place: tl.tensor, lanes: tl.tensor) -> tl.tensor:
-    """Of the places from ``place`` on, which may pass a multiple of 2^32."""
+    """Noise of the places from ``place`` on, which may pass a multiple of 2^32."""
     word = _mixed(count.to(tl.uint32) ^ _mixed(key.to(tl.uint32)))
     low = (place & 0xFFFFFFFF).to(tl.uint32)
     places = low + lanes.to(tl.uint32)
@@ -112,7 +112,7 @@ def blocks_inside(start: tl.tensor, length: tl.tensor, LANES: tl.constexpr) -> t
 
 @jit
 def exponents_of(roots: tl.tensor, ELEMENT: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Of each thread's block, int32 (LANES / 4,): the least that reach the largest of it."""
+    """Exponent of each thread's block, int32 (LANES / 4,): the least that reaches its largest magnitude."""
     # Magnitudes are ordered as the numbers are, infinities and NaNs behind all others.
     bits = tl.max(roots.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     bits = tl.max(bits.reshape(LANES // SHARED, THREADS), axis=1)

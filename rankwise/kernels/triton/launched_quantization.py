@@ -100,7 +100,7 @@ def _launch(
 
 @jit
 def _place(table: tl.tensor, tiles: tl.tensor, LANES: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Of a program: the run, its row, where the tile begins in the run, the first block, and whether it is wide."""
+    """Work of a program: the run, its row, where the tile begins in the run, the first block, whether it is wide."""
     tile = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * tile)
     row, reached = table + run * _COLUMNS, tl.load(tiles + 2 * tile + 1)

@@ -145,7 +145,7 @@ class Extras(NamedTuple):
 
 
 def _bases_of(fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype]) -> _Columns | None:
-    """Of each field, its plan, where its flat tensors begin, and bytes of an element; None if one has no plan."""
+    """Plan of each field, where its flat tensors begin, and bytes of an element; None if one has no plan."""
     found = []
     for field, dtype in zip(fields, types, strict=True):
         planned = field.as_planned if isinstance(field, RunViews) else None

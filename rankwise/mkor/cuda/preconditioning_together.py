@@ -186,7 +186,7 @@ class _Work:
         torch.mv(first, second[:, -1], out=self._space[result + rows * columns :][:rows])
 
     def _factors(self, inverses: Sequence[Any]) -> Tensor:
-        """Of one matrix its own where products take it as it lies; else copies whose rows begin at even places."""
+        """One matrix's own factor where products take it as it lies; else copies whose rows begin at even places."""
         first: Tensor = inverses[0]
         side = len(first)
         if len(inverses) == 1 and first.dtype == self._space.dtype and side == aligned(side):
