@@ -12,9 +12,11 @@ from benchmarks.convergence.page import setting_words
 from benchmarks.convergence.rates import RATES
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.search import Best, best_trial, tried
+from benchmarks.convergence.sizes import CELLS, CONTENDERS
+from benchmarks.performance import markdown
 from rankwise.configs import deepspeed_config
 
-__all__ = ["measured_ratios", "rates_page"]
+__all__ = ["measured_ratios", "rates_by_size", "rates_page"]
 
 _HEAD = """# AdamW's learning rate and ours
 
@@ -41,6 +43,23 @@ the same experiment. E1 and E2 are autoencoders. *Ready file* is the rate in `co
 | type | experiment | contender | setting | best lr | AdamW's | over AdamW's | ready file |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+_BY_SIZE = """
+## By width and length
+
+The best rates of [sizes](sizes.md), where the whole model grows. The grid is of factors of two, and a trial is one
+run: one step on it may be chance. In brackets: over AdamW's in the same column.
+
+"""
+_TRANSFER = """
+Width and length change together there. Taken apart, each as the factor on the best rate:
+
+"""
+_RULES = """
+- *Same size*: what a rule asks for under which updates keep their size per element as the model widens. That is AdamW,
+  and `scale="rms"`, the default of MARS-M and the benchmarks' Muon: the rate would stay as it is.
+- *MuP*: what the spectral norm asks for ([2310.17813](https://arxiv.org/abs/2310.17813)). AdamW's rate would go with
+  1 / width, that of orthogonalised updates of `scale="rms"` with 1 / sqrt(width).
+"""
 _SEARCHES = (
     ("MARS-AdamW", E4, "MARS-AdamW"),
     ("MARS-AdamW", E4, "MARS-AdamW, AdamW's betas"),
@@ -54,6 +73,11 @@ _SEARCHES = (
 )
 
 
+_BY_LENGTH = sorted(CELLS, key=lambda cell: (cell.hidden, cell.all_steps))
+_NARROW = _BY_LENGTH[0]
+_WIDE, _LONG, _ = (cell for cell in _BY_LENGTH if cell.parameters == 260_736)
+
+
 def rates_page(results: Results) -> str:
     """The page; a search that is not over is said to be none.
 
@@ -61,7 +85,42 @@ def rates_page(results: Results) -> str:
         results: As recorded.
     """
     rows = [" | ".join(_row(contender, results)) for contender in RATES.contenders]
-    return _HEAD.format(about=RATES.about) + _table(rows) + _LONGER + _table(_longer(results))
+    longer = _LONGER + _table(_longer(results))
+    return (
+        _HEAD.format(about=RATES.about) + _table(rows) + longer + _BY_SIZE + rates_by_size(results) + _transfer(results)
+    )
+
+
+def rates_by_size(results: Results) -> str:
+    """A table of the best learning rate of each contender of E9 by width and steps, as far as searches are over.
+
+    Args:
+        results: What has been run.
+    """
+    rows = []
+    for name in CONTENDERS:
+        found = [_searched(CELLS[cell], name, results) for cell in _BY_LENGTH]
+        rows.append((name, *(f"{each.rate:.3g} ({each.rate / each.adamw:.3g})" if each else "" for each in found)))
+    return markdown(("", *(f"width {cell.hidden}, {cell.all_steps:,} steps" for cell in _BY_LENGTH)), rows)
+
+
+def _transfer(results: Results) -> str:
+    """What a wider model and a longer run each do to the best rates."""
+    rows = []
+    for name in CONTENDERS:
+        narrow, wide, long = (_searched(CELLS[cell], name, results) for cell in (_NARROW, _WIDE, _LONG))
+        by_width = f"{wide.rate / narrow.rate:.3g}" if wide and narrow else ""
+        by_length = f"{long.rate / wide.rate:.3g}" if long and wide else ""
+        if by_width or by_length:
+            rows.append((name, by_width, by_length))
+    grown, longer = _WIDE.hidden / _NARROW.hidden, _LONG.all_steps / _WIDE.all_steps
+    heading = ("", f"width × {grown:g}, about {_WIDE.all_steps} steps", f"steps × {longer:.2g}, width {_WIDE.hidden}")
+    asked = [
+        ("*same size*", "1", ""),
+        ("*MuP*, AdamW", f"{1 / grown:g}", ""),
+        ("*MuP*, Muon", f"{grown**-0.5:.2g}", ""),
+    ]
+    return _TRANSFER + markdown(heading, [*rows, *asked]) + _RULES if rows else ""
 
 
 def measured_ratios(results: Results) -> dict[str, set[str]]:

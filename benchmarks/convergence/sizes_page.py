@@ -26,7 +26,7 @@ from benchmarks.convergence.verdicts import Difference, mean_interval
 from benchmarks.performance import markdown
 from rankwise.sonew.options import SONewOptions
 
-__all__ = ["differences", "draw_sizes", "exponent", "follows", "gains", "rates_by_width", "sizes_page", "steps_for"]
+__all__ = ["differences", "draw_sizes", "exponent", "follows", "gains", "sizes_page", "steps_for"]
 
 _BASELINE = CONTENDERS[0]
 _OUTSIDE = " (*)"
@@ -58,8 +58,8 @@ parameters and 1.1 times at 1.2 B ([2509.02046](https://arxiv.org/abs/2509.02046
 here: one comparison at several sizes with 20 bytes of text a parameter, and at one size with 5, 20 and 80.
 
 The short answer is the first table: the held-out loss less AdamW's, in nats per byte, lower is better. Every learning
-rate is searched at every size, three seeds are paired with AdamW's, and intervals are of 95 % (Student's t). A
-difference counts from 0.01 on; **bold** ones hold.
+rate is searched at every size ([they](rates.md#by-width-and-length)), three seeds are paired with AdamW's, and
+intervals are of 95 % (Student's t). A difference counts from 0.01 on; **bold** ones hold.
 
 """
 
@@ -100,14 +100,6 @@ option.
 
 """
 
-_RATES = """
-## The best rate by width
-
-`scale` is at its default, so MARS-M and Muon have updates of AdamW's size ("rms"). A rate in brackets is over AdamW's
-at the same width.
-
-"""
-
 
 def sizes_page(results: Results) -> str:
     """The page.
@@ -130,8 +122,6 @@ def sizes_page(results: Results) -> str:
             markdown(
                 ("", *(f"{cell.bytes_each} bytes" for cell in _LENGTHS), "time of a step"), list(_speed_ups(results))
             ),
-            _RATES,
-            rates_by_width(results),
             _VARIED,
             _varied(results),
             _RULE,
@@ -217,20 +207,6 @@ def steps_for(loss: float, known: Mapping[int, float]) -> float | None:
     return first * math.exp(slope * math.log(loss / upper))
 
 
-def rates_by_width(results: Results) -> str:
-    """A table of the best learning rate of each contender at each width, as far as searches are over.
-
-    Args:
-        results: What has been run.
-    """
-    rows = []
-    for name in CONTENDERS:
-        found = [(_rate(name, cell, results), _rate(_BASELINE, cell, results)) for cell in _SIZES]
-        cells = [f"{rate:.3g}" + (f" ({rate / adamw:.3g})" if adamw else "") if rate else "" for rate, adamw in found]
-        rows.append((name, *cells))
-    return markdown(("", *(f"width {cell.hidden}" for cell in _SIZES)), rows)
-
-
 def draw_sizes(results: Results, images: Path) -> None:
     """Draw the plots of the page.
 
@@ -311,12 +287,6 @@ def _seconds(experiment: Experiment, name: str, results: Results) -> dict[str, l
         if not row["diverged"]:
             found.setdefault(row["device"], []).append(row["seconds"])
     return found
-
-
-def _rate(name: str, cell: Cell, results: Results) -> float | None:
-    contender = CELLS[cell].contender(name)
-    best = best_trial(CELLS[cell], contender, results)
-    return contender.rate(best.exponent) if best is not None else None
 
 
 def _varied(results: Results) -> str:
