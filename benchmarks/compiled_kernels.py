@@ -107,7 +107,7 @@ def compiled(launch: Launch, target: str = "sm_90") -> Any:
 
 
 class Resources(NamedTuple):
-    """Of one compiled kernel.
+    """What one compiled kernel takes.
 
     Attributes:
         registers: Registers of a thread; of AMD's the vector registers.

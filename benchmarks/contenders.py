@@ -114,7 +114,7 @@ def others(device: torch.device) -> tuple[Contender, ...]:
 
 
 def selected(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    """Those of these names.
+    """Contenders of these names.
 
     Args:
         contenders: To choose from.
@@ -154,7 +154,7 @@ class _Both:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """Of both."""
+        """States of both optimizers."""
         return {key: value for part in self.parts for key, value in part.state.items()}
 
     def step(self) -> None:

@@ -24,7 +24,7 @@ _PRODUCT_KERNELS = {"_symmetric_kernel"}
 
 @dataclass
 class Counts:
-    """Of one step.
+    """What one step starts and moves.
 
     Attributes:
         kernels: Launches of Triton kernels, by name.
@@ -49,7 +49,7 @@ class Counts:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of its elements; those that strides of zero repeat are there once."""
+    """Bytes of a tensor's elements; those that strides of zero repeat are there once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else min(size, 1)
@@ -90,7 +90,7 @@ def multiplier(dtype: torch.dtype) -> str:
 
 
 def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[str, Any]) -> Counter[str]:
-    """Of the products of a kernel."""
+    """FLOP of the products of a kernel, by their type."""
     if name == "_symmetric_kernel":
         # Half of a product: the tiles above the diagonal are mirrored.
         return Counter({multiplier(given["x"].dtype): grid[2] * given["rows"] ** 2 * given["columns"]})
@@ -105,7 +105,7 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
 
 
 def _bytes(given: dict[str, Any], state: str) -> float:
-    """Of an element of a state, with its share of an exponent."""
+    """Bytes of an element of a state, with its share of an exponent."""
     element = given[state]
     return element.primitive_bitwidth / 8 + (1 / 64 if element.is_int() else 0)
 

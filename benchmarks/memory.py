@@ -33,7 +33,7 @@ __all__ = ["StepMemory", "counted_memory", "memory_page"]
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Of one rank, in bytes.
+    """Memory of one rank in a step, in bytes.
 
     Attributes:
         state: The optimizer's states.

@@ -51,7 +51,7 @@ _TYPES = {"mars-m": "MARS-M", "mkor": "MKOR", "ldadam": "LDAdam"}
 _FEW = 5
 """Per cent of a training step."""
 COMM_DTYPES = (None, "bfloat16", "int8")
-"""Of the table of messages."""
+"""Types in the table of messages."""
 _SHAPE = {"vocab_size": 30_522, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
 _BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "intermediate_size": 4096, **_SHAPE}
 
@@ -112,7 +112,7 @@ def messages_section(folder: Path) -> str:
 
 
 def messages_of(name: str, dtype: str | None, mesh: str | None, folder: Path) -> tuple[int, Cost]:
-    """Of a type on 64 H100s, the bytes that the rank with most sends in a step, and what that costs.
+    """Bytes that the rank with most sends in a step of a type on 64 H100s, and what that costs.
 
     Args:
         name: Name of the type.

@@ -24,7 +24,7 @@ __all__ = ["DTYPES", "TYPES", "loss_with"]
 
 _RANKS = 2
 DTYPES = ("none", "bfloat16", "int8")
-"""Of messages; none: that of the matrices."""
+"""Types of messages; none: that of the matrices."""
 
 
 class _Tuned(NamedTuple):

@@ -81,7 +81,7 @@ optimizer (tensor- or pipeline-parallel ones, replicas), because their copies mu
 
 
 def measure_errors() -> list[dict[str, Any]]:
-    """Of every set, number of steps, range of singular values and type of products."""
+    """Errors of every set of coefficients, number of steps, range of singular values and type of products."""
     generator = torch.Generator().manual_seed(0)
     u, _, vh = torch.linalg.svd(torch.randn(_SHORT, _LONG, generator=generator, dtype=torch.float64), False)
     rows = []
@@ -98,7 +98,7 @@ def measure_errors() -> list[dict[str, Any]]:
 
 
 def measure_times(rounds: int, shapes: Sequence[tuple[int, int]] = _SHAPES) -> list[dict[str, Any]]:
-    """Of every set, form and shape in float32, over the published one's.
+    """Times of every set, form and shape in float32, over the published one's.
 
     Args:
         rounds: Timed pairs.

@@ -18,7 +18,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["TYPES", "measure_products", "products_of"]
 
 TYPES = ("MARS-Shampoo", "MARS-M", "MKOR")
-"""Those whose step is bound by products of whole matrices."""
+"""Types whose step is bound by products of whole matrices."""
 
 _WARMUP = 2
 Product = Callable[[], object]

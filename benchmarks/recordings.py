@@ -108,7 +108,7 @@ def record(folder: Path) -> Iterator[tuple[Recording, str]]:
 
 
 _NOISE = ("built successfully", "real_accelerator")
-"""Of lines that DeepSpeed prints everywhere, and that say nothing."""
+"""Words of lines that DeepSpeed prints everywhere, and that say nothing."""
 
 
 def _shown(output: str, folder: Path, kept: int) -> str:

@@ -51,7 +51,7 @@ _IDLE = ("empty", "new_empty", "_local_scalar_dense")
 
 @dataclass
 class StepCosts:
-    """Of one step.
+    """What the host does in one step.
 
     Attributes:
         calls: Calls of functions, Python's and built in.

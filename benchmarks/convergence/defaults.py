@@ -51,7 +51,7 @@ class Default:
         return "against it" if beaten else "neither"
 
     def claims(self) -> list[Claim]:
-        """Those of its rows.
+        """Claims of its rows.
 
         Raises:
             ValueError: A row is no claim.

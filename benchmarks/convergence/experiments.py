@@ -13,7 +13,7 @@ from benchmarks.convergence.variations import VARIATIONS
 __all__ = ["CHECK", "EXPERIMENTS", "chosen"]
 
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in (E1, E2, E3, E4, E5, E12)}
-"""Those of the page, in its order."""
+"""Experiments of the page, in its order."""
 
 CHECK = Experiment(
     name="E0",

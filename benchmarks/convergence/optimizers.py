@@ -30,7 +30,7 @@ class Joined:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """Of all parts."""
+        """States of all parts."""
         return {param: state for part in self._parts for param, state in part.state.items()}
 
     def zero_grad(self) -> None:
@@ -107,7 +107,7 @@ class MKORAndMuon(Joined):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """Of all parts, and MKOR's factors."""
+        """States of all parts, and MKOR's factors."""
         return {**super().state, **self.mkor.matrix_states.everything()}
 
     @torch.no_grad()

@@ -273,7 +273,7 @@ def _where(experiment: Experiment, results: Results) -> str:
 
 
 def anchor(experiment: Experiment) -> str:
-    """Of its section's heading."""
+    """Anchor of the heading of an experiment's section."""
     kept = "".join(
         letter for letter in f"{experiment.name} {experiment.title}".lower() if letter.isalnum() or letter in " -"
     )

@@ -17,7 +17,7 @@ from benchmarks.performance import markdown
 __all__ = ["CASES", "NAME", "Case", "states_section", "work_on_states"]
 
 NAME = "E10"
-"""Of the file of the rows, and of the section."""
+"""Name of the file of the rows, and of the section."""
 
 _SONEW = Contender("SONew, band 1", "sonew", 4e-3, ({"betas": (0.9, 0.99), "weight_decay": 0.1},))
 _TEXT = replace(E4, name=NAME, title="SONew on a language model", contenders=(_SONEW,), claims=())
@@ -43,7 +43,7 @@ class Case:
         return final_runs(self.experiment, self.experiment.contender(self.contender), results) or []
 
     def runs(self, word: str, results: Results) -> list[Run]:
-        """Those with narrow ones, alike in everything else."""
+        """Runs with narrow states, alike in everything else."""
         return [replace(run, options={**run.options, **self.narrow[word]}) for run in self.wide(results)]
 
 

@@ -31,7 +31,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, step: int) -> Tensor:
-        """Of a step's batch, with its graph."""
+        """Loss of a step's batch, with its graph."""
 
     def gradient(self, step: int) -> Tensor:
         """Puts the gradient of a step's batch into the parameters; its loss, without a graph."""

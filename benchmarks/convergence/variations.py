@@ -17,7 +17,7 @@ BASE: Cell = next(cell for cell in CELLS if cell.hidden == 64)
 _NAMES = ("AdamW", "Muon", "MARS-AdamW, gamma 0.025", "MARS-M", "MKOR on AdamW", "MKOR on Muon", "SOAP")
 _AS_BEFORE = tuple(CELLS[BASE].contender(name) for name in _NAMES)
 _INDEPENDENT = (1e-3, 4e-3)
-"""Of weights, a step at the peak: about what decoupled decay takes at the rates of AdamW and of Muon."""
+"""Share of the weights that decays in a step at the peak: about that of decoupled decay at AdamW's and Muon's rates."""
 
 
 _ADAMW = Contender("AdamW", "mars", 8e-3, ({**ADAMW, "gamma": 0.0, "clip": None, "optimize_1d": True},))
@@ -25,7 +25,7 @@ _ADAMW = Contender("AdamW", "mars", 8e-3, ({**ADAMW, "gamma": 0.0, "clip": None,
 
 
 def _decaying(*decays: Options) -> tuple[Contender, ...]:
-    """Those that have the option."""
+    """Contenders that have the option."""
     others = [one for one in _AS_BEFORE if one.optimizer in ("mars", "mkor")]
     return tuple(
         replace(one, settings=tuple({**setting, **decay} for setting in one.settings for decay in decays))

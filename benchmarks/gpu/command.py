@@ -20,7 +20,7 @@ _MARGIN = 5.0  # Seconds of the budget for the end of the process.
 
 
 def seconds_of(text: str) -> float:
-    """Of "540", "540s" or "9m".
+    """Seconds that "540", "540s" or "9m" stand for.
 
     Raises:
         ValueError: It is none of these.

@@ -119,7 +119,7 @@ class Place:
 
     @property
     def peaks(self) -> Peaks | None:
-        """Of the device, where they are known."""
+        """Peak rates of the device, where they are known."""
         return peaks_of(torch.cuda.get_device_name(self.device)) if self.on_cuda else None
 
     def models(self, *names: str) -> tuple[str, ...]:

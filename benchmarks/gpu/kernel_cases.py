@@ -54,7 +54,7 @@ class _Maker:
         return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
 
     def codes(self, dtype: torch.dtype = SIGNED) -> LowPrecisionRuns:
-        """Of as many elements as its runs have, in 8 bits."""
+        """Codes of as many elements as its runs have, in 8 bits."""
         length = self.elements // _RUNS
         codes, exponents = (
             [torch.zeros(size, dtype=kind, device=self.device) for _ in range(_RUNS)]

@@ -8,7 +8,7 @@ __all__ = ["PEAKS", "Peaks", "peaks_of"]
 
 
 class Peaks(NamedTuple):
-    """Of one device.
+    """Peak rates of one device.
 
     Attributes:
         bandwidth: Bytes a second to and from its memory.
@@ -49,5 +49,5 @@ PEAKS: dict[str, Peaks] = {
 
 
 def peaks_of(device: str) -> Peaks | None:
-    """Of a device by its name; None where it is not known, and nothing is predicted."""
+    """Peaks of a device by its name; None where it is not known, and nothing is predicted."""
     return next((peaks for name, peaks in PEAKS.items() if name in device), None)

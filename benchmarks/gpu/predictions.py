@@ -26,7 +26,7 @@ GOALS = {
     "LDAdam, rank 256": 2.5,
     "MKOR": 6.5,
 }
-"""Of a step's time over fused AdamW's, for the bytes and products that each must have."""
+"""Most that a step may take over fused AdamW's, for the bytes and products that each must have."""
 
 
 @cache

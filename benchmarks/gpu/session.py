@@ -16,7 +16,7 @@ _LIMIT = 10.0  # Times what an item should take: then it hangs.
 
 
 class Outcome(NamedTuple):
-    """Of an item.
+    """What became of an item.
 
     Attributes:
         status: "done"; "failed", for good; "skipped", not for this machine; "cut", by the end of its time.

@@ -30,7 +30,7 @@ def ours(place: Place) -> list[Contender]:
 
 
 def narrow(place: Place) -> list[Contender]:
-    """Those with states of a byte an element."""
+    """Contenders with states of a byte an element."""
     return [contender for contender in NARROW if not (place.tiny and contender.name.startswith(_TOO_WIDE))]
 
 
@@ -77,7 +77,7 @@ def _stepped(place: Place, contender: Contender, model: str, steps: int) -> tupl
 
 
 def _waits(place: Place, contender: Contender, model: str) -> Found:
-    """Of a steady step, as torch sees them."""
+    """Waits of the host in a steady step, as torch sees them."""
     _, optimizer = _stepped(place, contender, model, 2)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
