@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ import deepspeed
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=500))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
 for step in range(4):
@@ -29,11 +29,13 @@ for step in range(4):
         print(f"step {step + 1}: loss {float(loss.detach()):.3f}", flush=True)
 engine.save_checkpoint("checkpoints")
 """
-_CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "LDAdam", "params": {"lr": 1e-3, "rank": 16}},
+_CONFIG = """\
+{
+  "train_micro_batch_size_per_gpu": 2,
+  "zero_optimization": {"stage": 2},
+  "optimizer": {"type": "LDAdam", "params": {"lr": 1e-3, "rank": 16}}
 }
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def record(folder: Path) -> Iterator[tuple[Recording, str]]:
     (folder / "Megatron-LM/megatron/training").mkdir(parents=True)
     (folder / "Megatron-LM/megatron/training/__init__.py").touch()
     (folder / "Megatron-LM/pretrain_gpt.py").touch()
-    (folder / "ds.json").write_text(json.dumps(_CONFIG, indent=2) + "\n")
+    (folder / "ds.json").write_text(_CONFIG)
     environment = {**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     for recording in RECORDINGS:
         command = [sys.executable, "-m", "rankwise", *recording.words.split()]
@@ -124,7 +126,7 @@ def _shown(output: str, folder: Path, kept: int) -> str:
 def recordings_page(found: Sequence[tuple[Recording, str]]) -> str:
     """The page of these recordings."""
     rows = [f"| [`{name}`](#{name}) | {text} |\n" for name, text in ((_name(one), one.text) for one, _ in found)]
-    parts = [_HEAD.format(rows="".join(rows), script=_SCRIPT)]
+    parts = [_HEAD.format(rows="".join(rows), config=_CONFIG, script=_SCRIPT)]
     for recording, output in found:
         title = _name(recording)
         parts.append(f"## {title}\n\n{recording.text}\n\n```text\n$ rankwise {recording.words}\n{output}\n```\n")
@@ -142,8 +144,11 @@ _HEAD = """# The commands, recorded
 {rows}
 `rankwise COMMAND --help` lists the options. [Exit codes, pipes and JSON](#exit-codes-pipes-json) are the same for all.
 
-What follows is each command with what it printed, in a folder with a `ds.json` (LDAdam, ZeRO-2) and this `train.py`, on
-a CPU machine. It was made by `python -m benchmarks recordings --page docs/commands.md`, which fails if a command does.
+What follows is each command with what it printed, in a folder with this `ds.json` and this `train.py`, on a CPU
+machine. It was made by `python -m benchmarks recordings --page docs/commands.md`, which fails if a command does.
+
+```json
+{config}```
 
 ```python
 {script}```

@@ -122,7 +122,7 @@ HEADINGS = (
     "not for",
     "lr over AdamW's",
     "loss less AdamW's, by parameters",
-    "betas",
+    "betas (ready file)",
     "state, bytes per parameter (AdamW: 8)",
     "sent, bytes per parameter and step",
     "operations per parameter and step",

@@ -14,6 +14,7 @@ from typing import Any
 from rankwise.configs import OPTIMIZERS, deepspeed_config
 from rankwise.launch.settings import Settings
 from rankwise.names import BY_NAME, BY_SPELLING
+from rankwise.options.hints import misspelt
 from rankwise.options.validation import check_given
 
 __all__ = ["check_framework", "check_options", "planned_configs", "planned_runs", "read_config", "split_names"]
@@ -34,7 +35,8 @@ def split_names(values: list[str]) -> list[str]:
     names: list[str] = []
     for name in " ".join(values).replace(",", " ").lower().split():
         if name != "all" and name not in OPTIMIZERS:
-            raise ValueError(f"optimizer is {name!r}: it must be one of {', '.join(OPTIMIZERS)}, all")
+            known = f"{', '.join(OPTIMIZERS)}, all{misspelt(name, OPTIMIZERS)}"
+            raise ValueError(f"optimizer is {name!r}: it must be one of {known}")
         names += list(OPTIMIZERS) if name == "all" else [name]
     return list(dict.fromkeys(names))
 

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.mars.optimizer import MARS
 from rankwise.mkor.optimizer import MKOR
 from rankwise.names import BY_NAME
+from rankwise.options.hints import misspelt
 from rankwise.options.validation import OptionError
 from rankwise.routing.roles import annotate
 
@@ -50,7 +52,9 @@ def optimizer_cls_and_kwargs(
     """
     named = BY_NAME.get(name.lower())
     if named is None:
-        raise OptionError(f"optimizer '{name}' is not known: it must be one of {', '.join(BY_NAME)}")
+        raise OptionError(
+            f"optimizer '{name}' is not known: it must be one of {', '.join(BY_NAME)}{misspelt(name, BY_NAME)}"
+        )
     if "weight_decay" in options:
         raise OptionError(
             f"weight_decay={options['weight_decay']} would have no effect: the Trainer's param groups carry a weight "
@@ -60,7 +64,21 @@ def optimizer_cls_and_kwargs(
     annotate(model)
     if named.optimizer is MKOR:
         return CapturingMKOR, {"captured": model, **keywords}
+    if named.optimizer is MARS and "weight_decay_1d" not in options:
+        return _MARSOfTrainer, keywords
     return named.optimizer, keywords
+
+
+class _MARSOfTrainer(MARS):
+    """MARS whose fallback, too, leaves undecayed what the Trainer wants no decay of."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("weight_decay") == 0:
+            param_group.update(dict.fromkeys(self.options_type.decay_options, 0.0))
+        super().add_param_group(param_group)
+
+
+_MARSOfTrainer.__name__ = MARS.__name__
 
 
 class CapturingMKOR(MKOR):

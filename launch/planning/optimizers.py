@@ -15,6 +15,7 @@ from rankwise.configs import deepspeed_config
 from rankwise.launch.flags import read_flags
 from rankwise.launch.run_configs import check_options, read_config
 from rankwise.names import BY_NAME, BY_SPELLING
+from rankwise.options.hints import misspelt
 from rankwise.options.validation import check_keys
 from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import annotate, attach_info, info_of
@@ -63,7 +64,8 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
             raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
         found = Chosen(str(block["type"]).lower(), dict(block.get("params") or {}), deepspeed or {})
     if found.name not in BY_NAME:
-        raise ValueError(f"the optimizer is {found.name!r}: it must be one of ours, {', '.join(BY_SPELLING)}")
+        ours = f"{', '.join(BY_SPELLING)}{misspelt(found.name, BY_SPELLING)}"
+        raise ValueError(f"the optimizer is {found.name!r}: it must be one of ours, {ours}")
     check_options({"type": found.name, "params": found.params})
     return found
 
@@ -71,7 +73,9 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
 def _of_flags(words: list[str], optimizer: str | None, typed: list[str]) -> Chosen:
     name = optimizer or flag_value(words, "--optimizer") or ""
     if name.lower() not in BY_NAME:
-        raise ValueError(f"--optimizer is {name!r}: it must be one of ours, {', '.join(BY_NAME)}")
+        raise ValueError(
+            f"--optimizer is {name!r}: it must be one of ours, {', '.join(BY_NAME)}{misspelt(name, BY_NAME)}"
+        )
     params: dict[str, Any] = {}
     # A file's are those of the optimizer that it names.
     of_it = words if optimizer is None or flag_value(words, "--optimizer") == optimizer else typed

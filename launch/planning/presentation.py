@@ -54,7 +54,7 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     reason = why_unbalanced(found)
     counts = _owned(found)
     console.print(
-        f"{len(found.owners)} matrices with an owner, {min(counts)} to {max(counts)} of them on a rank. "
+        f"{len(found.owners)} matrices (or slices of them) have owners, {min(counts)} to {max(counts)} on a rank. "
         + (f"Emptier ranks keep {found.lent} of their states. " if found.lent else "")
         + (reason or f"The fullest rank holds {found.fullest:.2f} times the mean.")
     )
@@ -76,7 +76,10 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
         table.add_row(one.device.name, *(f"{value:,.2f}" for value in times), f"{one.share:.1%}")
     console.print(table)
     flops = max(rank.flops for rank in found.ranks)
-    console.print(f"{flops / 1e12:.3f} TFLOP on the rank that computes most. Times are from data sheets, not measured.")
+    console.print(
+        f"{flops / 1e12:.3f} TFLOP on the rank that computes most. Times are from data sheets, not measured. "
+        "Exposed: waiting for messages, or for other ranks to be done with a batch."
+    )
 
 
 def _owned(found: Figures) -> list[int]:

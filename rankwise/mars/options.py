@@ -92,7 +92,10 @@ class MARSOptions(Options):
     )
     betas_1d: tuple[float, float] = shared.betas((0.9, 0.95), "Decay rates of the fallback.")
     weight_decay_1d: float = option(
-        0.1, Number(), 'Decay of the fallback ("muon": weight_decay, as published).', per_group=True
+        0.1,
+        Number(),
+        'Decay of the fallback ("muon": weight_decay, as published), whatever a group\'s weight_decay is.',
+        per_group=True,
     )
     ns_steps: int = shared.ns_steps()
     ns_coefficients: str = option(

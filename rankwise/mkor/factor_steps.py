@@ -272,7 +272,7 @@ class FactorSteps:
         found = sorted(schedule.left_out & schedule.heard)
         if silent and unit.layout.rank == 0:
             logger.warning(
-                "MKOR: %s has not seen any input, so only %s updates it: its weight is used without calling "
+                "MKOR: no input was seen of %s, so the update is that of %s alone: a weight is used without calling "
                 "its module (as nn.MultiheadAttention uses out_proj)%s, or it is not used yet. It gets factors once "
                 "its module is called.",
                 ", ".join(silent),

@@ -22,6 +22,7 @@ from rankwise.planning.matrix_states import MatrixStates
 from rankwise.planning.planner import Planner
 from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import Layout, Traffic
+from rankwise.sharding.layout_source import framework_advice
 from rankwise.statistics.collector import Collector
 
 __all__ = ["KneeDetector", "LossWindow", "Switch"]
@@ -211,6 +212,7 @@ class Switch:
         self.losses = LossWindow()
         self.is_over = False
         self._news: HostCopy | None = None
+        self._silent_steps = 0
 
     def __getstate__(self) -> dict[str, Any]:
         self._learn()
@@ -243,6 +245,14 @@ class Switch:
             self._news = None
             if count:
                 self.detector.update(total / count)
+            self._silent_steps = 0 if count else self._silent_steps + 1
+            if self._silent_steps == self._options.hybrid_min_steps:
+                logger.warning(
+                    "MKOR-H: no loss was reported in %d steps, and without it MKOR-H never switches: call "
+                    "optimizer.record_loss(loss) after each forward pass, or %s, which does it.",
+                    self._silent_steps,
+                    framework_advice(),
+                )
 
     def watches(self, unit: StepUnit) -> bool:
         """Whether the steps of a unit take the losses."""

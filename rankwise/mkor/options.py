@@ -84,7 +84,9 @@ class MKOROptions(Options):
         "the gradient itself: nothing is captured or sent, and no bias rides along.",
     )
     sketch_gain: float = option(
-        0.04, Number(above=True), 'Of rule "sketch": mean square of what a factor takes in, whose identity has 1.'
+        0.04,
+        Number(above=True),
+        'Of rule "sketch": mean square of the entries of each vector; larger ones follow the gradient faster.',
     )
     stabilizer: tuple[float, float] | None = option(
         (2.0, 0.9),

@@ -92,7 +92,7 @@ def _finite(value: Any, default: Any) -> float:
             return math.nan
         value = value.item()
     if not is_number(value):
-        raise InvalidError("it must be a finite number", f"write e.g. {default!r}")
+        raise InvalidError("it must be a finite number, an int or a float", f"write e.g. {default!r}")
     return float(value)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from rankwise.options.fields import Option, Options
-from rankwise.options.hints import OPTION_WORDS, nearest
+from rankwise.options.hints import hint_for
 
 __all__ = ["described", "options_as_keywords"]
 
@@ -69,8 +69,8 @@ def _with_keywords(init: Callable[..., None], options_type: type[Options]) -> Ca
 
 def _meant(options_type: type[Options], keywords: Iterable[str]) -> str:
     known = options_type.table()
-    near = next((nearest(key, known, OPTION_WORDS) for key in keywords if key not in known), None)
-    return f"; did you mean '{near}'?" if near else ""
+    unknown = next((key for key in keywords if key not in known), None)
+    return f"; {hint_for(unknown, known)}" if unknown else ""
 
 
 def described(text: str | None, options_type: type[Options]) -> str | None:

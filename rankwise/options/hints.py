@@ -7,7 +7,16 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["LEFT_OVER", "OPTION_WORDS", "VALUE_WORDS", "nearest", "shown", "with_both_spellings"]
+__all__ = [
+    "LEFT_OVER",
+    "OPTION_WORDS",
+    "VALUE_WORDS",
+    "hint_for",
+    "misspelt",
+    "nearest",
+    "shown",
+    "with_both_spellings",
+]
 
 _LONGEST = 120
 OPTION_WORDS: Mapping[str, str] = {
@@ -75,6 +84,30 @@ def nearest(
         return spelled[meant.lower()]
     near = difflib.get_close_matches(lowered, spelled, n=1, cutoff=cutoff)
     return spelled[near[0]] if near else None
+
+
+def hint_for(key: str, valid: Collection[str]) -> str:
+    """What to do about a key that is none of the options.
+
+    Args:
+        key: As it was given.
+        valid: The options.
+    """
+    if key in LEFT_OVER:
+        return f"remove it; {LEFT_OVER[key]}"
+    near = nearest(key, valid, OPTION_WORDS)
+    return f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
+
+
+def misspelt(given: str, valid: Collection[str]) -> str:
+    """The end of a message that lists names: which one is spelt much like the given one, if any is.
+
+    Args:
+        given: What was chosen.
+        valid: What there is.
+    """
+    near = nearest(given, valid, cutoff=0.85)
+    return f"; did you mean '{near}'?" if near else ""
 
 
 def shown(value: Any) -> str:

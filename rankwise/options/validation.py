@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rankwise.options.hints import LEFT_OVER, OPTION_WORDS, nearest, shown
+from rankwise.options.hints import hint_for, shown
 
 __all__ = ["OptionError", "check_given", "check_keys", "check_preset"]
 
@@ -22,12 +22,7 @@ def check_keys(given: Collection[str], valid: Collection[str], owner: str) -> No
     """
     for key in given:
         if key not in valid:
-            near = nearest(key, valid, OPTION_WORDS)
-            if key in LEFT_OVER:
-                hint = f"remove it; {LEFT_OVER[key]}"
-            else:
-                hint = f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
-            raise OptionError(f"{owner} has no option {shown(key)}: {hint}")
+            raise OptionError(f"{owner} has no option {shown(key)}: {hint_for(key, valid)}")
 
 
 def check_preset(given: Mapping[str, Any], preset: Mapping[str, Any], owner: str, instead: str) -> None:

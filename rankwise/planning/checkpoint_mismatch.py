@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 InitialStates = Callable[[MatrixTask, torch.device], Mapping[str, Tensor]]
 """The states of a matrix before its first step; see :class:`rankwise.planning.step_costs.StepCosts`."""
 
-_FIX = "load it into the model that it was saved with, or load the weights alone and start the optimizer afresh"
+_FIX = "load it with the model and options that it was saved with, or the weights alone and start the optimizer afresh"
 
 
 class MisfitError(ValueError):

@@ -18,6 +18,7 @@ __all__ = ["GroupValues"]
 
 logger = logging.getLogger(__name__)
 _SMALLEST = torch.finfo(torch.float32).tiny
+_RECORD = "rankwise"  # What :mod:`rankwise.step.states_by_parameter` keeps there.
 # Schedulers' and frameworks' own keys of a param group that are spelt much like ours.
 _KEYS_OF_OTHERS = frozenset({"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name"})
 # Of schedules that change more than rates, such as OneCycleLR.
@@ -54,6 +55,11 @@ class GroupValues:
         """
         spec, options = self._spec, self._spec.options
         self._refuse_misspelt(group)
+        if not isinstance(group.get("fallback"), bool | None):
+            raise OptionError(
+                f"{spec.name}: fallback={shown(group['fallback'])} in a param group is invalid: it must be true (the "
+                "first-order rule), false (the matrix rule) or absent; write it without quotes"
+            )
         values = {name: getattr(options, name) for name in options.names()}
         # Those of the class: what a backend does not read is for the options to refuse, with the reason.
         variable = options.per_group()
@@ -93,7 +99,7 @@ class GroupValues:
     def _refuse_misspelt(self, group: Mapping[str, Any]) -> None:
         """Refuse a key that nobody reads but that looks like one of ours; other programs add keys of their own."""
         spec = self._spec
-        valid = {*spec.group_options, "params", "param_names", "fallback", "rankwise"}
+        valid = {*spec.group_options, "params", "param_names", "fallback", _RECORD}
         for key in group:
             if key in valid or key in self._defaults or key in _KEYS_OF_OTHERS or key in spec.options.names():
                 continue
@@ -181,8 +187,10 @@ class GroupValues:
         return {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
 
     def _values_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a group sets besides its rate."""
-        return tuple(_comparable(group.get(name)) for name in self._spec.group_options if name != "lr")
+        """What a group sets besides its rate, and how many keys it has: one more may be misspelt."""
+        names = (*self._spec.group_options, "fallback")
+        # The record alone comes by itself, with the first step.
+        return len(group) - (_RECORD in group), *(_comparable(group.get(name)) for name in names if name != "lr")
 
 
 def _comparable(value: Any) -> Any:

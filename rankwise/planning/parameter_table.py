@@ -364,8 +364,9 @@ class ParameterTable:
         if blind and not self._spec.policy.embeddings and not self._warned_of_nameless:
             self._warned_of_nameless = True
             logger.warning(
-                "%s: %d parameters without names use its matrix rule because of their shapes alone, even an embedding "
-                "or output head; pass model.named_parameters(), or call rankwise.annotate(model) first.",
+                "%s: the matrix rule is used because of the shape alone, even for an embedding or output head, where "
+                "parameters have no names (%d of them); pass model.named_parameters(), or call "
+                "rankwise.annotate(model) first.",
                 self._spec.name,
                 len(blind),
             )

@@ -60,9 +60,8 @@ class StateTakeover:
         fresh = [*self.matrices, *self.afresh]
         start = "" if not fresh else f"; all other states of {_listed(fresh)} start afresh"
         gently = f", with updates that grow to their size over {ramp} steps" if fresh and ramp else ""
-        return (
-            f"{owner} goes on from {author}: weights are kept, {' and '.join(parts) or 'no state'} too{start}{gently}."
-        )
+        kept = f"{' and '.join(parts)} too" if parts else "no state goes on"
+        return f"{owner} goes on from {author}: weights are kept, {kept}{start}{gently}."
 
 
 def plan_takeover(saved: Mapping[str, Shapes], targets: Mapping[str, TakeoverTarget]) -> StateTakeover:

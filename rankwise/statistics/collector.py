@@ -143,8 +143,8 @@ class Collector:
         """
         if self.hooks is None and self.listens:
             raise OptionError(
-                "MKOR has no statistics to precondition with: call optimizer.capture(model) before the first step, or "
-                f"{framework_advice()}, which does it."
+                "MKOR has no statistics to precondition with: call optimizer.capture(model) before the first step (a "
+                f"copied or unpickled optimizer's, too), or {framework_advice()}, which does it."
             )
 
     def release(self) -> None:

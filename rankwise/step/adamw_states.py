@@ -97,6 +97,11 @@ class AdamWStates:
             ValueError: It has other parameters, or is one of ours.
         """
         owner = self._spec.identity
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"{owner}: continue_from() takes a state dictionary, not {type(state_dict).__name__}; pass what its "
+                "state_dict() returns"
+            )
         if state_dict.get("rankwise") is not None:
             raise ValueError(
                 f"{owner}: the checkpoint's rankwise={state_dict['rankwise']!r} is invalid here: continue_from() takes "

@@ -34,6 +34,7 @@ Names = Sequence[Sequence[str | None]]
 """Names of the parameters of each param group, in order; None where it is not known."""
 WRITTEN_BY = "written_by"
 """Key of a dictionary that has parts of parameters: the rank that wrote it, and the number of ranks."""
+_TORCHS = frozenset({"foreach", "maximize", "differentiable", "adjust_lr_fn"})
 
 
 def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -187,21 +188,26 @@ class CheckpointFit:
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         ours = self._spec.identity
         theirs = state_dict.get("rankwise")
-        if theirs == ours and state_dict.get(COUNT) == 0 and steps_taken(state_dict["state"]):
-            # torch has filled a dictionary of this optimizer, which was fresh, with states of the same names.
-            raise ValueError(self._refusal_of_anonymous({"param_groups": []}))
-        if theirs == ours and state_dict.get(WITH_STATES) and not self._have_matrices(state_dict):
-            raise ValueError(self._refusal_of_lost())
-        # A dictionary that was put together by others holds no matrix states; some optimizers have none.
-        if theirs != ours and (theirs is not None or (self._spec.matrix_state_names and state_dict["state"])):
-            if theirs is None and self._have_matrices(state_dict):
-                return
-            if theirs is None:
-                raise ValueError(self._refusal_of_anonymous(state_dict))
+        if theirs not in (None, ours):
             raise ValueError(
                 f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
                 f"which must be {ours!r}; load it into that one, or load the weights alone"
             )
+        if theirs is None and not self._have_matrices(state_dict):
+            # Put together by others: what belongs to no parameter is lost.
+            if not all(map(self._is_ours, state_dict["param_groups"])):
+                raise ValueError(self._refusal_of_others())
+            if self._spec.matrix_state_names and state_dict["state"]:
+                raise ValueError(self._refusal_of_lost())
+        if theirs == ours and state_dict.get(COUNT) == 0 and steps_taken(state_dict["state"]):
+            # torch has filled a dictionary of this optimizer, which was fresh, with states of the same names.
+            raise ValueError(self._refusal_of_others())
+        if theirs == ours and state_dict.get(WITH_STATES) and not self._have_matrices(state_dict):
+            raise ValueError(self._refusal_of_lost())
+
+    def _is_ours(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group has our options, and none that only torch's own optimizers have."""
+        return set(self._spec.group_options) <= set(group) and _TORCHS.isdisjoint(group)
 
     @staticmethod
     def _have_matrices(state_dict: Mapping[str, Any]) -> bool:
@@ -215,13 +221,9 @@ class CheckpointFit:
             "save all that optimizer.state_dict() returns, and load a flattened dictionary into a new optimizer"
         )
 
-    def _refusal_of_anonymous(self, state_dict: Mapping[str, Any]) -> str:
-        """Why a dictionary that does not say who wrote it is refused: another optimizer's, or ours, taken apart."""
-        spec, groups = self._spec, state_dict["param_groups"]
-        if groups and all(set(spec.group_options) <= set(group) for group in groups):
-            return self._refusal_of_lost()
+    def _refusal_of_others(self) -> str:
         return (
-            f"{spec.identity}: the state dictionary was written by another optimizer than rankwise's, "
+            f"{self._spec.identity}: the state dictionary was written by another optimizer than rankwise's, "
             "torch.optim.AdamW for example, whose states mean something else; "
             "load it into that one, or go on from it with continue_from(), which keeps what means the same and starts "
             "the other states afresh"

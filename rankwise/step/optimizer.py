@@ -299,6 +299,8 @@ class ShardedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if loss is not None and self.needs_loss:
+                self.record_loss(loss)
         if not are_deferred():
             with full_precision():
                 self._step()
@@ -456,6 +458,7 @@ class ShardedOptimizer(Optimizer, ABC):
             What goes on and what starts afresh, in one line, which is also logged.
 
         Raises:
+            TypeError: It is no dictionary.
             ValueError: It has other parameters, or is one of ours; nothing has changed then.
         """
         self.undo.settle()

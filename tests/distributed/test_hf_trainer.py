@@ -68,6 +68,8 @@ def test_the_trainer_builds_and_steps_every_type(name: str, tmp_path: Path) -> N
     if name in ("mars-shampoo", "mars-m", "ldadam", "mkor", "mkor-h"):
         assert any("c_attn" in key for key in matrices) and not any("wte" in key for key in matrices), rules
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    if name.startswith("mars"):
+        assert [group["weight_decay_1d"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert optimizer.switched == (name == "mkor-h")
 
 
@@ -109,6 +111,13 @@ def test_ranks_share_the_work_and_one_of_them_saves(tmp_path: Path) -> None:
         assert equal and again and torch.equal(weights, resumed)
         assert factors == owned and factors
     assert not first["through"][1] & second["through"][1]
+
+
+def test_a_decay_of_the_fallback_may_be_named() -> None:
+    model = _model()
+    cls, keywords = rankwise.hf.optimizer_cls_and_kwargs(model, "mars-adamw", lr=1e-2, weight_decay_1d=0.3)
+    optimizer: Any = cls([{"params": list(model.parameters()), "weight_decay": 0.0}], **keywords)
+    assert optimizer.param_groups[0]["weight_decay_1d"] == 0.3
 
 
 def test_what_would_not_count_is_refused(tmp_path: Path) -> None:

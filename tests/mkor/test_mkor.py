@@ -604,6 +604,27 @@ def test_hybrid_without_losses_never_switches() -> None:
     assert not optimizer.switched
 
 
+def test_hybrid_hears_of_losses_from_closures() -> None:
+    model = make()
+    optimizer = build(model, update_interval=2, hybrid=True, hybrid_min_steps=2, hybrid_patience=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss(model, 0).backward()
+        return torch.ones(())
+
+    for _ in range(4):
+        optimizer.step(closure)
+    assert optimizer.switched
+
+
+def test_hybrid_without_losses_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    train(model, build(model, update_interval=2, hybrid=True, hybrid_min_steps=3), range(9))
+    told = [record.message for record in caplog.records if "no loss was reported in 3 steps" in record.message]
+    assert len(told) == 1 and "call optimizer.record_loss(loss) after each forward pass" in told[0]
+
+
 def test_hybrid_takes_the_mean_over_micro_batches() -> None:
     model = make()
     optimizer = build(model, hybrid=True)

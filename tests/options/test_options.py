@@ -460,7 +460,12 @@ def test_the_signature_names_types_and_defaults_alone(cls: type) -> None:
     [
         ((), {"weight_decoy": 1}, r"LDAdam\(\) got an unexpected .* 'weight_decoy'; did you mean 'weight_decay'\?"),
         ((), {"learning_rate": 1}, "did you mean 'lr'"),
-        ((), {"zzz": 1}, r"LDAdam\(\) got an unexpected keyword argument 'zzz'$"),
+        (
+            (),
+            {"zzz": 1},
+            r"LDAdam\(\) got an unexpected keyword argument 'zzz'; valid keys are betas, .*weight_decay_method\.$",
+        ),
+        ((), {"fused": True}, r"unexpected keyword argument 'fused'; remove it; which kernels run is found out here$"),
         ((1e-3,), {"lr": 1}, r"LDAdam\(\) multiple values for argument 'lr'"),
         ((1,) * 99, {}, r"LDAdam\(\) too many positional arguments"),
     ],

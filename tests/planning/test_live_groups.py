@@ -55,6 +55,39 @@ def changes_by_rate(case: Case, first: list[str], second: list[str], moves: list
     return {name: found[100.0][name] / found[1.0][name] for name in found[1.0]}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (
+            "weight_deacy",
+            0.5,
+            "'weight_deacy' in a param group is invalid: nothing reads it; did you mean 'weight_decay'",
+        ),
+        (
+            "fallback",
+            "false",
+            "fallback='false' in a param group is invalid: it must be true .* write it without quotes",
+        ),
+        ("fallback", 1, "fallback=1 in a param group is invalid"),
+    ],
+)
+@cases(exact=False)
+def test_keys_that_mean_nothing_are_refused_in_living_groups_too(case: Case, key: str, value: Any, words: str) -> None:
+    model, optimizer = setup(case)
+    advance(model, optimizer, range(1))
+    start = weights(model)
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(OptionError, match=words):
+        advance(model, optimizer, range(1, 2))
+    assert_same(weights(model), start)
+    del optimizer.param_groups[0][key]
+    optimizer.param_groups[0]["note"] = "of somebody else"
+    advance(model, optimizer, range(1, 2))
+    other = net()
+    with pytest.raises(OptionError, match=words):
+        case.build([{"params": list(other.named_parameters()), key: value}], other)
+
+
 @pytest.mark.parametrize("way", ["boundary", "to the end"])
 @cases(exact=False)
 def test_a_moved_parameter_takes_the_rate_of_its_group(case: Case, way: str) -> None:

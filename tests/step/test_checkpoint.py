@@ -314,6 +314,31 @@ def test_hybrid_switch_is_part_of_the_checkpoint() -> None:
     assert twin.matrix_states
 
 
+OTHERS: dict[str, Any] = {
+    "SGD": lambda named: torch.optim.SGD(named, 0.1),
+    "SGD with momentum": lambda named: torch.optim.SGD(named, 0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+    "Muon": getattr(torch.optim, "Muon", None),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("other", [name for name, build in OTHERS.items() if build is not None])
+@cases(exact=False)
+def test_dictionaries_of_other_optimizers_are_refused(case: Case, other: str, steps: int) -> None:
+    """Of a fresh one, too: its rates and betas mean something else."""
+    model = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False))
+    theirs, ours = OTHERS[other](model.named_parameters()), case.build(model.named_parameters(), model)
+    for _ in range(steps):
+        model(torch.ones(2, 24)).square().sum().backward()
+        theirs.step()
+    before = ours.state_dict()["param_groups"]
+    with pytest.raises(ValueError, match=r"written by another optimizer than rankwise's.* continue_from\(\)"):
+        ours.load_state_dict(through_a_file(theirs.state_dict()))
+    assert ours.state_dict()["param_groups"] == before and not ours.state
+
+
 def test_dictionaries_of_others_are_told_in_a_sentence() -> None:
     """Adam's states; ours after a journey through functions that keep states by parameter alone are complete."""
     model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24))
