@@ -28,6 +28,7 @@ for step in range(4):
     if engine.global_rank == 0:
         print(f"step {step + 1}: loss {float(loss.detach()):.3f}", flush=True)
 engine.save_checkpoint("checkpoints")
+torch.distributed.destroy_process_group()
 """
 _CONFIG = """\
 {

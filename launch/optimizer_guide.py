@@ -79,7 +79,7 @@ CHOICES: Mapping[str, Characteristics] = {
         "second-order steps by Kronecker factors of activations and output gradients, or (rule sketch) of gradients",
         "short of memory (two factors for each matrix); stacked experts, which take its backend",
         "2 to 4",
-        "+0.03? at 0.075M, -0.02 at 0.26M",
+        "+0.03? at 0.075M, -0.02 at 0.12M, -0.02 at 0.26M",
     ),
     "MKOR-H": Characteristics(
         "MKOR that ends as its backend once the loss flattens", "runs too short to reach its knee", "4"

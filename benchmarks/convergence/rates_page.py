@@ -54,10 +54,15 @@ _TRANSFER = """
 Width and length change together there. Taken apart, each as the factor on the best rate:
 
 """
-_RULES = """
-- *Same size*: what a rule asks for under which updates keep their size per element as the model widens. That is AdamW,
-  and `scale="rms"`, the default of MARS-M and the benchmarks' Muon: the rate would stay as it is.
-- *MuP*: what the spectral norm asks for ([2310.17813](https://arxiv.org/abs/2310.17813)). AdamW's rate would go with
+_FOUND = """
+Of {widths} types {at_most} have half the rate or less at twice the width, and {kept} of {lengths} keep it in the
+longer run. So lower the rate as a model gets wider, by about as much, and leave it where a run gets longer.
+
+"""
+_RULES = """\
+- *Same size*: updates keep their size per element as the model widens, as AdamW's and those of `scale="rms"` do (the
+  default of MARS-M and of the benchmarks' Muon). The rate would stay as it is.
+- *MuP*: updates keep their spectral norm ([2310.17813](https://arxiv.org/abs/2310.17813)). AdamW's rate would go with
   1 / width, that of orthogonalised updates of `scale="rms"` with 1 / sqrt(width).
 """
 _SEARCHES = (
@@ -106,21 +111,25 @@ def rates_by_size(results: Results) -> str:
 
 def _transfer(results: Results) -> str:
     """What a wider model and a longer run each do to the best rates."""
-    rows = []
+    rows, widths, lengths = [], [], []
     for name in CONTENDERS:
         narrow, wide, long = (_searched(CELLS[cell], name, results) for cell in (_NARROW, _WIDE, _LONG))
         by_width = f"{wide.rate / narrow.rate:.3g}" if wide and narrow else ""
         by_length = f"{long.rate / wide.rate:.3g}" if long and wide else ""
         if by_width or by_length:
             rows.append((name, by_width, by_length))
+            widths += [float(by_width)] if by_width else []
+            lengths += [float(by_length)] if by_length else []
     grown, longer = _WIDE.hidden / _NARROW.hidden, _LONG.all_steps / _WIDE.all_steps
     heading = ("", f"width × {grown:g}, about {_WIDE.all_steps} steps", f"steps × {longer:.2g}, width {_WIDE.hidden}")
-    asked = [
-        ("*same size*", "1", ""),
-        ("*MuP*, AdamW", f"{1 / grown:g}", ""),
-        ("*MuP*, Muon", f"{grown**-0.5:.2g}", ""),
-    ]
-    return _TRANSFER + markdown(heading, [*rows, *asked]) + _RULES if rows else ""
+    mup = (("*MuP*, AdamW", f"{1 / grown:g}", ""), ("*MuP*, Muon", f"{grown**-0.5:.2g}", ""))
+    found = _FOUND.format(
+        at_most=sum(each <= 1 / grown for each in widths),
+        widths=len(widths),
+        kept=sum(each == 1 for each in lengths),
+        lengths=len(lengths),
+    )
+    return _TRANSFER + markdown(heading, [*rows, ("*same size*", "1", ""), *mup]) + found + _RULES if rows else ""
 
 
 def measured_ratios(results: Results) -> dict[str, set[str]]:
