@@ -231,6 +231,8 @@ class Switch:
         self._news = self.losses.take_sum(unit.layout, unit.device, unit.traffic)
         if self._news.is_here:
             self._learn()
+        if unit.layout.rank == 0:
+            self._warn_of_silence()
         if self.detector.switched:
             self.is_over = True
             self.drop_factors()
@@ -246,13 +248,15 @@ class Switch:
             if count:
                 self.detector.update(total / count)
             self._silent_steps = 0 if count else self._silent_steps + 1
-            if self._silent_steps == self._options.hybrid_min_steps:
-                logger.warning(
-                    "MKOR-H: no loss was reported in %d steps, and without it MKOR-H never switches: call "
-                    "optimizer.record_loss(loss) after each forward pass, or %s, which does it.",
-                    self._silent_steps,
-                    framework_advice(),
-                )
+
+    def _warn_of_silence(self) -> None:
+        if self._silent_steps == self._options.hybrid_min_steps:
+            logger.warning(
+                "MKOR-H: no loss was reported in %d steps, and without it MKOR-H never switches: call "
+                "optimizer.record_loss(loss) after each forward pass, or %s, which does it.",
+                self._silent_steps,
+                framework_advice(),
+            )
 
     def watches(self, unit: StepUnit) -> bool:
         """Whether the steps of a unit take the losses."""

@@ -299,7 +299,7 @@ class ShardedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if loss is not None and self.needs_loss:
+            if self.needs_loss and (isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)):
                 self.record_loss(loss)
         if not are_deferred():
             with full_precision():
