@@ -67,7 +67,7 @@ CHOICES: Mapping[str, Characteristics] = {
         "second-order steps whose states are as long as the weights; hardly any traffic",
         "wide bands (4 and more): states and time grow with the band",
         "2",
-        "-0.09 at 0.075M",
+        "-0.09 at 0.075M, -0.05 at 0.12M",
     ),
     "LDAdam": Characteristics(
         "less memory than AdamW's: moments in a subspace, with error feedback",

@@ -147,6 +147,13 @@ def test_readme_has_the_gains(name: str) -> None:
     assert f"{gains(name, Results(DOCS / 'data' / 'convergence'))} parameters" in readme
 
 
+def test_readme_has_what_training_takes() -> None:
+    cells = [cell for cell in CELLS if cell.parameters == 260_736 and cell.bytes_each < 80]
+    found = differences(cells, "Muon", Results(DOCS / "data" / "convergence"))
+    short, long = (f"{found[cell].mean:.2f} after {cell.bytes_each}" for cell in cells)
+    assert f"{short} bytes of text a parameter and {long} (" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
 def test_gains_say_which_are_not_settled(tmp_path: Path) -> None:
     def loss(cell: Cell, name: str, seed: int) -> float:
         return 2.0 - (name != "AdamW") * (0.1 + (seed - 2) * (0.5 if cell.parameters > 10**6 else 0.001))
