@@ -90,10 +90,8 @@ def rates_page(results: Results) -> str:
         results: As recorded.
     """
     rows = [" | ".join(_row(contender, results)) for contender in RATES.contenders]
-    longer = _LONGER + _table(_longer(results))
-    return (
-        _HEAD.format(about=RATES.about) + _table(rows) + longer + _BY_SIZE + rates_by_size(results) + _transfer(results)
-    )
+    first = _HEAD.format(about=RATES.about) + _table(rows)
+    return first + _LONGER + _table(_longer(results)) + _BY_SIZE + rates_by_size(results) + _transfer(results)
 
 
 def rates_by_size(results: Results) -> str:
@@ -111,15 +109,15 @@ def rates_by_size(results: Results) -> str:
 
 def _transfer(results: Results) -> str:
     """What a wider model and a longer run each do to the best rates."""
-    rows, widths, lengths = [], [], []
+    factors = {}
     for name in CONTENDERS:
         narrow, wide, long = (_searched(CELLS[cell], name, results) for cell in (_NARROW, _WIDE, _LONG))
-        by_width = f"{wide.rate / narrow.rate:.3g}" if wide and narrow else ""
-        by_length = f"{long.rate / wide.rate:.3g}" if long and wide else ""
+        by_width = wide.rate / narrow.rate if wide and narrow else None
+        by_length = long.rate / wide.rate if long and wide else None
         if by_width or by_length:
-            rows.append((name, by_width, by_length))
-            widths += [float(by_width)] if by_width else []
-            lengths += [float(by_length)] if by_length else []
+            factors[name] = by_width, by_length
+    rows = [(name, *(f"{each:.3g}" if each else "" for each in both)) for name, both in factors.items()]
+    widths, lengths = ([each[index] for each in factors.values() if each[index]] for index in (0, 1))
     grown, longer = _WIDE.hidden / _NARROW.hidden, _LONG.all_steps / _WIDE.all_steps
     heading = ("", f"width × {grown:g}, about {_WIDE.all_steps} steps", f"steps × {longer:.2g}, width {_WIDE.hidden}")
     mup = (("*MuP*, AdamW", f"{1 / grown:g}", ""), ("*MuP*, Muon", f"{grown**-0.5:.2g}", ""))
