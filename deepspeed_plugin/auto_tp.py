@@ -80,8 +80,9 @@ def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
         return Uncut(info, None, None)
     # Not evenly spaced: a stride that the width divides would see one column.
     generator = torch.Generator().manual_seed(parameter.numel())
-    positions = torch.randint(parameter.numel(), (min(_SAMPLES, parameter.numel()),), generator=generator)
-    positions = positions.to(parameter.device)
+    size = (min(_SAMPLES, parameter.numel()),)
+    drawn = torch.randint(parameter.numel(), size, generator=generator, dtype=torch.int64, device="cpu")
+    positions = drawn.to(parameter.device)
     return Uncut(info, positions, parameter.detach().reshape(-1)[positions].clone())
 
 
@@ -137,7 +138,8 @@ def _compare(before: Uncut, parameter: Parameter, shard: TensorParallelShard) ->
     runs = [(0, 0, flat.numel())] if shard.is_whole else list(shard.positions())
     if not runs:
         return
-    starts, places, lengths = torch.tensor(sorted(runs), device=positions.device).t().contiguous()
+    known = torch.tensor(sorted(runs), dtype=torch.int64, device=positions.device)
+    starts, places, lengths = known.t().contiguous()
     at = (torch.searchsorted(starts, positions, right=True) - 1).clamp(min=0)
     inside = (positions >= starts[at]) & (positions < starts[at] + lengths[at])
     here = (places[at] + positions - starts[at])[inside]

@@ -47,7 +47,7 @@ def refuse_if_idle_everywhere(engine: DeepSpeedEngine, optimizer: ShardedOptimiz
     Raises:
         OptionError: No stage has anything for the optimizer's own rule.
     """
-    busy = torch.tensor(0.0 if optimizer.table.is_idle else 1.0, device=engine.device)
+    busy = torch.tensor(0.0 if optimizer.table.is_idle else 1.0, dtype=torch.float32, device=engine.device)
     dist.all_reduce(busy, dist.ReduceOp.MAX, group=engine.mpu.get_pipe_parallel_group())
     if not busy.item():
         optimizer.table.refuse_if_idle()

@@ -173,7 +173,8 @@ class NamedPlaces:
         prefix = _CHAINED.match(found[0])
         key = (prefix.group() if prefix else "") + short
         dtype = self._stored.entries[found[0]].dtype
-        given: dict[str, Any] = {"key": key, "data": torch.empty(parameter.shape, dtype=dtype)}
+        room = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+        given: dict[str, Any] = {"key": key, "data": room}
         if self._dealt:
             given["replica_id"] = (*entry.replica_id[:-1], 0)
         request = replace(entry, **given) if is_factory else replace(entry, **given, dtype=dtype)
@@ -233,7 +234,7 @@ class BucketPlaces:
         there = self._stored.entries.get(key)
         if there is None or tuple(there.global_shape) != (numel,) or size != held.stop - held.start:
             return None
-        data = torch.empty(size, dtype=there.dtype)
+        data = torch.empty(size, dtype=there.dtype, device="cpu")
         request = ShardedTensor(
             key=key,
             data=data,

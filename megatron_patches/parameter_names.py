@@ -73,7 +73,7 @@ def _equal_names(stages: Sequence[Sequence[tuple[str, bool]]]) -> str | None:
 
 def _refuse_together(failure: str | None, chunks: Sequence[nn.Module]) -> None:
     device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu"))
-    failed = torch.tensor(float(failure is not None), device=device)
+    failed = torch.tensor(float(failure is not None), dtype=torch.float32, device=device)
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if failed.item():
         raise LayoutError(failure or "other ranks cannot name their parameters; their message says why")

@@ -96,7 +96,8 @@ class Adoption:
         for wrapper, members in zip(wrappers, share_members(wrappers, self.groups.pipeline), strict=True):
             wrapper.members, wrapper.pipeline = members, self.groups.pipeline
         device = next((p.device for p in self.parameters), torch.device("cpu"))
-        busy = torch.tensor(float(any(not inner.table.is_idle for inner in self._adopted)), device=device)
+        any_busy = any(not inner.table.is_idle for inner in self._adopted)
+        busy = torch.tensor(float(any_busy), dtype=torch.float32, device=device)
         dist.all_reduce(busy, dist.ReduceOp.MAX)
         if not busy.item():
             for inner in self._adopted:

@@ -74,7 +74,8 @@ def _states(state_dict: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], di
             found: dict[str, Any] = dict(moments_of(state, group))
             if found:
                 # Some forms of AdamW count by group; Muon does not count, and has taken a step at least.
-                found["step"] = torch.tensor(float(state.get("step", group.get("step", 1))))
+                count = float(state.get("step", group.get("step", 1)))
+                found["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
             yield moment_names(group), found
 
 

@@ -97,7 +97,7 @@ def _correct_weights(vectors: Vectors, folder: Path) -> None:
         if kind == "weight":
             stacked = re.fullmatch(r"(.+)\[(\d+)\]", key)
             parameter, position = (stacked[1], int(stacked[2])) if stacked else (key, 0)
-            flat = torch.empty(vector.numel)
+            flat = torch.empty(vector.numel, dtype=torch.float32, device="cpu")
             for start, values in vector.chunks:
                 flat[start : start + values.numel()] = values
             parts.setdefault(parameter, []).append((position, flat))

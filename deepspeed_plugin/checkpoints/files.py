@@ -240,7 +240,8 @@ class SavedCheckpoint(CheckpointFolder):
             return saved["optimizer_state_dict"], [tensor for group in saved["fp32_groups"] for tensor in group]
         names = [record["runs"][0][0] if record["runs"] else None for record in saved.get("layout", [])]
         module = self.content["module"]
-        return saved, [module[name] if name is not None else torch.empty(0) for name in names]
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        return saved, [module[name] if name is not None else nothing for name in names]
 
     def scaler_state(self) -> Mapping[str, Any]:
         """What ZeRO's wrapper saved of a loss scale; empty where none was in use, and at stage 0."""

@@ -129,7 +129,8 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
         wide = [name for name, own in members.items() if own.weight.dtype == torch.float64]
         if wide:
             raise ConversionError(f"{wide[0]!r} is float64: DeepSpeed keeps float32, so it must be converted before")
-        vectors[f"step/{index}"] = torch.tensor(named.one_step(members, "a param group of DeepSpeed"))
+        step = named.one_step(members, "a param group of DeepSpeed")
+        vectors[f"step/{index}"] = torch.tensor(step, dtype=torch.float32, device="cpu")
         for name, own in members.items():
             vectors |= _vectors(name, own)
     for key, state in named.matrices.items():
@@ -160,9 +161,10 @@ def _write_for_others(weight: Tensor, folder: Path) -> None:
     """DeepSpeed's files of a weight, with a fresh Adam's states, which take no room."""
     folder.mkdir(parents=True)
     torch.save({PARAM: weight.float().clone(), CAT_DIM: 0}, folder / "fp32.pt")
+    nothing = torch.zeros((), dtype=torch.float32, device="cpu")
     for moment in _MOMENTS:
-        torch.save({PARAM: torch.zeros(()).expand(weight.shape), CAT_DIM: 0}, folder / f"{moment}.pt")
-    torch.save(torch.tensor(0.0), folder / "step.pt")
+        torch.save({PARAM: nothing.expand(weight.shape), CAT_DIM: 0}, folder / f"{moment}.pt")
+    torch.save(nothing.clone(), folder / "step.pt")
 
 
 def _write_common(named: NamedCheckpoint, folder: Path, save: str) -> None:

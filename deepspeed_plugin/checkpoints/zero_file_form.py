@@ -23,6 +23,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATES, _GROUPS = "element_states", "hyperparameters"
 
 
+def _nothing() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
 def to_stock(state_dict: Mapping[str, Any], numels: list[int]) -> dict[str, Any]:
     """Put stand-ins where the converter looks, and the true states and hyper-parameters beside them.
 
@@ -31,7 +35,7 @@ def to_stock(state_dict: Mapping[str, Any], numels: list[int]) -> dict[str, Any]
         numels: Elements of each flat tensor.
     """
     stand_ins = {
-        index: {"step": torch.zeros(()), **{name: torch.zeros(()).expand(numel) for name in _MOMENTS}}
+        index: {"step": _nothing(), **{name: _nothing().expand(numel) for name in _MOMENTS}}
         for index, numel in enumerate(numels)
     }
     groups = [{"params": group["params"]} for group in state_dict["param_groups"]]

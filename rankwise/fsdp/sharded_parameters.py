@@ -209,7 +209,7 @@ class ShardedParameters(WholeParameters):
         if self._host is None:
             return
         ordered = sorted(tensors, key=lambda tensor: self._names[id(tensor)])
-        present = torch.tensor([tensor.grad is not None for tensor in ordered], dtype=torch.uint8)
+        present = torch.tensor([tensor.grad is not None for tensor in ordered], dtype=torch.uint8, device="cpu")
         dist.all_reduce(present, dist.ReduceOp.MAX, group=self._host)
         for tensor, somewhere in zip(ordered, present.tolist(), strict=True):
             if somewhere and tensor.grad is None:

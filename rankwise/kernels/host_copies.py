@@ -24,7 +24,8 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         device = values.device
         self.is_here = device.type == "cpu"
-        self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self.values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
         self.values.copy_(values, non_blocking=True)
         self._arrived: torch.Event | None = None
         # Tensors without memory, of which nothing arrives, know no events.

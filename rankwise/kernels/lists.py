@@ -74,7 +74,7 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
         (tensors,) fp64.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     if isinstance(references, LowPrecisionRuns):
         return norms_with_opened(tensors, references, k, squared_norms)
     found = tensors if references is None else corrected(tensors, references, k)

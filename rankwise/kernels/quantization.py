@@ -109,7 +109,7 @@ def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
         (blocks of all runs) int8.
     """
     found = [part.exponents_of(part.roots(value)) for value, part in _parts(values, kept)]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int8)
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int8, device="cpu")
 
 
 def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
@@ -131,9 +131,13 @@ def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor 
 
 def noise(key: int, step: int | Tensor, places: Tensor) -> Tensor:
     """16 bits for each place in a parameter (int64), by an integer hash (C. Wellons, lowbias32) of all three."""
-    count = step.to(torch.int64) if isinstance(step, Tensor) else torch.tensor(step, device=places.device)
-    seed = _mixed((places >> 32) ^ _mixed((count & _WORD) ^ _mixed(torch.tensor(key, device=places.device))))
+    count = step.to(torch.int64) if isinstance(step, Tensor) else _integer(step, places.device)
+    seed = _mixed((places >> 32) ^ _mixed((count & _WORD) ^ _mixed(_integer(key, places.device))))
     return _mixed((places & _WORD) ^ seed) >> 16
+
+
+def _integer(value: int, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64, device=device)
 
 
 def _mixed(word: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ class _RunPart(NamedTuple):
     def encode(self, values: Tensor, given: Tensor | None) -> None:
         random = None
         if self.step is not None:
-            places = self.first + torch.arange(values.numel(), device=values.device)
+            places = self.first + torch.arange(values.numel(), dtype=torch.int64, device=values.device)
             random = noise(self.key, self.step, places)
         if self.codes.dtype == BFLOAT16:
             self.codes.copy_(_narrowed(values, random))

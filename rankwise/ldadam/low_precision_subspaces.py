@@ -89,7 +89,9 @@ class LowPrecisionSubspaces:
         stepped = [place for place in range(len(jobs)) if place not in left]
         if stepped:
             steps = [jobs[place].step for place in stepped]
-            step = steps[0] if len(set(steps)) == 1 else torch.tensor(steps, device=jobs[0].weight.device)
+            step: int | Tensor = steps[0]
+            if len(set(steps)) > 1:
+                step = torch.tensor(steps, dtype=torch.int64, device=jobs[0].weight.device)
             new = {name: [found[place][name] for place in stepped] for name in SUBSPACE}
             self.keep([keys[place] for place in stepped], [jobs[place].state for place in stepped], new, step)
         return result

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.kernels.native.arrays import address
 from rankwise.kernels.native.building import FAST, library
 from rankwise.kernels.sizes import check_shapes
 from rankwise.ldadam import formulas
@@ -73,8 +74,8 @@ def ldadam_steps_(jobs: Sequence[LowRankStep]) -> list[float | None]:
     for matrix, job in zip(found, jobs, strict=True):
         size = (job.shape[0] * job.shape[1],)
         check_shapes(gradient=(job.gradient, size), source=(job.source, size), weight=(job.weight, size))
-        matrix.added = None if job.gradient is None else job.gradient.data_ptr()
-        matrix.matrix, matrix.weight = job.source.data_ptr(), job.weight.data_ptr()
+        matrix.added = None if job.gradient is None else address(job.gradient)
+        matrix.matrix, matrix.weight = address(job.source), address(job.weight)
         matrix.feedback, matrix.lr = int(job.group["error_feedback"]), float(job.group["lr"])
     return _run(found)
 
@@ -113,7 +114,7 @@ def ldadam_step(
         job = LowRankStep((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)
         described = _described(job, written_beta1)
         direction = torch.empty_like(M_prev)
-        described.matrix, described.direction = rows.data_ptr(), direction.data_ptr()
+        described.matrix, described.direction = address(rows), address(direction)
         if _run([described])[0] is not None:
             return state["basis"], state["exp_avg"], state["exp_avg_sq"], direction
     hyper["written_beta1"] = written_beta1
@@ -137,9 +138,9 @@ def _described(job: LowRankStep, written_beta1: float | None = None) -> _Matrix:
         columns=job.shape[1],
         rank=job.state["basis"].shape[1],
         right=int(job.right),
-        basis=job.state["basis"].data_ptr(),
-        first=job.state["exp_avg"].data_ptr(),
-        second=job.state["exp_avg_sq"].data_ptr(),
+        basis=address(job.state["basis"]),
+        first=address(job.state["exp_avg"]),
+        second=address(job.state["exp_avg_sq"]),
         weight_matrix=weights[0],
         weight_momentum=weights[1],
         eps=job.group["eps"],
@@ -172,11 +173,11 @@ def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     own = library(_SOURCE, FAST)
     assert own is not None
     own.subtract_rows_product(
-        ctypes.c_void_p(matrix.data_ptr()),
+        ctypes.c_void_p(address(matrix)),
         ctypes.c_int64(matrix.shape[0]),
         ctypes.c_int64(matrix.shape[1]),
-        ctypes.c_void_p(left.data_ptr()),
+        ctypes.c_void_p(address(left)),
         ctypes.c_int64(left.shape[1]),
-        ctypes.c_void_p(right.data_ptr()),
+        ctypes.c_void_p(address(right)),
         torch.get_num_threads(),
     )

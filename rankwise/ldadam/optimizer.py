@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
+from rankwise.kernels.surroundings import undisturbed
 from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
@@ -64,6 +65,7 @@ class LDAdam(ShardedOptimizer):
         # Matrices that are to take their first step, which is another one; the counts may lie on the device.
         self._unstepped: set[str] = set()
 
+    @undisturbed
     def read_health(self) -> dict[str, float]:
         """See the base class; ``kept_bases``, but for CPUs: where no new basis could be factored."""
         found = super().read_health()

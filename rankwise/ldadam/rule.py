@@ -165,5 +165,6 @@ class LDAdamRule(MatrixRule):
 
         if len(by_past) == 1:
             return stepped(range(len(tasks)), stack)
-        order = torch.tensor([place for places in by_past.values() for place in places], device=stack.device)
+        places_in_order = [place for places in by_past.values() for place in places]
+        order = torch.tensor(places_in_order, dtype=torch.int64, device=stack.device)
         return torch.cat([stepped(places, stack[places]) for places in by_past.values()])[order.argsort()]

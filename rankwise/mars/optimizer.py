@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankwise.kernels.passes import STATES, Scalars
 from rankwise.kernels.passes import Rule as PassRule
+from rankwise.kernels.surroundings import undisturbed
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
@@ -91,7 +92,7 @@ class MARS(ShardedOptimizer):
             )
         super().attach(source)
 
-    @torch.no_grad()
+    @undisturbed
     def record_reference(self) -> None:
         """Exact mode: copy the current ``.grad`` as the comparison gradient of the step after the next one.
 

@@ -82,7 +82,7 @@ def update_factors_(
         moved = _moved(stable, size, measured.product, vector, decay, rule, float(torch.finfo(inverse.dtype).max))
         taken[index] = moved is not None
         _apply(inverse, moved or stable, work)
-    return torch.tensor(taken, dtype=torch.bool)
+    return torch.tensor(taken, dtype=torch.bool, device="cpu")
 
 
 def _blocks(matrix: Tensor, work: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -95,7 +95,8 @@ def _blocks(matrix: Tensor, work: Tensor) -> Iterator[tuple[slice, Tensor, Tenso
 def _workspace(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """For so many of its rows as keep two blocks in the cache."""
     rows, columns = matrix.shape
-    return torch.empty(min(rows, max(1, 2 * _BLOCK * torch.get_num_threads() // columns)), columns, dtype=dtype)
+    few = min(rows, max(1, 2 * _BLOCK * torch.get_num_threads() // columns))
+    return torch.empty(few, columns, dtype=dtype, device="cpu")
 
 
 def _measure(inverse: Tensor, vector: Tensor, norm: str, work: Tensor) -> _Measured:

@@ -137,7 +137,10 @@ class FactorSteps:
         for key in keys:
             state = self._matrix_states.get(key, {})
             factors = [value for side, value in state.items() if side != "failures"]
-            if all(torch.equal(factor, torch.eye(len(factor)).to(factor)) for factor in factors):
+            if all(
+                torch.equal(factor, torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
+                for factor in factors
+            ):
                 self._matrix_states.pop(key, None)
 
     # --- when ---------------------------------------------------------------------------------------------------
@@ -258,7 +261,9 @@ class FactorSteps:
         if key not in self.schedule.glimpsed:
             return failures
         device = self._statistics.records[key].sum_input.device
-        return torch.full((), GLIMPSE, device=device) + (0 if failures is None else failures.to(device))
+        return torch.full((), GLIMPSE, dtype=torch.float32, device=device) + (
+            0 if failures is None else failures.to(device)
+        )
 
     def _note(self, news: _News, groups: Groups) -> None:
         """Learn from a factor step; the numbers are over all ranks, so that all of them decide alike."""

@@ -154,7 +154,8 @@ class LossWindow:
         if window_id != self._id:
             self.clear()
             self._id = window_id
-        self._losses.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
+        known = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float32, device="cpu")
+        self._losses.append(known.to(torch.float32).reshape(()))
 
     def clear(self) -> None:
         """Forget the losses."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rankwise.kernels.native.arrays import address
 from rankwise.kernels.native.products import SIDE, products
 from rankwise.kernels.sizes import check_shapes
 from rankwise.mkor import cpu
@@ -58,16 +59,16 @@ def precondition_into(
         check_shapes(weight=(weight, (rows * columns,)))
         if rides:
             check_shapes(bias=(bias[0], (columns if turned else rows,)))
-    gradient = _Gradient(rows, columns, turned, parts[0].data_ptr(), parts[1].data_ptr() if rides else None)
+    gradient = _Gradient(rows, columns, turned, address(parts[0]), address(parts[1]) if rides else None)
     blocks = -(-height // SIDE) * -(-width // SIDE)
     memory = space.take("blocks", (2 * blocks * SIDE**2,), torch.bfloat16)
     tensors = (out[0], out[1] if rides else None)
     own.precondition(
         ctypes.byref(gradient),
-        *(ctypes.c_void_p(None if side is None else side.data_ptr()) for side in (left, right)),
+        *(ctypes.c_void_p(None if side is None else address(side)) for side in (left, right)),
         int(rescale),
-        *(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors),
-        ctypes.c_void_p(memory.data_ptr()),
+        *(ctypes.c_void_p(None if tensor is None else address(tensor)) for tensor in tensors),
+        ctypes.c_void_p(address(memory)),
         torch.get_num_threads(),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.kernels.surroundings import undisturbed, undisturbed_anywhere
 from rankwise.mkor.factor_steps import FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
@@ -81,6 +82,7 @@ class MKOR(ShardedOptimizer):
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
+    @undisturbed
     def capture(
         self,
         model: nn.Module,
@@ -123,6 +125,7 @@ class MKOR(ShardedOptimizer):
         """Take the hooks of :meth:`capture` off the model: others will train it."""
         self.statistics.release()
 
+    @undisturbed_anywhere
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics of a step that was skipped are forgotten."""
         super().zero_grad(set_to_none=set_to_none)
@@ -138,6 +141,7 @@ class MKOR(ShardedOptimizer):
         """
         self.statistics.gradients_unscaled(scale, is_over)
 
+    @undisturbed
     def record_loss(self, loss: Tensor | float) -> None:
         """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
 
@@ -161,6 +165,7 @@ class MKOR(ShardedOptimizer):
         """See the base class: the statistics."""
         return self.statistics.traffic
 
+    @undisturbed
     def read_health(self) -> dict[str, float]:
         """As in the base class, and ``layers_never_seen``: captured layers of which no input has come by so far."""
         self.factor_steps.learn(self.param_groups)

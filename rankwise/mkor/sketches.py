@@ -94,5 +94,6 @@ def _offset(side: str, step: int) -> int:
 @cache
 def _drawn_signs(length: int) -> Tensor:
     drawn = torch.frombuffer(bytearray(shake_256(b"signs").digest(-(-length // 8))), dtype=torch.uint8)
-    bits = drawn[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten()[:length]
+    places = torch.arange(8, dtype=torch.uint8, device="cpu")
+    bits = drawn[:, None].bitwise_right_shift(places).bitwise_and(1).flatten()[:length]
     return bits.to(torch.int8) * 2 - 1

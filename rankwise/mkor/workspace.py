@@ -12,7 +12,7 @@ __all__ = ["Workspace"]
 
 
 class Workspace:
-    """Buffers that are made once and serve matrix after matrix: fresh memory costs a page fault every few KiB."""
+    """Buffers of the host, made once to serve matrix after matrix: fresh memory costs a page fault every few KiB."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -28,5 +28,5 @@ class Workspace:
         numel = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype)
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return buffer[:numel].view(*shape)

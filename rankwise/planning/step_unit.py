@@ -411,7 +411,7 @@ class StepUnit:
         step = max(counts, default=0)
         if self.layout.all_hold:
             return step
-        agreed = torch.tensor(step, device=self.device)
+        agreed = torch.tensor(step, dtype=torch.int64, device=self.device)
         self.traffic.count(agreed)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.layout.group)
         return int(agreed)

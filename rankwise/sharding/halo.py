@@ -215,14 +215,14 @@ class HaloExchange:
     def _neighbours(self, shard: Shard) -> tuple[Tensor, Tensor]:
         """Elements of the parameter beside a shard, and their slots in its halo."""
         width, length = self.width, shard.row_length
-        reach = torch.arange(width)
+        reach = _count(width)
         end = shard.end
         # Within the shard's own block: before its first and after its last element.
         inside = torch.cat([shard.start - width + reach, end + reach])
         limits = (0, shard.block_numel)
         if len(shard.shape) > 1 and (self.by_row or shard.columns is not None):
             limits = (shard.start - shard.start % length, -(-end // length) * length)
-        slots = torch.arange(2 * width)
+        slots = _count(2 * width)
         valid = (inside >= limits[0]) & (inside < limits[1])
         elements, slots = _in_parameter(shard, inside[valid]), slots[valid]
         rows = _rows(shard)
@@ -230,12 +230,17 @@ class HaloExchange:
             return elements, slots
         # Beside the block: left and right of every row.
         total, (left, right) = shard.shape[-1], shard.columns
-        first = (shard.start // length + torch.arange(rows)).unsqueeze(1) * total
+        first = (shard.start // length + _count(rows)).unsqueeze(1) * total
         beside = torch.cat([first + left - width + reach, first + right + reach], dim=1)
         low, high = (first, first + total) if self.by_row else (0, prod(shard.shape))
         valid = (beside >= low) & (beside < high)
-        strips = 2 * width + torch.arange(rows * 2 * width).view(rows, 2 * width)
+        strips = 2 * width + _count(rows * 2 * width).view(rows, 2 * width)
         return torch.cat([elements, beside[valid]]), torch.cat([slots, strips[valid]])
+
+
+def _count(length: int) -> Tensor:
+    """0, 1, 2 … on the host, where positions are worked out."""
+    return torch.arange(length, dtype=torch.int64, device="cpu")
 
 
 def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -> Iterator[_Member]:

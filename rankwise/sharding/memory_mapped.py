@@ -33,7 +33,7 @@ def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tens
     """
     size = torch.Size(shape)
     if not size.numel():
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     try:
         with tempfile.NamedTemporaryFile(dir=scratch) as file:
             return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)

@@ -45,7 +45,7 @@ class ShardSums:
         first = {shard.key: layout.first_copy(shard.key) for shard in layout.mine}
         counted = [slots[shard.key] >= self.straddlers or shard.copy == first[shard.key] for shard in layout.mine]
         self.trivial = one_each and all(counted)
-        self._counted = None if all(counted) else torch.tensor(counted, device=device)
+        self._counted = None if all(counted) else torch.tensor(counted, dtype=torch.bool, device=device)
         self._slot = torch.tensor([slots[shard.key] for shard in layout.mine], dtype=torch.long, device=device)
 
     def __call__(self, partial: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def sonew_directions(
     band = len(covariances)
     _check(runs, band, graft, gamma)
     if not grads:
-        return torch.empty(2, 0, dtype=torch.float64)
+        return torch.empty(2, 0, dtype=torch.float64, device="cpu")
     fields = [grads, exp_avgs, exp_avg_sqs, *covariances, out]
     (block, warps), pad = shape_of(band), padding(band)
     tables = Runs(fields, block - 2 * pad, _places(runs, margins))

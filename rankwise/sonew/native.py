@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
+from rankwise.kernels.native.arrays import SUFFIXES, address, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
 from rankwise.kernels.sizes import check_shapes
 from rankwise.sonew.chain_runs import ChainRun, Margins
@@ -80,7 +80,7 @@ def sonew_directions(
     fields, band = [grads, exp_avgs, exp_avg_sqs, *covariances], len(covariances)
     if not len(runs) == len(margins) == len(grads):
         raise ValueError(f"{len(grads)} gradients come with {len(runs)} runs and {len(margins)} margins; pass one each")
-    sums = torch.zeros(2, len(runs), dtype=torch.float64)
+    sums = torch.zeros(2, len(runs), dtype=torch.float64, device="cpu")
     if not grads:
         return sums
     own = _library(band)
@@ -88,7 +88,7 @@ def sonew_directions(
         raise ValueError("gradients, statistics and directions must be contiguous, of one type, and as long each")
     # Kept until the call returns: C sees addresses only.
     sides = [_sides(found, grads[0].dtype, band) for found in margins]
-    known = (ctypes.c_void_p * (2 * len(runs)))(*(None if m is None else m.data_ptr() for pair in sides for m in pair))
+    known = (ctypes.c_void_p * (2 * len(runs)))(*(None if m is None else address(m) for pair in sides for m in pair))
     getattr(own, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
         ctypes.c_int64(len(runs)),
         integers([grad.numel() for grad in grads]),
@@ -99,8 +99,8 @@ def sonew_directions(
         addresses(out),
         doubles((*betas, *bias_corrections(betas, step), eps, gamma, graft_eps)),
         _GRAFTS[graft],
-        ctypes.c_void_p(sums[0].data_ptr()),
-        ctypes.c_void_p(sums[1].data_ptr()),
+        ctypes.c_void_p(address(sums[0])),
+        ctypes.c_void_p(address(sums[1])),
         ctypes.c_int64(_TILE),
         torch.get_num_threads(),
     )

@@ -175,7 +175,7 @@ class BackwardReduction:
         while self._next < len(self._buckets) - 1:
             self._send(self._buckets[self._next])
         device = next(iter(self._records.values())).sum_input.device
-        stamps = torch.tensor([float(late), float(self._windows)], dtype=self._dtype).to(device)
+        stamps = torch.tensor([float(late), float(self._windows)], dtype=self._dtype, device="cpu").to(device)
         zero = torch.zeros(1, dtype=self._dtype, device=device)
         counts = [zero if (count := failures(name)) is None else count.view(1) for name in self._records]
         self._send(self._buckets[-1], stamps, *counts)

@@ -205,7 +205,7 @@ class Collector:
         replicated = {id(parameter) for parameter in wrapper.parameters()}
         if not any(id(weight) in replicated for weight in weights):
             return
-        begun = torch.tensor(float(bool(self._planner.units)), device=weights[0].device)
+        begun = torch.tensor(float(bool(self._planner.units)), dtype=torch.float32, device=weights[0].device)
         dist.all_reduce(begun, group=wrapper.process_group)
         if begun:
             raise OptionError(
@@ -250,7 +250,8 @@ class Collector:
             found = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in sums]
             numbers = [[numbers[key] for key in keys] for numbers in (self.early.failures, self.early.tokens)]
             # Those have been waited for: the ranks had to find out whether anything came late.
-            return Reduced(dict(zip(keys, found, strict=True)), HostCopy(torch.tensor(numbers)))
+            known = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+            return Reduced(dict(zip(keys, found, strict=True)), HostCopy(known))
         assert self.hooks is not None
         records = [self.records[key] for key in keys]
         vectors, packed = reduce_statistics(unit, records, [own_report(key) for key in keys], divisor)

@@ -51,7 +51,7 @@ def reduce_statistics(
     """
     inputs, outputs = zip(*(record.whole_sums() for record in records), strict=True)
     like, count = torch.empty(0, dtype=unit.dtype, device=unit.device), len(records)
-    numbers = torch.tensor([float(record.count) for record in records], dtype=unit.dtype)
+    numbers = torch.tensor([float(record.count) for record in records], dtype=unit.dtype, device="cpu")
     parts = [part.to(like) for part in (*inputs, *outputs, _uploaded(numbers, unit.device), _stacked(failures, like))]
     packed = torch.cat(parts)
     if unit.layout.world_size > 1:

@@ -147,10 +147,12 @@ class AdamWStates:
             for tensor in group["params"]:
                 name = str(self._planner.name_of(tensor))
                 _, kept = self._planner.kept_in(groups, tensor, group)
-                own = {"step": torch.tensor(float(began))} if began else {}
+                own = {"step": torch.tensor(float(began), dtype=torch.float32, device="cpu")} if began else {}
                 taken = {state: moments[name][moment] for moment, state in found.carried.get(name, {}).items()}
                 for state, shape in kept.shapes(0).items() if began else ():
-                    own[state] = taken[state] if state in taken else torch.zeros(shape, device=tensor.device)
+                    if state not in taken:
+                        taken[state] = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+                    own[state] = taken[state]
                 states[len(states)] = own
             keys = list(range(first, len(states)))
             param_groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": keys})

@@ -76,7 +76,7 @@ class Health:
         self._sums = dict.fromkeys(self._names, 0.0)
         self._counts = dict.fromkeys(self._names, 0)
         if group is not None and self._names:
-            packed = torch.tensor(rows, dtype=torch.float64)
+            packed = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if "gloo" not in dist.get_backend(group):
                 packed = packed.to(torch.accelerator.current_accelerator() or "cpu")
             dist.all_reduce(packed, group=group)

@@ -144,7 +144,8 @@ def resume(
         step: As :func:`common_step` gave it; 0 leaves the optimizer as if it had not been stepped.
         extra: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave it.
     """
-    steps = {index: torch.tensor(float(step)) for index in range(len(optimizer.param_groups))} if step else {}
+    groups = range(len(optimizer.param_groups) if step else 0)
+    steps = {index: torch.tensor(float(step), dtype=torch.float32, device="cpu") for index in groups}
     optimizer.adopt(matrix_states if step else {}, steps, extra)
 
 
@@ -313,7 +314,7 @@ def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> di
     carried = optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0)
     owners = optimizer.owners()
     return {
-        key: {name: torch.empty(stored[path][0], dtype=stored[path][1]) for name, path in state.items()}
+        key: {name: torch.empty(stored[path][0], dtype=stored[path][1], device="cpu") for name, path in state.items()}
         for key, state in carried.items()
         if owners.get(key) == optimizer.rank
     }
@@ -321,7 +322,11 @@ def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> di
 
 def _counts(stored: NamedVectors) -> dict[str, Tensor]:
     """Room for the steps of each param group."""
-    return {name: torch.zeros((), dtype=kind) for name, (_, kind) in stored.items() if name.startswith("step/")}
+    return {
+        name: torch.zeros((), dtype=kind, device="cpu")
+        for name, (_, kind) in stored.items()
+        if name.startswith("step/")
+    }
 
 
 def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: dist.ProcessGroup | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.kernels import graphs
-from rankwise.kernels.full_precision import full_precision
+from rankwise.kernels.surroundings import undisturbed
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError
 from rankwise.planning.checkpoint_mismatch import InitialStates
@@ -249,6 +249,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         self.planner.attach(source)
 
+    @undisturbed
     def plan_ahead(self, units: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
         """Plan every ``step()`` call before the first one.
 
@@ -285,7 +286,6 @@ class ShardedOptimizer(Optimizer, ABC):
 
     # --- the step -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters from their gradients, by products in the full precision of their type.
 
@@ -302,10 +302,10 @@ class ShardedOptimizer(Optimizer, ABC):
             if self.needs_loss and (isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)):
                 self.record_loss(loss)
         if not are_deferred():
-            with full_precision():
-                self._step()
+            self._step()
         return loss
 
+    @undisturbed
     def _step(self) -> None:
         self.saved.forget_consolidated()
         unit = self._unit()
@@ -385,6 +385,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Take back the counts of steps that were undone."""
         self.undo.settle()
 
+    @undisturbed
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`torch.optim.Optimizer.state_dict`, plus this rank's matrix states by parameter name.
 
@@ -405,6 +406,7 @@ class ShardedOptimizer(Optimizer, ABC):
             result = self.saved.under_parameters(result, self.param_groups, matrices, extra)
         return {**result, **beside, **extra}
 
+    @undisturbed
     def consolidate_state_dict(self) -> None:
         """Collect what only owners of matrices have, so that one rank alone can call :meth:`state_dict`.
 
@@ -414,6 +416,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.undo.settle()
         self.saved.consolidate()
 
+    @undisturbed
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore; matrix states go to whoever owns them now.
 
@@ -444,6 +447,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.restore_matrices(state_dict)
         self.load_extra_state(state_dict)
 
+    @undisturbed
     def continue_from(self, state_dict: Mapping[str, Any]) -> str:
         """Go on where torch.optim's AdamW or Muon, or another with AdamW's states, has stopped.
 
@@ -467,6 +471,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.load_state_dict({**self.extra_state(), "transition": {}, **found})
         return told
 
+    @undisturbed
     def hand_over(self, adamw: Optimizer) -> None:
         """Let an optimizer with AdamW's states go on from here.
 
@@ -481,6 +486,7 @@ class ShardedOptimizer(Optimizer, ABC):
         matrices = self.matrix_states.everything() if alone else {}
         self.saved.succession.hand_over(self.param_groups, self.state, matrices, self.transition, adamw)
 
+    @undisturbed
     def adopt(
         self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor], extra: Mapping[str, Any]
     ) -> None:
@@ -493,6 +499,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.adopt(self, self.state, matrix_states, steps)
         self.load_extra_state(extra)
 
+    @undisturbed
     def forget_states(self) -> None:
         """Drop all states: the next step is a first one."""
         self.undo.settle()
@@ -503,12 +510,14 @@ class ShardedOptimizer(Optimizer, ABC):
         """The element states that a parameter's rule keeps; see :meth:`SavedStates.kept_states`."""
         return self.saved.kept_states(self.param_groups, name)
 
+    @undisturbed
     def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:
         """Where an element state of one parameter lies; see :meth:`SavedStates.stored_states`."""
         return self.saved.stored_states(self.param_groups, self.state, tensor, name, state)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
+    @undisturbed
     def read_health(self) -> dict[str, float]:
         """What happened since the last reading; every data-parallel rank must call it.
 

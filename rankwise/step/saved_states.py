@@ -252,7 +252,7 @@ class SavedStates:
         for key, tensor in zip(saved_ids, tensors, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name == "step" and not isinstance(value, Tensor):
-                    value = torch.tensor(float(value), dtype=torch.float32)
+                    value = torch.tensor(float(value), dtype=torch.float32, device="cpu")
                 if name == REMAINDER and not self._keeps_remainder(tensor):
                     del states[tensor][name]
                     self._tell_of_lost_bits()

@@ -143,7 +143,11 @@ def write_torch(named: NamedCheckpoint, folder: Path) -> None:
     """
     matrices = under_parameters(named.matrices, {key: named.owner(key) for key in named.matrices})
     states = {
-        name: {**own.states, "step": torch.tensor(own.step), **matrices.get(name, {})}
+        name: {
+            **own.states,
+            "step": torch.tensor(own.step, dtype=torch.float32, device="cpu"),
+            **matrices.get(name, {}),
+        }
         for name, own in named.parameters.items()
     }
     members = [{"params": group.members} for group in named.groups]

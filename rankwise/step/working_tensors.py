@@ -5,6 +5,7 @@ Which entries are stepped together, and where they lie, is planned once for ever
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,23 +35,22 @@ __all__ = [
     "deferred_steps",
 ]
 
-_deferrals = 0
+_deferred = threading.local()
 
 
 @contextmanager
 def deferred_steps() -> Iterator[None]:
-    """Make every optimizer's ``step()`` inert: frameworks step once on zero gradients while they set themselves up."""
-    global _deferrals
-    _deferrals += 1
+    """Make every ``step()`` of this thread inert: frameworks take one on zero gradients while they are set up."""
+    _deferred.depth = getattr(_deferred, "depth", 0) + 1
     try:
         yield
     finally:
-        _deferrals -= 1
+        _deferred.depth -= 1
 
 
 def are_deferred() -> bool:
     """Whether :func:`deferred_steps` is in force."""
-    return _deferrals > 0
+    return getattr(_deferred, "depth", 0) > 0
 
 
 class WorkingViews(NamedTuple):
@@ -115,7 +115,8 @@ class WorkingTensors:
         for index, tensor in enumerate(unit.tensors):
             if tensor.grad is not None:
                 unit.states.allocate(states, index)
-                states[tensor]["step"] = torch.zeros((), device=self._spec.count_device(tensor))
+                device = self._spec.count_device(tensor)
+                states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
     def open(self, unit: StepUnit, states: States) -> WorkingViews | None:
         """Count the step of every tensor that takes one; None if none does.
@@ -140,6 +141,8 @@ class WorkingTensors:
             if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
                 self._refuse_gradient(tensor, grad)
         self._refuse_other_lengths(unit, held, found)
+        if any(map(Tensor.is_inference, held)):
+            self._refuse_inference(unit, held, found)
         opened = WorkingViews([], [])
         stepped: list[Tensor] = []
         for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, found, strict=True)):
@@ -174,6 +177,15 @@ class WorkingTensors:
         if grad.is_sparse:
             raise RuntimeError(f"{name} does not support sparse gradients; use dense embeddings.")
         refuse_unreadable(name, f"{self._planner.name_of(tensor) or 'parameter'}.grad", grad)
+
+    def _refuse_inference(self, unit: StepUnit, held: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        for tensor, local, grad in zip(unit.tensors, held, grads, strict=True):
+            if local.is_inference() and (grad is not None or tensor.requires_grad and not unit.missing_alike):
+                raise RuntimeError(
+                    f"{self._spec.name}: '{self._planner.name_of(tensor) or 'a parameter'}' was made or moved in "
+                    "inference mode, and torch forbids to change such tensors; build, load and move the model outside "
+                    "of torch.inference_mode(), or train copy.deepcopy(model) with an optimizer built on the copy"
+                )
 
     def _refuse_other_lengths(self, unit: StepUnit, held: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Before the step is counted, and a kernel reads or writes behind what has become shorter."""

@@ -1,4 +1,4 @@
-"""Lists of tensors as C sees them."""
+"""Tensors as C sees them, and the one place where their addresses are taken: those of another device lead nowhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["SUFFIXES", "addresses", "are_runs", "doubles", "integers"]
+__all__ = ["SUFFIXES", "address", "addresses", "are_runs", "doubles", "integers"]
 
 SUFFIXES = {torch.float32: "float32", torch.float64: "float64"}
 """Suffixes of the native functions' names, by type."""
@@ -27,8 +27,32 @@ def are_runs(*lists: Sequence[Tensor]) -> bool:
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Where each tensor begins."""
+    """Where each tensor begins.
+
+    Raises:
+        ValueError: One is not in the host's memory.
+    """
+    if not all(tensor.is_cpu for tensor in tensors):
+        _refuse(next(tensor for tensor in tensors if not tensor.is_cpu))
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor begins.
+
+    Raises:
+        ValueError: As for :func:`addresses`.
+    """
+    if not tensor.is_cpu:
+        _refuse(tensor)
+    return tensor.data_ptr()
+
+
+def _refuse(tensor: Tensor) -> None:
+    raise ValueError(
+        f"compiled functions take tensors of the CPU, but one of shape {tuple(tensor.shape)} is on {tensor.device}; "
+        "keep weights, gradients and states on one device"
+    )
 
 
 def integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

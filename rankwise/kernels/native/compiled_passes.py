@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankwise.kernels import lists
 from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, is_coded
-from rankwise.kernels.native.arrays import SUFFIXES, addresses, are_runs, doubles, integers
+from rankwise.kernels.native.arrays import SUFFIXES, address, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
 from rankwise.kernels.native.low_precision_arrays import in_c, takes
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
@@ -99,7 +99,7 @@ def _fused_adamw_(update: Pass) -> None:
     if not update.grads:
         return
     # Of a type that no default changes: bfloat16 has no 257.
-    count = torch.tensor(float(scalars.step), dtype=torch.float32)
+    count = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
     torch._fused_adamw_(
         fields["param"],
         update.grads,
@@ -126,8 +126,8 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
             return norms_with_opened(tensors, references, k, squared_norms)
         check_lengths(tensors, references or tensors)
         return lists.squared_norms(tensors, references, k)
-    sums = torch.zeros(len(tensors), dtype=torch.float64)
-    _call(f"squared_norms_{types}", fields, None, {"k": k, "tile": _TILE}, ctypes.c_void_p(sums.data_ptr()))
+    sums = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
+    _call(f"squared_norms_{types}", fields, None, {"k": k, "tile": _TILE}, ctypes.c_void_p(address(sums)))
     return sums
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankwise.kernels import quantization
 from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, blocks_of, is_coded
-from rankwise.kernels.native.arrays import addresses, are_runs, integers
+from rankwise.kernels.native.arrays import address, addresses, are_runs, integers
 from rankwise.kernels.native.building import EXACT, library
 from rankwise.kernels.native.low_precision_arrays import LowPrecisionInC, in_c, takes
 
@@ -52,8 +52,8 @@ def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
     """As :func:`rankwise.kernels.quantization.exponents_of`."""
     if not _takes(values, kept) or not is_coded(kept.dtype):
         return quantization.exponents_of(values, kept)
-    found = torch.empty(sum(_blocks(kept)), dtype=torch.int8)
-    _call("exponents_of_runs", kept, addresses(values), ctypes.c_void_p(found.data_ptr()))
+    found = torch.empty(sum(_blocks(kept)), dtype=torch.int8, device="cpu")
+    _call("exponents_of_runs", kept, addresses(values), ctypes.c_void_p(address(found)))
     return found
 
 
@@ -62,7 +62,7 @@ def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor 
     given = None if exponents is None else exponents.to(torch.int8).contiguous()
     fit = given is None or given.shape == (sum(_blocks(kept)),)
     if fit and _takes(values, kept):
-        _call("encode_runs", kept, addresses(values), None if given is None else ctypes.c_void_p(given.data_ptr()))
+        _call("encode_runs", kept, addresses(values), None if given is None else ctypes.c_void_p(address(given)))
     else:
         quantization.encode_(values, kept, exponents)
 

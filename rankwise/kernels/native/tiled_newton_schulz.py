@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rankwise.kernels.lists import decay_
 from rankwise.kernels.native import squared_norms
+from rankwise.kernels.native.arrays import address
 from rankwise.kernels.native.products import products
 from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.kernels.sizes import check_lengths
@@ -76,7 +77,7 @@ def newton_schulz(
     result = torch.empty_like(stack)
     norms = _norms(list(stack))
     pairs = zip(stack, result, norms, strict=True)
-    _run([_Orthogonal(rows, columns, a.data_ptr(), norm + eps, b.data_ptr()) for a, b, norm in pairs], table)
+    _run([_Orthogonal(rows, columns, address(a), norm + eps, address(b)) for a, b, norm in pairs], table)
     return result.view(matrix.shape)
 
 
@@ -100,7 +101,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
         norms = _norms([momentum for _, momentum, _ in matrices])
         described = [
             # ctypes takes a 0-d tensor on the CPU for a float.
-            _Orthogonal(*job.shape, momentum.data_ptr(), norm + job.eps, weight.data_ptr(), 1, job.factor, job.lr)
+            _Orthogonal(*job.shape, address(momentum), norm + job.eps, address(weight), 1, job.factor, job.lr)
             for (job, momentum, weight), norm in zip(matrices, norms, strict=True)
         ]
         _run(described, quintics(*way))

@@ -36,4 +36,6 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
     """As :func:`rankwise.kernels.triton.steps.squared_norms`, and nothing of nothing."""
     from rankwise.kernels.triton import steps
 
-    return steps.squared_norms(tensors, references, k) if tensors else torch.empty(0, dtype=torch.float64)
+    if not tensors:
+        return torch.empty(0, dtype=torch.float64, device="cpu")
+    return steps.squared_norms(tensors, references, k)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,7 +83,7 @@ class Tiles:
 
 def _rows_of(bounds: Tensor, count: int, tile: int) -> Tensor:
     """The table of tiles, made where it is wanted: of a large model the host would take a second and half a GiB."""
-    places = torch.arange(count, device=bounds.device)
+    places = torch.arange(count, dtype=torch.int64, device=bounds.device)
     runs = torch.searchsorted(bounds[1:], places, right=True)
     return torch.stack([runs, places.sub_(bounds[runs]).mul_(tile)], dim=1).view(-1)
 
@@ -94,12 +94,20 @@ def tiles_of(lengths: Row, tile: int, device: torch.device) -> Tiles:
     return Tiles(lengths, tile, device)
 
 
-def addresses(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[int]:
+def addresses(
+    tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> list[int]:
     """Where contiguous tensors begin.
 
     Raises:
-        ValueError: If one is not of the type or not contiguous.
+        ValueError: If one is not of the type, not contiguous, or not on the device, the first one's by default.
     """
+    if tensors and {tensor.device for tensor in tensors} != {device or tensors[0].device}:
+        found = sorted({str(tensor.device) for tensor in tensors})
+        raise ValueError(
+            f"a kernel takes tensors of one device, {device or tensors[0].device}, but got some of {', '.join(found)}; "
+            "keep weights, gradients and states on one device"
+        )
     if not ({tensor.dtype for tensor in tensors} <= {dtype} and all(map(Tensor.is_contiguous, tensors))):
         tensor = next(each for each in tensors if each.dtype != dtype or not each.is_contiguous())
         raise ValueError(
@@ -144,7 +152,9 @@ class Extras(NamedTuple):
         return self.plan.columns(self.base, self.itemsize)
 
 
-def _bases_of(fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype]) -> _Columns | None:
+def _bases_of(
+    fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype], device: torch.device
+) -> _Columns | None:
     """Plan of each field, where its flat tensors begin, and bytes of an element; None if one has no plan."""
     found = []
     for field, dtype in zip(fields, types, strict=True):
@@ -152,7 +162,7 @@ def _bases_of(fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype]) 
         if planned is None or planned[1].has_gaps:
             return None
         flats, plan = planned
-        found.append((plan, tuple(addresses(flats, dtype)), dtype.itemsize))
+        found.append((plan, tuple(addresses(flats, dtype, device)), dtype.itemsize))
     return tuple(found)
 
 
@@ -200,10 +210,10 @@ class Runs:
         self.device = fields[0][0].device if lengths else torch.device("cpu")
         known = types or [torch.float32] * len(fields)
         further = extras if isinstance(extras, Extras) else None
-        planned = _bases_of(fields, known) if further or not extras else None
+        planned = _bases_of(fields, known, self.device) if further or not extras else None
         if planned is None or graphs.is_capturing(self.device):
             columns = extras.columns if isinstance(extras, Extras) else extras
-            rows = zip(*map(addresses, fields, known), lengths, *columns, strict=True)
+            rows = zip(*map(addresses, fields, known, repeat(self.device)), lengths, *columns, strict=True)
             self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
         else:
             self.table = planned_table(planned, further, self.device).here()

@@ -63,7 +63,7 @@ class Table:
 
 
 def _uploaded(values: Row, device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=torch.int64)
+    host = torch.tensor(values, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return host.to(device)
     # The host's allocator keeps pinned memory until the copy has been made.

@@ -1,0 +1,104 @@
+"""The one place that keeps what surrounds a call of ours out of what it computes.
+
+Whole training loops run inside ``torch.autocast``, under another default device than the weights', in inference mode,
+in a compiled function. A model is meant to be changed by these; what follows a basis or an inverse from step to step
+is not. What is off already is looked at, and not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+from rankwise.kernels.full_precision import full_precision
+
+__all__ = ["undisturbed", "undisturbed_anywhere"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_STAND_INS = ("FAKE", "FUNCTIONAL", "PROXY")
+"""Modes of torch's dispatcher in which tensors stand for others; the rest watch what is done, and do it."""
+
+
+def undisturbed(function: Function) -> Function:
+    """Make a method compute the same whatever surrounds its calls.
+
+    While it runs there is no autocast on any device, no default device nor other mode of torch's functions, no
+    inference mode, no recording of gradients, no reduced precision of products, and no compiler. Modes that watch what
+    is dispatched, such as counters of operations, stay.
+
+    Raises:
+        RuntimeError: In calls, where tensors are but stand-ins; nothing has changed then.
+    """
+    return _guarded(function, True)
+
+
+def undisturbed_anywhere(function: Function) -> Function:
+    """:func:`undisturbed` for methods that touch neither weights nor states, and are called among stand-ins, too."""
+    return _guarded(function, False)
+
+
+def _guarded(function: Function, among_real: bool) -> Function:
+    def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if among_real and torch._C._len_torch_dispatch_stack():
+            _refuse_stand_ins(self, function.__name__)
+        with full_precision(), torch.no_grad():
+            if not _is_disturbed():
+                return function(self, *args, **kwargs)
+            with _switched_off():
+                return function(self, *args, **kwargs)
+
+    @wraps(function)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The compiler takes the first for a constant; the second tells of one that watches what this thread calls.
+        if torch.compiler.is_compiling() or _watcher() is not None:
+            return _uncompiled(inside)(self, *args, **kwargs)
+        return inside(self, *args, **kwargs)
+
+    guarded.is_undisturbed = True  # type: ignore[attr-defined]
+    return guarded  # type: ignore[return-value]
+
+
+# Absent from some releases, whose compiler cannot be asked: what it traces itself is told by the first question.
+_watcher: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def _uncompiled(function: Any) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(function, "uncompiled", None)
+    if found is None:
+        # Not when it is defined: the compiler takes as long to import as torch.
+        found = function.uncompiled = torch.compiler.disable(function)
+    return found
+
+
+def _is_disturbed() -> bool:
+    modes = torch._C._len_torch_function_stack() > 0
+    return modes or torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled()
+
+
+@contextmanager
+def _switched_off() -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            # It was what kept gradients from being recorded.
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._DisableAutocast())
+        while torch._C._len_torch_function_stack():
+            stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
+        yield
+
+
+def _refuse_stand_ins(owner: Any, method: str) -> None:
+    keys = [getattr(torch._C._TorchDispatchModeKey, name, None) for name in _STAND_INS]
+    modes = [torch._C._get_dispatch_mode(key) for key in keys if key is not None]
+    found = next((type(mode).__name__ for mode in modes if mode is not None), None)
+    if found is not None:
+        raise RuntimeError(
+            f"{type(owner).__name__}.{method.strip('_')}() is called inside a {found}, where tensors are but stand-ins: "
+            "it works on real weights and states; call it outside, and leave it out of what is traced"
+        )
