@@ -16,7 +16,7 @@ import torch
 
 from rankwise.kernels.full_precision import full_precision
 
-__all__ = ["undisturbed", "undisturbed_anywhere"]
+__all__ = ["stand_ins", "undisturbed", "undisturbed_anywhere"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,7 +44,7 @@ def undisturbed_anywhere(function: Function) -> Function:
 
 def _guarded(function: Function, among_real: bool) -> Function:
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if among_real and torch._C._len_torch_dispatch_stack():
+        if among_real:
             _refuse_stand_ins(self, function.__name__)
         with full_precision(), torch.no_grad():
             if not _is_disturbed():
@@ -93,12 +93,19 @@ def _switched_off() -> Iterator[None]:
         yield
 
 
-def _refuse_stand_ins(owner: Any, method: str) -> None:
+def stand_ins() -> str | None:
+    """What makes tensors stand for others here, ``FakeTensorMode`` for example; None where they are themselves."""
+    if not torch._C._len_torch_dispatch_stack():
+        return None
     keys = [getattr(torch._C._TorchDispatchModeKey, name, None) for name in _STAND_INS]
     modes = [torch._C._get_dispatch_mode(key) for key in keys if key is not None]
-    found = next((type(mode).__name__ for mode in modes if mode is not None), None)
+    return next((type(mode).__name__ for mode in modes if mode is not None), None)
+
+
+def _refuse_stand_ins(owner: Any, method: str) -> None:
+    found = stand_ins()
     if found is not None:
         raise RuntimeError(
-            f"{type(owner).__name__}.{method.strip('_')}() is called inside a {found}, where tensors are but stand-ins: "
+            f"{type(owner).__name__}.{method.strip('_')}() is called in a {found}, where tensors are but stand-ins: "
             "it works on real weights and states; call it outside, and leave it out of what is traced"
         )

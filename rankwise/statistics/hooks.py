@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from rankwise.kernels.surroundings import stand_ins
 from rankwise.sharding.dtensors import is_sharded
 from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
 from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record, clear
@@ -218,7 +219,7 @@ class Capture:
         if not self.enabled:
             return
         result = output[0] if isinstance(output, tuple) else output
-        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform():
+        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform() or _among_stand_ins():
             return
         if self.on_training_forward is not None:
             self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
@@ -301,6 +302,11 @@ def _in_backward() -> bool:
 def _in_transform() -> bool:
     """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors belong to it."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def _among_stand_ins() -> bool:
+    """Whether this pass is imagined, by tensors that have no values; a compiler's own is compiled, and real later."""
+    return not torch.compiler.is_compiling() and stand_ins() is not None
 
 
 def _in_rehearsal() -> bool:
