@@ -537,3 +537,79 @@ def test_dead_references_are_seen() -> None:
     assert not is_defined("rankwise.mkor.gone.stabilize", module, False)
     assert not is_defined(".gone", module, False) and not is_defined("gone", module, False)
     assert referred_to("See :func:`~a.b`, :class:`C`.") == ["a.b", "C"]
+
+
+# --- where tensors are made ------------------------------------------------------------------------------------------
+
+FACTORIES = {
+    *("zeros", "ones", "empty", "full", "eye", "tensor", "as_tensor", "asarray", "scalar_tensor", "sparse_coo_tensor"),
+    *("arange", "range", "linspace", "logspace", "tril_indices", "triu_indices", "empty_strided", "empty_permuted"),
+    *("rand", "randn", "randint", "randperm", "normal", "hann_window", "hamming_window", "bartlett_window"),
+}
+"""Functions of torch whose result lies on the default device, or has the default type, unless they are told."""
+
+
+def made_by_default(tree: ast.AST) -> list[str]:
+    """Calls that leave device or type of a tensor to what surrounds them, and other uses of such functions."""
+    called, found = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found += [f"{node.lineno}: imports {a.name}" for a in node.names if a.name in FACTORIES]
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            missing = {"device", "dtype"} - {keyword.arg for keyword in node.keywords}
+            if name.startswith("torch.") and name[6:] in FACTORIES:
+                called.add(node.func)
+                found += [f"{node.lineno}: {name} without {' and '.join(sorted(missing))}"] if missing else []
+            # The old constructors take neither.
+            if name == "Tensor" or re.fullmatch(r"torch\.(cuda\.)?\w*Tensor", name):
+                found.append(f"{node.lineno}: calls {name}")
+    others = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in called]
+    names = [
+        (node.lineno, ast.unparse(node).removeprefix("torch.")) for node in others if ast.unparse(node.value) == "torch"
+    ]
+    return found + [f"{line}: hands on torch.{name}" for line, name in names if name in FACTORIES]
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_tensors_are_made_with_device_and_type(package: str) -> None:
+    """Scripts set another default device than the weights', and another default type; a table of addresses that lands
+    elsewhere ends the process."""
+    found = {str(path.relative_to(ROOT)): made_by_default(ast.parse(path.read_text())) for path in sources(package)}
+    assert {path: places for path, places in found.items() if places} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("torch.zeros(3, dtype=x.dtype, device=x.device)", False),
+        ("torch.zeros_like(x)", False),
+        ("x.new_zeros(3)", False),
+        ("isinstance(x, torch.Tensor)", False),
+        ("torch.zeros(3)", True),
+        ("torch.zeros(3, dtype=torch.int64)", True),
+        ("torch.arange(3, device=x.device)", True),
+        ("torch.tensor(1.0, **like)", True),
+        ("torch.Tensor([1.0])", True),
+        ("torch.cuda.FloatTensor(3)", True),
+        ("make(torch.empty)", True),
+        ("from torch import zeros", True),
+    ],
+)
+def test_the_check_of_factories_itself(source: str, wrong: bool) -> None:
+    assert bool(made_by_default(ast.parse(source))) == wrong
+
+
+def addresses_taken(tree: ast.AST) -> list[str]:
+    """Where it is read at which address a tensor lies."""
+    return [str(n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "data_ptr"]
+
+
+def test_compiled_functions_get_their_addresses_from_one_place() -> None:
+    """It looks on which device they lie."""
+    ours = [path for path in sources("rankwise") if path.name == "native.py" or path.parent.name == "native"]
+    assert {path.parent.name for path in ours} >= {"native", "ldadam", "mkor", "sonew"}
+    found = {path.name: addresses_taken(ast.parse(path.read_text())) for path in ours}
+    assert len(found.pop("arrays.py")) == 2
+    assert not any(found.values()), found
+    assert addresses_taken(ast.parse("x.data_ptr()\nmap(Tensor.data_ptr, y)")) == ["1", "2"]
