@@ -56,6 +56,10 @@ def _guarded(function: Function, among_real: bool) -> Function:
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The compiler takes the first for a constant; the second tells of one that watches what this thread calls.
         if torch.compiler.is_compiling() or _watcher() is not None:
+            # Does nothing but in a compiler, which repeats the message where it may not cut a function in two.
+            torch._dynamo.graph_break(
+                msg="call step() outside of what fullgraph=True compiles; nothing is gained inside"
+            )
             return _uncompiled(inside)(self, *args, **kwargs)
         return inside(self, *args, **kwargs)
 

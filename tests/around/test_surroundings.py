@@ -23,10 +23,12 @@ from rankwise.step.working_tensors import are_deferred, deferred_steps
 
 _SLOW = ("profiled",)
 """What takes long, and is tried with the compiled form alone."""
-ADAMW = "torch.optim.AdamW"
+_USUAL = ("compiled", "lists", "int8 states", "remainders")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [form if form in _USUAL else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
+)
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_surrounding_leaves_the_same_bits(kind: str, form: str) -> None:
     """Constructor, capture, steps, saving, loading, reports: all are called inside it."""
@@ -284,6 +286,16 @@ def test_a_step_in_a_compiled_function(kind: str) -> None:
     wanted = trained(False, 8)
     assert same_bits(trained(True, 8), wanted) == []
     assert same_bits(trained(True, 1), wanted) == []
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_function_that_must_not_be_cut_is_told_what_to_do() -> None:
+    live = Run(TYPES["SONew"], FORMS["compiled"], nullcontext)
+    live.step(0)
+    before = kept(live)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of what fullgraph=True compiles"):
+        torch.compile(lambda: live.optimizer.step(), backend="eager", fullgraph=True)()
+    assert same_bits(kept(live), before) == []
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
