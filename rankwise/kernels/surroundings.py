@@ -99,6 +99,10 @@ def _switched_off() -> Iterator[None]:
 
 def stand_ins() -> str | None:
     """What makes tensors stand for others here, ``FakeTensorMode`` for example; None where they are themselves."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "transform of torch.func"
+    if torch._C._is_tracing():
+        return "trace of torch.jit"
     if not torch._C._len_torch_dispatch_stack():
         return None
     keys = [getattr(torch._C._TorchDispatchModeKey, name, None) for name in _STAND_INS]

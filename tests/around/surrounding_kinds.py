@@ -186,9 +186,27 @@ def _while_traced(call: Callable[[], Any]) -> None:
     make_fx(traced)(torch.ones(3, device="cpu"))
 
 
+def _while_scripted(call: Callable[[], Any]) -> None:
+    def traced(values: torch.Tensor) -> torch.Tensor:
+        call()
+        return values + 1
+
+    torch.jit.trace(traced, torch.ones(3, device="cpu"), check_trace=False)
+
+
+def _while_differentiated(call: Callable[[], Any]) -> None:
+    def differentiated(values: torch.Tensor) -> torch.Tensor:
+        call()
+        return values.sum()
+
+    torch.func.grad(differentiated)(torch.ones(3, device="cpu"))
+
+
 FORBIDDEN: dict[str, Callable[[Callable[[], Any]], None]] = {
     "FakeTensorMode": _among_fake_tensors,
     "ProxyTorchDispatchMode": _while_traced,
+    "transform of torch.func": _while_differentiated,
+    "trace of torch.jit": _while_scripted,
 }
 """Those in which a call must be refused before anything changes, by what the refusal names; they make the call."""
 
