@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import threading
@@ -14,10 +15,12 @@ import torch
 from surrounded_runs import FORMS, TYPES, Run, bits, network, plain_run, propagate, run, same_bits
 from surrounding_kinds import FORBIDDEN, SURROUNDINGS, in_another_thread
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import rankwise
 from rankwise.kernels.native.arrays import address, addresses
 from rankwise.names import CLASSES
+from rankwise.statistics.hooks import Capture
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.working_tensors import are_deferred, deferred_steps
 
@@ -75,8 +78,6 @@ def test_statistics_learn_nothing_from_stand_ins(kind: str) -> None:
         for index in range(3):
             live.step(index)
             if imagined:
-                from torch._subclasses import FakeTensorMode
-
                 with FakeTensorMode(allow_non_fake_inputs=True):
                     live.model(torch.ones(8, 64)).sum().backward()
                 live.model.zero_grad()
@@ -111,6 +112,22 @@ def test_steps_inside_are_those_outside_of_the_same_passes(kind: str, surroundin
         return live.left()
 
     assert same_bits(trained(True), trained(False)) == []
+
+
+@pytest.mark.parametrize("surrounding", ["autocast to bfloat16", "autocast elsewhere", "device as a context"])
+def test_statistics_are_float32_sums_of_what_layers_got(surrounding: str) -> None:
+    """In bfloat16 a sum of a thousand tokens has eight bits."""
+    layer, gradients = nn.Linear(16, 8), []
+    capture = Capture(layer)
+    values = torch.randn(1000, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32) + 3.0
+    with SURROUNDINGS[surrounding]():
+        found = layer(values)
+        found.register_hook(gradients.append)
+        found.float().square().sum().backward()
+    inputs, count, outputs = capture.take(layer.weight)
+    assert count == 1000 and inputs.dtype == outputs.dtype == torch.float32
+    assert torch.equal(inputs, values.sum(0)) and torch.equal(outputs, gradients[0].sum(0, dtype=torch.float32))
+    assert gradients[0].dtype == (torch.bfloat16 if surrounding == "autocast to bfloat16" else torch.float32)
 
 
 def test_a_closure_runs_in_what_surrounds_the_step() -> None:
@@ -217,8 +234,6 @@ def test_weights_of_inference_mode_are_refused_by_name(made: str) -> None:
         optimizer.step()
     assert same_bits(bits(dict(model.named_parameters())), before) == []
     assert not any("step" in state for state in optimizer.state.values())
-    import copy
-
     # What the message advises.
     copied = copy.deepcopy(model)
     gradients(copied)
