@@ -27,6 +27,8 @@ _INSIDE_OTHERS = (
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (re.compile(r"linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r"\1_layernorm.\2"),
     (re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r"experts.local_experts.\3.\1.\2"),
+    # Since 0.19 a state-space layer's own; Megatron's checkpoints have kept the name.
+    (re.compile(r"\.conv1d_(weight|bias)$"), r".conv1d.\1"),
 )
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -262,7 +264,7 @@ def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
                 yield parameter, Role.LINEAR
             elif "Norm" in kind:
                 yield parameter, Role.NORM
-            elif "Conv" in kind:
+            elif "Conv" in kind or local.startswith("conv1d_"):
                 yield parameter, Role.CONV
     yield from special
 

@@ -33,6 +33,7 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameter_names import describe_model
 from megatron_patches.parameters import describe_chunks
+from rankwise.routing.roles import Role
 from rankwise.sharding import LayoutError
 
 OPTIONS: dict[str, dict[str, Any]] = {"ldadam": {"rank": 2}, "mars-m": {"ns_dtype": "float32"}}
@@ -176,6 +177,8 @@ def _described(rank: int, world: int) -> None:
                 for parameter, cut in named_cuts(model):
                     known = found[parameter]
                     assert (known.info.shape, known.dim) == (cut.shape, cut.dim), (kind, cut.name)
+                    assert known.info.name == cut.name
+                    assert (known.info.role is Role.CONV) == ("conv1d" in cut.name), cut.name
                     if cut.dim != 0:
                         continue
                     width = parameter[0].numel()
