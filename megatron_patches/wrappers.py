@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from megatron_patches.capture import linear_views
 from megatron_patches.checkpoint import load_sharded, sharded_state
+from megatron_patches.copies import warn_of_drift
 from megatron_patches.formats import holder, refuse_holder
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
@@ -295,6 +296,8 @@ class _Adopted(MegatronOptimizer):
         One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
         data-, tensor- and pipeline-parallel size.
         """
+        if not is_loading:
+            warn_of_drift(self.adoption.parameters, self.adoption.groups, self.holds_experts)
         with self.main_weights():
             return sharded_state(self, is_loading, model_sharded_state_dict)
 

@@ -29,6 +29,7 @@ from megatron_weights import gathered, main_weight
 from ranks import once, run_ranks
 from torch import Tensor, nn
 
+from megatron_patches import copies
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameter_names import describe_model
@@ -291,3 +292,27 @@ def test_weights_that_are_said_to_be_alike_are_compared() -> None:
 
 def test_what_was_not_initialised_is_not_compared() -> None:
     assert run_ranks(2, _told, False)[0]["apart"] == ((4,), ())
+
+
+def _drifted(rank: int, world: int) -> list[list[str]]:
+    """What is said of a user's weight, alike at first, when all that is known of it is saved."""
+    found = []
+    with cpu_megatron():
+        mpu.initialize_model_parallel(tensor_model_parallel_size=2)
+        for gap in (0.0, 1e-3, 0.5):
+            module = _Scales({}, alike=True)
+            parameters = describe_model([module], ParallelGroups())
+            module.scale.data += gap * rank
+            with pytest.MonkeyPatch.context() as patch:
+                said: list[str] = []
+                patch.setattr(copies.logger, "warning", lambda text, *parts, said=said: said.append(text % parts))
+                copies.warn_of_drift(parameters, ParallelGroups(), False)
+            found.append(said)
+        mpu.destroy_model_parallel()
+    return found
+
+
+def test_weights_that_have_come_apart_are_named_when_they_are_saved() -> None:
+    (same, rounded, apart), second = run_ranks(2, _drifted)
+    assert same == rounded == [] and second == [[], [], []]
+    assert len(apart) == 1 and "'scale'" in apart[0] and "the first rank's alone" in apart[0]
