@@ -92,8 +92,12 @@ def declared_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, P
             if place is not None:
                 pieces.setdefault(place[0], []).append(place[1])
         for parameter, parts in pieces.items():
-            if found.get(parameter, WHOLE) in (WHOLE, None):
-                found[parameter] = _cut(parameter, parts, *groups.tensor(not getattr(parameter, "allreduce", True)))
+            if found.get(parameter, WHOLE) not in (WHOLE, None):
+                continue
+            cut = _cut(parameter, parts, *groups.tensor(not getattr(parameter, "allreduce", True)))
+            # Rows that FSDP2 cannot cut evenly are declared as if it could.
+            if cut is not None or not is_sharded(parameter):
+                found[parameter] = cut
     return found
 
 
