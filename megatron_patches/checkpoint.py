@@ -28,7 +28,7 @@ from megatron_patches.layouts import MegatronLayout
 from megatron_patches.model_keys import model_keys
 from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
-from megatron_patches.resuming import misfit, options_record, settle_options
+from megatron_patches.resuming import misfit, options_record, overrides, settle_options
 from megatron_patches.takeover import TAKEOVER, Place, Takeover, at_place, find_takeovers, taken_over
 from megatron_patches.whole_files import common_state, require_whole
 from rankwise.sharding import Shard
@@ -44,7 +44,7 @@ from rankwise.step.named_vectors import (
 )
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["explained_load", "load_sharded", "overrides", "sharded_state"]
+__all__ = ["explained_load", "load_sharded", "sharded_state"]
 
 # Megatron rounds their rows up to a multiple of the tensor-parallel size, as many as the vocabulary has or not.
 _PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -139,11 +139,6 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
             if value is not None
         }
     resume(inner, matrices, saved["step"], saved["extra"])
-
-
-def overrides(wrapper: MegatronOptimizer) -> bool:
-    """Whether this run's options count where a checkpoint's differ."""
-    return bool(getattr(wrapper.config, "rankwise_override_checkpoint", False))
 
 
 @contextmanager

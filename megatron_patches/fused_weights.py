@@ -1,9 +1,9 @@
 """Which of Megatron's weights hold several matrices, and how these lie in the whole weight, uncut.
 
 Where tensor parallelism cuts a weight by rows, the whole is the shards one below the other: attention is cut between
-(or within) its groups of heads, so the whole is what one rank would hold. State-space layers put all their parts on
-every rank; there the whole repeats them once for each. A gated unit does so as well, but its halves are put together
-again where Megatron marks them (``partition_stride``).
+(or within) its groups of heads, so the whole is what one rank would hold. State-space layers and gated units put all
+their parts on every rank: where that is known of the weight, the whole has each part once, put together from the
+shards; where it is not, it repeats them once for each shard.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["fused_parts"]
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight: the module that uses its layer, rows of the whole, how often its parts are repeated there."""
+    """A weight: the module that uses its layer, rows of the whole, how often its parts are repeated there, shards."""
 
     owner: object
     rows: int
     copies: int
-    strips: int
+    ways: int
 
     def number(self, name: str) -> int:
         """A size from the module or its config; 0 if there is none."""
@@ -45,12 +45,12 @@ def fused_parts(layer: str, owner: object, shape: tuple[int, ...], ways: int, st
         owner: That module, or anything with the same config.
         shape: Shape of the whole weight, or of a shard that is taken for a matrix of its own.
         ways: Shards the whole consists of, one below the other.
-        strips: Sections of the whole that are each cut like that.
+        strips: Sections of the whole that are each cut like that, parts of the weight if there are several.
     """
     layout = _LAYOUTS.get(layer)
     if layout is None or len(shape) != 2:
         return None
-    found = layout(_Weight(owner, shape[0], ways if strips == 1 else 1, strips))
+    found = layout(_Weight(owner, shape[0], ways if strips == 1 else 1, ways))
     return found if found is not None and found.length == shape[0] else None
 
 
@@ -112,14 +112,13 @@ def _gated(weight: _Weight) -> FusedShape | None:
 
 def _projection(weight: _Weight) -> FusedShape | None:
     """Input projection of state-space layers and of gated delta nets, which call it alike."""
-    if weight.strips != 1:
-        return None
     return _state_space(weight) if weight.number("d_inner_local_tp") else _delta_net(weight)
 
 
 def _state_space(weight: _Weight) -> FusedShape | None:
-    inner, groups = weight.number("d_inner_local_tp"), weight.number("ngroups_local_tp")
-    heads, state = weight.number("nheads_local_tp"), weight.number("d_state")
+    shards = weight.ways // weight.copies
+    inner, groups = shards * weight.number("d_inner_local_tp"), shards * weight.number("ngroups_local_tp")
+    heads, state = shards * weight.number("nheads_local_tp"), weight.number("d_state")
     if not (inner and groups and heads and state):
         return None
     parts = (("z", inner), ("x", inner), ("B", groups * state), ("C", groups * state), ("dt", heads))
@@ -131,7 +130,8 @@ def _delta_net(weight: _Weight) -> FusedShape | None:
     sizes = [weight.number(name) for name in ("qk_dim", "v_dim", "num_key_heads", "num_value_heads")]
     if not ways or not all(sizes) or any(size % ways for size in sizes):
         return None
-    queries, values, key_heads, value_heads = (size // ways for size in sizes)
+    shards = weight.ways // weight.copies
+    queries, values, key_heads, value_heads = (size // ways * shards for size in sizes)
     parts = (
         ("q", queries),
         ("k", queries),

@@ -46,6 +46,10 @@ class ParallelGroups:
         group = self._tensor_group(expert)
         return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
+    def sharing(self, expert: bool) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks that share matrices, where there are several."""
+        return None if self.tensor(expert)[1] == 1 else self._tensor_group(expert)
+
     def tensor_parallel(self, expert: bool, stage: dist.ProcessGroup) -> TensorParallel | None:
         """The tensor-parallel groups of a stage, where they share matrices. A collective of the stage's ranks.
 
@@ -60,6 +64,11 @@ class ParallelGroups:
         """This rank's position among the ranks that gradients are averaged over, and their number."""
         group = self._data(expert)
         return dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def averaging(self) -> dist.ProcessGroup:
+        """The ranks that dense parameters' gradients are averaged over."""
+        return self._data(False)
 
     @property
     def pipeline(self) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from megatron_patches.copies import differing_copies
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter, describe_chunks
 from rankwise.sharding import LayoutError
@@ -28,8 +29,8 @@ def describe_model(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[
         groups: This rank's process groups.
 
     Raises:
-        LayoutError: On every rank, where one of them cannot describe its parameters, or two stages give different
-            weights the same name.
+        LayoutError: On every rank, where one of them cannot describe its parameters, two stages give different
+            weights the same name, or tensor-parallel ranks have different values of a weight that all hold whole.
     """
     found: dict[Parameter, ModelParameter] = {}
     failure = None
@@ -39,7 +40,8 @@ def describe_model(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[
         failure = str(error)
     stages = _stages(found, groups.pipeline)
     failure = failure or _equal_names(stages)
-    _refuse_together(failure, chunks)
+    apart = differing_copies(found, groups, chunks)
+    _refuse_together(failure or apart, chunks)
     stage = dist.get_rank(groups.pipeline)
     earlier = Counter(name for names in stages[:stage] for name, _ in names)
     return {parameter: replace(known, stage_copy=earlier[known.info.name]) for parameter, known in found.items()}
@@ -76,4 +78,6 @@ def _refuse_together(failure: str | None, chunks: Sequence[nn.Module]) -> None:
     failed = torch.tensor(float(failure is not None), dtype=torch.float32, device=device)
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if failed.item():
-        raise LayoutError(failure or "other ranks cannot name their parameters; their message says why")
+        everyone: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, failure)
+        raise LayoutError(next(text for text in everyone if text is not None))

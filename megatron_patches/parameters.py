@@ -10,6 +10,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megatron_patches.cuts import WHOLE, ParameterCut, declared_cuts, equal_sections, marked_cut
 from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
@@ -26,6 +27,8 @@ _INSIDE_OTHERS = (
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (re.compile(r"linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r"\1_layernorm.\2"),
     (re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r"experts.local_experts.\3.\1.\2"),
+    # Since 0.19 a state-space layer's own; Megatron's checkpoints have kept the name.
+    (re.compile(r"\.conv1d_(weight|bias)$"), r".conv1d.\1"),
 )
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -38,8 +41,8 @@ class ModelParameter:
         info: Global name, logical (unsharded) shape and role.
         local_shape: Shape of the tensor-parallel shard.
         dim: The dimension tensor parallelism cuts, or None where every tensor-parallel rank holds the whole.
-        strips: Pieces the shard consists of, one from each of as many equal sections of the logical parameter (gate
-            and up projections that are stored as one weight have two).
+        sections: Rows of the pieces the shard consists of, one from each of as many sections of the logical parameter
+            (gate and up projections that are stored as one weight have two); empty where that is one.
         rank: This rank's position among the ``ways`` tensor-parallel shards.
         ways: Number of tensor-parallel ranks.
         expert: Whether it belongs to one rank's experts.
@@ -50,7 +53,7 @@ class ModelParameter:
     info: ParameterInfo
     local_shape: tuple[int, ...]
     dim: int | None
-    strips: int
+    sections: tuple[int, ...]
     rank: int
     ways: int
     expert: bool
@@ -71,13 +74,15 @@ class ModelParameter:
             width = self.local_shape[1]
             columns = (self.rank * width, (self.rank + 1) * width) if self.ways > 1 else None
             return (Slice(self.info.name, start, end, 0, columns, copy),)
-        numel = prod(self.local_shape) // self.strips
-        found = []
-        for strip in range(self.strips):
-            low, high = max(start, strip * numel), min(end, (strip + 1) * numel)
+        row = prod(self.local_shape[1:])
+        found, first = [], 0
+        for rows in self.sections or self.local_shape[:1]:
+            numel = rows * row
+            low, high = max(start, first), min(end, first + numel)
             if low < high:
-                shift = (strip * (self.ways - 1) + self.rank) * numel
+                shift = first * (self.ways - 1) + self.rank * numel
                 found.append(Slice(self.info.name, low + shift, high + shift, low - start, None, copy))
+            first += numel
         return tuple(found)
 
 
@@ -109,15 +114,14 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
         roles = dict(_roles(model))
         biases = _biases(model)
         modules = dict(model.named_modules())
-        cuts = dict(_transformer_engine_cuts(model))
+        cuts = _known_cuts(model, groups)
         prefixes = _global_prefixes(model, groups)
         copies = set(_embedding_copies(model))
         for local_name, parameter in model.named_parameters():
             name = _global_name(local_name, prefixes)
             if parameter in copies:
                 name, roles[parameter] = name.removesuffix(_HEAD) + _EMBEDDING, Role.EMBEDDING
-            cut = cuts[parameter] if parameter in cuts else _marked_cut(parameter)
-            described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups, cut)
+            described = _describe(name, parameter, roles.get(parameter, Role.UNKNOWN), groups, cuts[parameter])
             bias = biases.get(parameter)
             if bias is not None:
                 suffix = described.info.name.removeprefix(name)
@@ -133,12 +137,35 @@ def _embedding_copies(model: nn.Module) -> Iterator[Parameter]:
     for module in model.modules():
         if getattr(module, "share_embeddings_and_output_weights", False) and not getattr(module, "pre_process", True):
             weight = getattr(getattr(module, "output_layer", None), "weight", None)
+            if isinstance(weight, Parameter) and getattr(module, "mtp_process", False):
+                raise LayoutError(
+                    "--mtp-num-layers with pipeline parallelism and tied embeddings: the last stage has two copies of "
+                    "the embedding, an output layer that nothing uses beside the one that Megatron keeps like the "
+                    "first stage's, and Megatron cannot save such a model. Pass "
+                    "--untie-embeddings-and-output-weights (share_embeddings_and_output_weights=False)."
+                )
             if isinstance(weight, Parameter):
                 yield weight
 
 
+def _known_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, ParameterCut | None]:
+    """How every parameter is cut: as declared to checkpoints, else by Transformer Engine's class, else as marked."""
+    marked = {parameter: marked_cut(parameter) for parameter in model.parameters()}
+    by_class = dict(_transformer_engine_cuts(model))
+    if all(groups.tensor(expert)[1] == 1 for expert in (False, True)):
+        return marked | by_class
+    found: dict[Parameter, ParameterCut | None] = {}
+    declared = declared_cuts(model, groups)
+    for parameter, mark in marked.items():
+        believed = by_class.get(parameter, mark)
+        said = declared.get(parameter, WHOLE)
+        # Megatron's default declares what it finds in a user's containers whole: a mark counts more than that.
+        found[parameter] = believed if said in (WHOLE, None) and believed != WHOLE else said
+    return found
+
+
 def _describe(
-    name: str, parameter: Parameter, role: Role, groups: ParallelGroups, cut: tuple[int | None, int]
+    name: str, parameter: Parameter, role: Role, groups: ParallelGroups, cut: ParameterCut | None
 ) -> ModelParameter:
     expert = is_expert(parameter)
     rank, ways = groups.tensor(expert)
@@ -146,27 +173,33 @@ def _describe(
     if block is not None:
         name = f"{name}@tp{block}"
     shape = tuple(parameter.shape)
-    dim = cut[0] if ways > 1 else None
-    strips = cut[1] if dim == 0 else 1
+    if ways == 1:
+        cut = WHOLE
+    if cut is None:
+        raise LayoutError(
+            f"'{name}' of shape {shape} is cut by tensor parallelism in a way that nothing tells: its module's "
+            "sharded_state_dict has no place for it that is one of equal parts, and it bears no mark with a dimension. "
+            "Set tensor_model_parallel=True and partition_dim on the parameter, or declare it by "
+            "make_sharded_tensors_for_checkpoint with its tensor-parallel axis."
+        )
+    dim = cut.dim
+    sections = cut.sections if dim == 0 else ()
     if dim is not None and not (dim == 0 or (dim == 1 and len(shape) == 2)):
         raise LayoutError(
             f"'{name}' of shape {shape} is cut along dimension {dim} by tensor parallelism; only rows of any tensor "
             "and columns of matrices can be followed. Exclude the layer from tensor parallelism."
         )
+    if sections and sum(sections) != shape[0]:
+        raise LayoutError(
+            f"'{name}' of shape {shape} is said to consist of pieces of {sections} rows; correct its partition_sizes."
+        )
     logical = tuple(size * ways if index == dim else size for index, size in enumerate(shape))
     shared = bool(getattr(parameter, "shared_embedding", False))
-    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, strips, rank, ways, expert, shared)
+    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, sections, rank, ways, expert, shared)
 
 
-def _marked_cut(parameter: Parameter) -> tuple[int | None, int]:
-    """Dimension and strips by the marks that Megatron's own layers leave on their parameters."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return None, 1
-    return int(getattr(parameter, "partition_dim", -1)), int(getattr(parameter, "partition_stride", 1))
-
-
-def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, tuple[int | None, int]]]:
-    """Dimension and strips of the parameters that Transformer Engine's layers mark wrongly.
+def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, ParameterCut]]:
+    """Cuts of the parameters that Transformer Engine's layers mark wrongly.
 
     A layer that knows of no tensor parallelism (``parallel_mode`` None) marks its weights as cut by rows. That is so
     where every rank holds them whole, and in experts' layers, where Megatron itself cuts the weights, by rows or by
@@ -185,9 +218,11 @@ def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, tupl
         for name, parameter in module.named_parameters(recurse=False):
             kind = name.rstrip("0123456789")
             if kind == "weight":
-                yield parameter, ({"column": 0, "row": 1}.get(str(mode)), _strips(module, kinds, parameter))
+                dim = {"column": 0, "row": 1}.get(str(mode))
+                yield parameter, equal_sections(parameter, dim, _strips(module, kinds, parameter))
             elif kind == "bias":
-                yield parameter, (0 if mode == "column" else None, _strips(module, kinds, parameter))
+                dim = 0 if mode == "column" else None
+                yield parameter, equal_sections(parameter, dim, _strips(module, kinds, parameter))
 
 
 def _strips(module: nn.Module, kinds: str, parameter: Parameter) -> int:
@@ -209,7 +244,7 @@ def _with_fused(described: ModelParameter, name: str, modules: Mapping[str, nn.M
     if local.rstrip("0123456789") != "weight" or outer not in modules:
         return described
     info, ways = described.info, described.ways if described.dim == 0 else 1
-    fused = fused_parts(layer, modules[outer], info.shape, ways, described.strips)
+    fused = fused_parts(layer, modules[outer], info.shape, ways, len(described.sections) or 1)
     return described if fused is None else replace(described, info=replace(info, fused=fused))
 
 
@@ -229,7 +264,7 @@ def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
                 yield parameter, Role.LINEAR
             elif "Norm" in kind:
                 yield parameter, Role.NORM
-            elif "Conv" in kind:
+            elif "Conv" in kind or local.startswith("conv1d_"):
                 yield parameter, Role.CONV
     yield from special
 

@@ -133,6 +133,20 @@ def _load(stock: Function) -> Function:
     return load
 
 
+def _load_checkpoint(stock: Function) -> Function:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron_patches.resuming import overriding_rates
+
+        given = signature.bind(*args, **kwargs).arguments
+        with overriding_rates(given["optimizer"], given["opt_param_scheduler"]):
+            return stock(*args, **kwargs)
+
+    return load_checkpoint
+
+
 def _training_log(stock: Function) -> Function:
     signature = inspect.signature(stock)
 
@@ -240,6 +254,17 @@ PATCHES: tuple[Patch, ...] = (
         reason="OptimizerConfig takes from the arguments only what is one of its own fields",
         replace=_optimizer_config,
         command_line=True,
+    ),
+    Patch(
+        module="megatron.training.checkpointing",
+        name="load_checkpoint",
+        parameters=("ddp_model", "optimizer", "opt_param_scheduler"),
+        tested=_TESTED,
+        reason="from 0.20 on, --override-opt_param-scheduler gives every param group --lr, those of --decoupled-lr and "
+        "of MuP too",
+        replace=_load_checkpoint,
+        command_line=True,
+        open_end=True,
     ),
     Patch(
         module="megatron.training.training",

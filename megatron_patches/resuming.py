@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -11,7 +12,7 @@ from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 from megatron_patches.param_groups import RATES
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["flag_of", "misfit", "options_record", "settle_options"]
+__all__ = ["flag_of", "misfit", "options_record", "overriding_rates", "overrides", "settle_options"]
 
 OVERRIDE = "--override-opt_param-scheduler"
 # Written into the groups by Megatron's scheduler, which has rules and flags of its own for them.
@@ -22,6 +23,30 @@ _OURS = "optimizer.rankwise."
 def flag_of(cls: type[ShardedOptimizer], option: str = "") -> str:
     """An option of a class on the command line; without an option, how all of them begin."""
     return f"--{cls.options_type.flag(option)}"
+
+
+@contextmanager
+def overriding_rates(optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """Around a load of Megatron's, after which this run's rates are to count: its loop may give all groups one rate.
+
+    Args:
+        optimizer: What the factory returned, or None.
+        scheduler: Megatron's, or None.
+    """
+    wrappers = getattr(optimizer, "chained_optimizers", [optimizer])
+    ours = [wrapper for wrapper in wrappers if isinstance(getattr(wrapper, "optimizer", None), ShardedOptimizer)]
+    groups = [group for wrapper in ours if overrides(wrapper) for group in wrapper.param_groups]
+    before = [{name: group[name] for name in RATES if name in group} for group in groups]
+    yield
+    for group, rates in zip(groups, before, strict=True):
+        group.update(rates)
+    if groups and scheduler is not None:
+        scheduler.step(increment=0)
+
+
+def overrides(wrapper: Any) -> bool:
+    """Whether this run's options count where a checkpoint's differ."""
+    return bool(getattr(wrapper.config, "rankwise_override_checkpoint", False))
 
 
 def options_record(inner: ShardedOptimizer) -> dict[str, Any]:
@@ -100,7 +125,9 @@ def misfit(
     known = load_tensors_metadata(folder)
     for tensor in _tensors(requested):
         there = known.get(tensor.key)
-        if there is not None and tuple(there.global_shape) == tuple(tensor.global_shape):
+        # Of what is padded to the number of ranks, rows may be missing.
+        free = 1 if tensor.allow_shape_mismatch else 0
+        if there is not None and tuple(there.global_shape[free:]) == tuple(tensor.global_shape[free:]):
             continue
         name = tensor.key.removeprefix(f"{_OURS}{owner}.")
         problem = (

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_patches.capture import linear_views
-from megatron_patches.checkpoint import load_sharded, overrides, sharded_state
+from megatron_patches.checkpoint import load_sharded, sharded_state
+from megatron_patches.copies import warn_of_drift
 from megatron_patches.formats import holder, refuse_holder
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
@@ -36,7 +37,7 @@ from megatron_patches.offloading import Offloading, let_others_move
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.records import plain_names
-from megatron_patches.resuming import options_record, settle_options
+from megatron_patches.resuming import options_record, overrides, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
 from rankwise.options.validation import OptionError
@@ -295,6 +296,8 @@ class _Adopted(MegatronOptimizer):
         One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
         data-, tensor- and pipeline-parallel size.
         """
+        if not is_loading:
+            warn_of_drift(self.adoption.parameters, self.adoption.groups, self.holds_experts)
         with self.main_weights():
             return sharded_state(self, is_loading, model_sharded_state_dict)
 

@@ -80,7 +80,8 @@ def own_tokens(rank: int) -> slice:
 
 def known(weight: nn.Parameter, dim: int | None, rank: int, strips: int = 1, expert: bool = False) -> ModelParameter:
     info = ParameterInfo("layer.weight", (OUTPUTS, INPUTS), Role.LINEAR)
-    return ModelParameter(info, tuple(weight.shape), dim, strips, rank, WAYS, expert)
+    sections = (len(weight) // strips,) * strips if dim == 0 else ()
+    return ModelParameter(info, tuple(weight.shape), dim, sections, rank, WAYS, expert)
 
 
 def captured(module: nn.Module, parameters: dict[nn.Parameter, ModelParameter]) -> Capture:

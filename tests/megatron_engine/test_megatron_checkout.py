@@ -182,3 +182,17 @@ def test_megatrons_own_optimizer_is_left_alone(checkout: Path, tmp_path: Path) -
 def test_a_bad_value_ends_before_training(checkout: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="argument --ldadam-rank: LDAdam: rank=0 is invalid"):
         pretrain(checkout, tmp_path, "--optimizer", "ldadam", "--ldadam-rank", "0")
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_decoupled_rates_override_the_checkpoints(checkout: Path, tmp_path: Path) -> None:
+    """From 0.20 on Megatron's loop gives all groups ``--lr`` then; the line says that this run's counts."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    given = ["--optimizer", "ldadam", *FLAGS["ldadam"].split(), "--untie-embeddings-and-output-weights"]
+    pretrain(checkout, tmp_path, *given, "--decoupled-lr", "5e-3", "--save", "first")
+    resumed = ["--save", "second", "--load", "first", "--ckpt-step", "10", "--override-opt_param-scheduler"]
+    pretrain(checkout, tmp_path, *given, "--decoupled-lr", "2e-3", *resumed)
+    for folder, rate in (("first", 5e-3), ("second", 2e-3)):
+        state = load_common_state_dict(str(tmp_path / folder / "iter_0000020"))["optimizer"]
+        assert {group["max_lr"] for group in state["rankwise"]["groups"]} == {1e-3, rate}, folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.optimizer import ParamKey
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron_cells import DISTRIBUTED, MAX_LR, Cell
+from megatron_cells import DISTRIBUTED, MAX_LR, MIN_LR, Cell
 from megatron_harness import opened, trained
 from megatron_types import TYPES
 from ranks import run_ranks
@@ -19,6 +19,7 @@ import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
+from megatron_patches.resuming import overriding_rates
 
 Overrides = dict[str, dict[str, float]] | None
 DECOUPLED: dict[str, Any] = {"decoupled_lr": 5e-2, "decoupled_min_lr": 1e-3}
@@ -103,6 +104,33 @@ def test_changed_rates_count_only_if_they_are_to(tmp_path: Path, capfd: pytest.C
     printed = capfd.readouterr().out
     assert "max_lr is 0.05 in the checkpoint and 0.02 in this run: the checkpoint's counts" in printed
     assert "max_lr is 0.05 in the checkpoint and 0.02 in this run: this run's counts" in printed
+
+
+def _overwritten(rank: int, world: int, folder: Path) -> list[list[float]]:
+    """The rates of a run that is to override, after a load of which Megatron 0.20 gives every group the same."""
+    cell = Cell(pp=2, optimizer=DECOUPLED)
+    found = []
+    with cpu_megatron():
+        with opened(cell, _Maker(None)) as trainer:
+            trained(trainer, 1)
+            trainer.save(folder)
+        for override in (False, True):
+            changed = {"decoupled_lr": 2e-2, "rankwise_override_checkpoint": override}
+            with opened(cell, _Maker(None, **changed)) as trainer:
+                with overriding_rates(trainer.optimizer, trainer.scheduler):
+                    trainer.load(folder)
+                    for group in trainer.optimizer.param_groups if override else ():
+                        group["max_lr"], group["min_lr"] = MAX_LR, MIN_LR
+                    trainer.scheduler.step(increment=0)
+                groups = trainer.optimizer.param_groups
+                assert all(group["lr"] == trainer.scheduler.get_lr(group) for group in groups)
+                found.append(sorted({group["max_lr"] for group in groups}))
+    return found
+
+
+def test_rates_that_are_to_override_hold_when_megatron_gives_all_groups_one(tmp_path: Path) -> None:
+    for found in run_ranks(2, _overwritten, tmp_path):
+        assert found == [[MAX_LR, 5e-2], [MAX_LR, 2e-2]]
 
 
 def _refused(rank: int, world: int, folder: Path) -> str:

@@ -63,7 +63,11 @@ def mark(parameter: nn.Parameter, dim: int, stride: int = 1) -> None:
 
 def described(module: nn.Module) -> dict[str, ModelParameter]:
     groups: Any = SimpleNamespace(
-        tensor=lambda expert: (RANK, WAYS), block=lambda expert: None, expert_rank=0, data=lambda expert: (0, 1)
+        tensor=lambda expert: (RANK, WAYS),
+        block=lambda expert: None,
+        expert_rank=0,
+        data=lambda expert: (0, 1),
+        averaging=None,
     )
     found = describe_chunks([nn.Sequential(module)], groups)
     return {name: found[parameter] for name, parameter in module.named_parameters()}
@@ -133,4 +137,4 @@ def test_gate_and_up_are_two_strips() -> None:
         found = [(part.start, part.end) for part in parameter.slices(0, 2 * half, copy=0)]
         assert found == [(half, 2 * half), (3 * half, 4 * half)]
     assert [part.start for part in described(plain)["weight0"].slices(0, 2 * half, copy=0)] == [2 * half]
-    assert described(grouped)["bias0"].strips == 2
+    assert described(grouped)["bias0"].sections == (OUTPUTS // 2,) * 2

@@ -42,6 +42,10 @@ def get_megatron_optimizer_config(args):
 def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale):
     return iteration
 """
+CHECKPOINTING = """
+def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", strict=True):
+    return 0, 0
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +61,13 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").touch()
     (folder / "arguments.py").write_text(ARGUMENTS)
     (folder / "training.py").write_text(TRAINING)
+    (folder / "checkpointing.py").write_text(CHECKPOINTING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("", ".arguments", ".training"):
+    for name in ("", ".arguments", ".checkpointing", ".training"):
         monkeypatch.delitem(sys.modules, f"megatron.training{name}", raising=False)
     yield folder
     revert()
-    for name in ("", ".arguments", ".training"):
+    for name in ("", ".arguments", ".checkpointing", ".training"):
         sys.modules.pop(f"megatron.training{name}", None)
 
 
@@ -114,7 +119,7 @@ def test_the_command_line_reaches_the_optimizer_config(training: Path, monkeypat
     from megatron.training import arguments
     from megatron.training import training as module
 
-    assert [state.applied for state in check()] == [True] * 7
+    assert [state.applied for state in check()] == [True] * 8
     monkeypatch.setattr(sys, "argv", "train.py --lr 0.1 --optimizer ldadam --ldadam-rank 8".split())
     args = arguments.parse_args()
     config, overrides = module.get_megatron_optimizer_config(args)
@@ -145,7 +150,7 @@ def test_the_command_line_waits_until_it_is_asked_for(training: Path) -> None:
 
     assert arguments.add_megatron_arguments.__module__ == arguments.__name__
     apply()  # Now that it is imported.
-    assert [state.applied for state in check()] == [True] * 7
+    assert [state.applied for state in check()] == [True] * 8
     assert module.get_megatron_optimizer_config.__wrapped__.__module__ == module.__name__
 
 
@@ -187,7 +192,7 @@ def test_a_new_last_parameter_is_refused_unless_it_is_passed_on(
     changed = eval(f"lambda {', '.join(patch.parameters)}, new: None")
     monkeypatch.setattr(sys.modules[patch.module], patch.name, changed)
     if patch.open_end:
-        assert patch.name in ("load", "training_log") and check(command_line=True)
+        assert patch.name in ("load", "load_checkpoint", "training_log") and check(command_line=True)
     else:
         with pytest.raises(PatchError, match="new"):
             check(command_line=True)

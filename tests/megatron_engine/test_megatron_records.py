@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_harness
+import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -142,3 +143,25 @@ def _states(trainer: Trainer) -> list[torch.Tensor]:
 
 def test_a_vocabulary_rounded_up_for_another_layout(tmp_path: Path) -> None:
     run_ranks(2, _padded, tmp_path)
+
+
+def _padded_and_changed(rank: int, world: int, folder: Path) -> str:
+    """Another padding, and another rank: what does not fit is the second."""
+    megatron_patches.apply()
+    vocabulary = megatron_harness.VOCABULARY
+    with cpu_megatron():
+        with opened(Cell(precision="bf16", **DISTRIBUTED), maker("ldadam")) as trainer:
+            trained(trainer, 1)
+            _save(trainer, folder)
+        megatron_harness.VOCABULARY = vocabulary + vocabulary // 2
+        with opened(Cell(tp=2, precision="bf16", **DISTRIBUTED), maker("ldadam", rank=8)) as trainer:
+            with pytest.raises(ValueError, match="LDAdam: ") as error:
+                _load(trainer, folder)
+        megatron_harness.VOCABULARY = vocabulary
+    return str(error.value)
+
+
+def test_a_padded_vocabulary_is_not_blamed_for_what_else_does_not_fit(tmp_path: Path) -> None:
+    for message in run_ranks(2, _padded_and_changed, tmp_path):
+        assert "matrix.basis." in message and "rank=16, now 8" in message
+        assert "embedding" not in message and "output_layer" not in message

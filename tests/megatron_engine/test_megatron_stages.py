@@ -10,7 +10,8 @@ import pytest
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.mamba import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -170,6 +171,48 @@ def _clashing(rank: int, world: int) -> tuple[list[str], list[str]]:
 def test_equal_names_are_refused_on_all_ranks() -> None:
     (first, numbered), (second, others) = run_ranks(2, _clashing)
     assert "'adapters.0.weight' on stages [0, 1]" in first[0] and "layer_number" in first[0] and second[0] == first[0]
-    assert "other ranks" in first[1] and "cut in an unknown way" in second[1]
+    assert "cut in an unknown way" in first[1] and second[1] == first[1]
     assert "adapters.0.weight" in numbered and "adapters.1.weight" in others
     assert not set(numbered) & set(others)
+
+
+class _WithPrediction(_Built):
+    """Of several tokens, on the last stage."""
+
+    def _model(self, stage: int, vp_stage: int | None) -> Any:
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        spec = self._layers(vp_stage)
+        block = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False) if last else None
+        return GPTModel(
+            self.config,
+            spec,
+            VOCABULARY,
+            LENGTH,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=True),
+            post_process=last,
+            share_embeddings_and_output_weights=self.cell.tied,
+            position_embedding_type="rope",
+            mtp_block_spec=block,
+        )
+
+
+def _predicting(rank: int, world: int) -> tuple[str, bool]:
+    with cpu_megatron(), pytest.MonkeyPatch.context() as patch:
+        stock = Cell.transformer_config
+
+        def config(cell: Cell) -> Any:
+            found = stock(cell)
+            found.mtp_num_layers = 1
+            return found
+
+        patch.setattr(Cell, "transformer_config", config)
+        with pytest.raises(LayoutError) as error, opened(Cell(pp=2, tied=True), maker("ldadam"), _WithPrediction):
+            pass
+        with opened(Cell(pp=2), maker("ldadam"), _WithPrediction) as built:
+            return str(error.value), built.result is not None
+
+
+def test_a_second_copy_of_the_embedding_is_refused_by_the_flag_that_makes_it() -> None:
+    for message, works_untied in run_ranks(2, _predicting):
+        assert "--mtp-num-layers" in message and "--untie-embeddings-and-output-weights" in message
+        assert "layer_number" not in message and works_untied
