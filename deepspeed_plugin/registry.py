@@ -36,7 +36,7 @@ from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise.abandoned_locks import build_lock, settle
 from rankwise.names import CLASSES
-from rankwise.options.validation import OptionError
+from rankwise.options.validation import OptionError, called
 from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
@@ -77,8 +77,9 @@ def build(name: str, params: Any, **options: Any) -> ShardedOptimizer:
     Raises:
         OptionError: An unknown key, a value outside its range, or a model with nothing to update.
     """
-    cls = JSON_TYPES[types_by_spelling()[name]].optimizer
-    return cls(params, **resolve(name, options))
+    canonical = types_by_spelling()[name]
+    with called(canonical):
+        return JSON_TYPES[canonical].optimizer(params, **resolve(name, options))
 
 
 def is_registered() -> bool:
@@ -164,7 +165,7 @@ def _configure_tensor_parallel(engine: DeepSpeedEngine, model: nn.Module, *args:
 def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:
     """DeepSpeed's method, with names attached before it and the layout after it."""
     if client_optimizer is None and engine.optimizer_name() in types_by_spelling():
-        refuse_settings(engine, engine.optimizer_name())
+        refuse_settings(engine, types_by_spelling()[engine.optimizer_name()])
     with checked_later(), idle_allowed() if is_pipeline(engine) else nullcontext():
         prepare(engine, client_optimizer)
         # Some wrappers step once on zero gradients while they are built: no state may come from that.
