@@ -100,7 +100,8 @@ class GroupChanges:
                 raise RuntimeError(
                     f"{self._spec.name}: param group {position} has a tensor of shape {tuple(tensor.shape)}{instead} "
                     "that the optimizer was not built on: parameters must stay the tensors they were; build a new "
-                    "optimizer, or add further ones with add_param_group" + (f"; under a framework, {advice}" if advice else "")
+                    "optimizer, or add further ones with add_param_group"
+                    + (f"; under a framework, {advice}" if advice else "")
                 )
 
     def replace_parameters(self, groups: Groups, states: States) -> None:
