@@ -36,8 +36,8 @@ def refuse_given_twice(owner: str, group: dict[str, Any], others: Sequence[Mappi
             if before is not name:
                 raise OptionError(
                     f"{owner}: params is invalid: {before} and {name} are one tensor, which must be given once, "
-                    "because a step would update it twice; leave one of them out, as model.named_parameters() does with tied "
-                    "weights"
+                    "because a step would update it twice; leave one of them out, as model.named_parameters() does "
+                    "with tied weights"
                 )
 
 
