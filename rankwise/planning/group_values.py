@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +27,6 @@ _RECORD = "rankwise"  # What :mod:`rankwise.step.states_by_parameter` keeps ther
 _KEYS_OF_OTHERS = frozenset(
     {"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name", "lr_mult", "wd_mult"}
 )
-# torch.optim's, which nothing reads here.
-_OPTIONS_OF_OTHERS = frozenset({"alpha", "centered", "lambd", "rho", "t0", "lr_decay", "etas", "step_sizes"})
 # Of schedules that change more than rates, such as OneCycleLR.
 _MOST_ACCEPTED = 64
 
@@ -112,9 +112,10 @@ class GroupValues:
         """Refuse a key that nobody reads but that is, or looks like, an option; programs add keys of their own."""
         spec = self._spec
         valid = {*spec.group_options, "params", "param_names", "fallback", _RECORD}
-        elsewhere = Options.of_all().union(LEFT_OVER, ADVICE, OPTION_WORDS, _OPTIONS_OF_OTHERS)
+        elsewhere = Options.of_all().union(LEFT_OVER, ADVICE, OPTION_WORDS, _options_of_torch())
+        known = valid.union(self._defaults, _KEYS_OF_OTHERS, spec.options.names())
         for key in group:
-            if key in valid or key in self._defaults or key in _KEYS_OF_OTHERS or key in spec.options.names():
+            if key in known or (key == "differentiable" and not group[key]):  # which torch adds by itself
                 continue
             near = nearest(key, valid, OPTION_WORDS, cutoff=0.8)
             hint = f"did you mean '{near}'?" if near else "remove it"
@@ -219,6 +220,14 @@ class GroupValues:
         # The record alone comes by itself, with the first step.
         keys = tuple(key for key in group if key != _RECORD)
         return keys, *(_comparable(group.get(name)) for name in names if name != "lr")
+
+
+@cache
+def _options_of_torch() -> frozenset[str]:
+    """The keywords of torch.optim's classes."""
+    classes = [found for found in vars(torch.optim).values() if isinstance(found, type)]
+    ours = [found for found in classes if issubclass(found, torch.optim.Optimizer)]
+    return frozenset(key for found in ours for key in inspect.signature(found).parameters)
 
 
 def _comparable(value: Any) -> Any:

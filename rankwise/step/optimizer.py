@@ -357,7 +357,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
         It is no step then, and leaves no other trace.
         """
-        idle = not self.state and self.planner.is_plain and not any(float(g["lr"]) for g in self.param_groups)
+        idle = not self.state and self.planner.is_plain and not any(float(rate_of(g["lr"])) for g in self.param_groups)
         if not idle or graphs.is_capturing(unit.device) or not self.working_tensors.are_all_zero(unit):
             return False
         self.working_tensors.make_states(unit, self.state)
