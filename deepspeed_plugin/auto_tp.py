@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -40,11 +41,13 @@ class Uncut(NamedTuple):
         info: What is known of it.
         positions: Some elements of it, flattened; None where it had no values.
         values: Values of these.
+        cut: Whether it was cut already: by a layer of DeepSpeed's that the model was built with.
     """
 
     info: ParameterInfo
     positions: Tensor | None
     values: Tensor | None
+    cut: bool = False
 
 
 def is_cut(engine: DeepSpeedEngine) -> bool:
@@ -76,6 +79,8 @@ def uncut(model: nn.Module, shape_of: Callable[[Tensor], Any]) -> None:
 
 @torch.no_grad()
 def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
+    if getattr(parameter, DS_AUTOTP_UC_META, None):
+        return Uncut(info, None, None, cut=True)
     if parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel():
         return Uncut(info, None, None)
     # Not evenly spaced: a stride that the width divides would see one column.
@@ -94,6 +99,12 @@ def recall(model: nn.Module) -> None:
     """
     known: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
     for name, parameter in model.named_parameters():
+        if name in known and known[name].cut:
+            raise LayoutError(
+                f"'{name}', of shape {known[name].info.shape} here, was cut before deepspeed.initialize, by a layer of "
+                "deepspeed.module_inject that the model was built with: what it is a part of is unknown. Build the "
+                "model of torch's own layers, and let deepspeed.initialize cut them (tensor_parallel.autotp_size)."
+            )
         if name not in known:
             raise LayoutError(
                 f"AutoTP has cut the model before deepspeed_plugin was imported, or renamed '{name}': its logical "
@@ -147,8 +158,8 @@ def _compare(before: Uncut, parameter: Parameter, shard: TensorParallelShard) ->
     if not torch.allclose(flat[here], expected, rtol=0.0, atol=0.0, equal_nan=True):
         raise LayoutError(
             f"AutoTP's shard of '{before.info.name}' does not hold the elements that DeepSpeed's map of it names: the "
-            "layer is cut in another way than it says. Leave the layer whole (tensor_parallel.partition_config), or "
-            "train the model without tensor_parallel."
+            "layer was cut in another way than it says, or its weights were changed while it was cut. Leave the layer "
+            "whole (tensor_parallel.partition_config), or train the model without tensor_parallel."
         )
 
 

@@ -58,8 +58,8 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         LayoutError: The engine uses a wrapper this version does not know.
         OptionError: The optimizer has nothing to update.
     """
-    refuse_settings(engine, type(optimizer).__name__)
-    refuse_wrapper(engine, type(optimizer).__name__)
+    refuse_settings(engine, optimizer.spec.name)
+    refuse_wrapper(engine, optimizer.spec.name)
     refuse_masters(engine, optimizer)
     optimizer.table.leave_out_empty_groups()
     layout = layout_of(engine, optimizer)
@@ -92,7 +92,7 @@ def _refuse_unmatched(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> N
     elsewhere = is_pipeline(engine) or engine.has_moe_layers
     refuse = refuse_unmatched_everywhere if elsewhere else refuse_unmatched
     for key, patterns in optimizer.options.patterns.items():
-        refuse(type(optimizer).__name__, patterns, list(dict.fromkeys(names)), key)
+        refuse(optimizer.spec.name, patterns, list(dict.fromkeys(names)), key)
 
 
 def backward(original: Callable[..., Any], engine: DeepSpeedEngine, loss: Tensor, *args: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from rankwise.names import BY_SPELLING, Named
 from rankwise.options.hints import nearest, shown
-from rankwise.options.validation import OptionError, check_given
+from rankwise.options.validation import OptionError, called, check_given
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = [
@@ -144,7 +144,8 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 "; write a value or leave the key out"
             )
     resolved = {key: value for key, value in completed.items() if key not in left_out}
-    checked = cls.options_type(**resolved)
+    with called(canonical):
+        checked = cls.options_type(**resolved)
     for key, reason in checked.beyond_engines().items():
         raise OptionError(
             f"{owner}: {key}={resolved[key]!r} is invalid under DeepSpeed: an engine runs one backward pass per step, "

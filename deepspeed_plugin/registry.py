@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -34,9 +32,9 @@ from deepspeed_plugin.pipeline import is_pipeline
 from deepspeed_plugin.sub_groups import sub_groups_of
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
-from rankwise.abandoned_locks import build_lock, settle
+from rankwise.abandoned_locks import unwatch_builds, watch_builds
 from rankwise.names import CLASSES
-from rankwise.options.validation import OptionError
+from rankwise.options.validation import OptionError, called
 from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
@@ -77,8 +75,9 @@ def build(name: str, params: Any, **options: Any) -> ShardedOptimizer:
     Raises:
         OptionError: An unknown key, a value outside its range, or a model with nothing to update.
     """
-    cls = JSON_TYPES[types_by_spelling()[name]].optimizer
-    return cls(params, **resolve(name, options))
+    canonical = types_by_spelling()[name]
+    with called(canonical):
+        return JSON_TYPES[canonical].optimizer(params, **resolve(name, options))
 
 
 def is_registered() -> bool:
@@ -92,8 +91,8 @@ def register() -> None:
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
     that ZeRO accepts, and wraps nine methods: one to check the optimizer block first, two to learn parameter names and
     layouts, one to keep layers whole in ZeRO-3's sub-groups, one for its error message, one for the loss, two for
-    checkpoints, and one to leave the model as it was; and the build of its collectives, which would wait for a dead
-    process.
+    checkpoints, and one to leave the model as it was; and torch's locks of builds, where DeepSpeed
+    would wait for a dead process.
     """
     if _originals:
         return
@@ -116,7 +115,7 @@ def register() -> None:
     DeepSpeedEngine.destroy = _destroy
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
     DeepSpeedEngine.save_checkpoint = _save_checkpoint
-    _guard_build()
+    watch_builds()
     watch()
 
 
@@ -130,7 +129,7 @@ def unregister() -> None:
         zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))
-    _unguard_build()
+    unwatch_builds()
     stop_watching()
 
 
@@ -164,7 +163,7 @@ def _configure_tensor_parallel(engine: DeepSpeedEngine, model: nn.Module, *args:
 def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:
     """DeepSpeed's method, with names attached before it and the layout after it."""
     if client_optimizer is None and engine.optimizer_name() in types_by_spelling():
-        refuse_settings(engine, engine.optimizer_name())
+        refuse_settings(engine, types_by_spelling()[engine.optimizer_name()])
     with checked_later(), idle_allowed() if is_pipeline(engine) else nullcontext():
         prepare(engine, client_optimizer)
         # Some wrappers step once on zero gradients while they are built: no state may come from that.
@@ -209,36 +208,3 @@ def _is_supported_optimizer(engine: DeepSpeedEngine, optimizer_name: str) -> boo
     if not _originals["_is_supported_optimizer"](engine, optimizer_name):
         raise OptionError(unknown_type(optimizer_name))
     return True
-
-
-_EXTENSION = "deepspeed_shm_comm"
-
-
-def _guard_build() -> None:
-    """Keep DeepSpeed from waiting for ever for a lock that a killed process has left."""
-    module = _comm_module()
-    module.build_shm_op = _careful(module.build_shm_op)
-
-
-def _unguard_build() -> None:
-    """Undo :func:`_guard_build`, unless another function has taken its place."""
-    module = _comm_module()
-    module.build_shm_op = getattr(module.build_shm_op, "__wrapped__", module.build_shm_op)
-
-
-def _comm_module() -> Any:
-    importlib.import_module("deepspeed.comm")
-    # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
-    return sys.modules["deepspeed.comm.torch"]
-
-
-def _careful(build: Callable[[], Any]) -> Callable[[], Any]:
-    @functools.wraps(build)
-    def careful() -> Any:
-        from deepspeed.accelerator import get_accelerator
-
-        if get_accelerator().device_name() == "cpu":
-            settle(build_lock(_EXTENSION))
-        return build()
-
-    return careful

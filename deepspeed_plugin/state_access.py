@@ -126,7 +126,7 @@ class StateAccess:
         kept = self._optimizer.kept_states(name)
         if state not in kept:
             raise ValueError(
-                f"'{name}' keeps no state '{state}' under {type(self._optimizer).__name__}: its rule keeps "
+                f"'{name}' keeps no state '{state}' under {self._optimizer.spec.name}: its rule keeps "
                 f"{', '.join(kept) or 'none'}; nothing was set"
             )
         if self._tensor(parameter, state) is None:
@@ -140,7 +140,7 @@ class StateAccess:
             known = sorted({key for name in self._names.values() for key in self._optimizer.kept_states(name)})
             if state not in known:
                 raise ValueError(
-                    f"'{state}' is no element state of {type(self._optimizer).__name__}; it keeps {', '.join(known)}"
+                    f"'{state}' is no element state of {self._optimizer.spec.name}; it keeps {', '.join(known)}"
                 )
             return None
         tensor = self._layout.tensor_of(parameter)
@@ -161,6 +161,7 @@ class StateAccess:
         if optim_state_key is not None:
             self.set_full(parameter, value, optim_state_key)
         else:
+            self._layout.note_set(parameter)
             set_full_hp_param(parameter, self.without_rest(parameter, value, self.set_full))
 
     def with_rest(self, parameter: Tensor, weight: Tensor, rest_of: Callable[[Tensor, str], Tensor | None]) -> Tensor:
@@ -176,6 +177,11 @@ class StateAccess:
         rest = rest_of(parameter, REMAINDER)
         assert rest is not None
         return join(weight.to(NARROW), rest.short())
+
+    def note_set(self, parameter: Tensor) -> None:
+        """Pass on that a weight is set; of parameters that are not the optimizer's there is nothing to know."""
+        if id(parameter) in self._names:
+            self._layout.note_set(parameter)
 
     def without_rest(self, parameter: Tensor, value: Tensor, set_rest: Callable[[Tensor, Tensor, str], None]) -> Tensor:
         """What DeepSpeed is to set of a weight, whose further bits are set.
@@ -215,6 +221,7 @@ class _StageThree:
 
     def set_full_hp_param(self, value: Tensor, param: Tensor, optim_state_key: str | None = None) -> None:
         if not self._access.serves(param, optim_state_key):
+            self._access.note_set(param)
             value = self._access.without_rest(param, value, self._access.set_full)
             self._wrapper.set_full_hp_param(value, param, optim_state_key)
         else:
@@ -228,6 +235,7 @@ class _StageThree:
 
     def set_local_hp_param(self, value: Tensor, param: Tensor, optim_state_key: str | None = None) -> None:
         if not self._access.serves(param, optim_state_key):
+            self._access.note_set(param)
             value = self._access.without_rest(param, value, self._access.set_local)
             self._wrapper.set_local_hp_param(value, param, optim_state_key)
         else:

@@ -231,7 +231,7 @@ def refuse_masters(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None
     masters = getattr(wrapper, "master_weights_and_grads_dtype", torch.float32)
     if optimizer.options.store_param_remainders and wrapper is not optimizer and masters is not torch.bfloat16:
         _refuse(
-            type(optimizer).__name__,
+            optimizer.spec.name,
             "store_param_remainders",
             True,
             f"{type(wrapper).__name__} steps master weights of its own in {str(masters).removeprefix('torch.')}, "
@@ -264,7 +264,7 @@ def refuse_replaced(engine: DeepSpeedEngine) -> None:
     for optimizer in list(ShardedOptimizer.instances):
         if any(id(group) in groups for group in optimizer.param_groups):
             raise OptionError(
-                f"{type(optimizer).__name__} was built for this model, but the engine got "
+                f"{optimizer.spec.name} was built for this model, but the engine got "
                 f"{type(engine.basic_optimizer).__name__}: a framework replaced it (accelerate does, under optimizer "
                 "offload). Name the type in the JSON's optimizer block instead of passing an instance."
             )

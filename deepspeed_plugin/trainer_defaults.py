@@ -1,7 +1,7 @@
 """Hugging Face's ``"auto"`` for betas: the Trainer's value where the user gave one, the optimizer's own elsewhere.
 
 While it reads its arguments the Trainer replaces ``"auto"`` by ``[adam_beta1, adam_beta2]``, whose defaults are Adam's.
-Afterwards nobody can tell them from what a user wrote.
+Afterwards nobody can tell them from what a user wrote. There, too, one can see that accelerate will not read the JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -19,7 +21,9 @@ from deepspeed_plugin.optimizer_block import types_by_spelling
 
 __all__ = ["stop_watching", "watch"]
 
+logger = logging.getLogger(__name__)
 _MODULE = "transformers.integrations.deepspeed"
+_CPU = "ACCELERATE_USE_CPU"
 _METHOD = "trainer_config_process"
 _ARGUMENTS = ("adam_beta1", "adam_beta2")
 
@@ -70,6 +74,7 @@ def _wrap(module: ModuleType) -> None:
 def _keeping_betas(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def process(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        _warn_of_cpu(self.config)
         params = _params_of_ours(self.config)
         if params.get("betas") == "auto" and _are_defaults(args):
             del params["betas"]  # the type's own
@@ -77,6 +82,20 @@ def _keeping_betas(original: Callable[..., Any]) -> Callable[..., Any]:
 
     process._rankwise_original = original  # type: ignore[attr-defined]
     return process
+
+
+def _warn_of_cpu(config: Any) -> None:
+    """Say so where accelerate will not read the JSON: it trains without DeepSpeed, and with the Trainer's optimizer."""
+    block = config.get("optimizer")
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind in types_by_spelling() and os.environ.get(_CPU, "").lower() in ("1", "true", "yes", "y", "t", "on"):
+        logger.warning(
+            "optimizer.type=%r has no effect with %s=%s in the environment: accelerate then trains without DeepSpeed, "
+            "and with the Trainer's own optimizer; remove the variable, and set DS_ACCELERATOR=cpu to train on CPUs",
+            kind,
+            _CPU,
+            os.environ[_CPU],
+        )
 
 
 def _params_of_ours(config: Any) -> dict[str, Any]:

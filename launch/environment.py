@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankwise.abandoned_locks import build_lock, settle
+from rankwise.abandoned_locks import watch_builds
 
 __all__ = ["available_cores", "missing_build_tools", "prepare_shm_build", "rank_environment"]
 
@@ -55,13 +55,15 @@ def prepare_shm_build() -> list[str]:
     """Keeps DeepSpeed from failing, or waiting for ever, over its shared-memory collectives.
 
     DeepSpeed builds them on every CPU machine at start-up. They only serve inference; training runs over gloo alone. So
-    they are left out where they cannot be compiled, and a lock that a killed job has left there is removed.
+    they are left out where they cannot be compiled. A lock that a killed job has left there, or at another extension,
+    is removed when it is met, and every wait says what it waits for.
 
     Returns:
         What is missing; empty if the build can go ahead or is not needed.
     """
     from deepspeed.accelerator import get_accelerator
 
+    watch_builds()
     if get_accelerator().device_name() != "cpu":
         return []
     missing = missing_build_tools()
@@ -69,6 +71,4 @@ def prepare_shm_build() -> list[str]:
         importlib.import_module("deepspeed.comm")
         # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    else:
-        settle(build_lock("deepspeed_shm_comm"))
     return missing

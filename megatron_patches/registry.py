@@ -34,7 +34,7 @@ from megatron_patches.support import (
 )
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named
-from rankwise.options.validation import OptionError, check_given
+from rankwise.options.validation import OptionError, called, check_given
 from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
 from rankwise.step.optimizer import ShardedOptimizer
@@ -169,7 +169,8 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             "leave it out, and set --use-precision-aware-optimizer, which keeps them in this form"
         )
     resolved = NAMES[name].complete(options, owner, cls.__name__.lower(), option_names(name))
-    checked = cls.options_type(**resolved)
+    with called(name):
+        checked = cls.options_type(**resolved)
     check_given(options, checked.unread(), owner)
     refuse_beyond_engines(name, checked)
     return resolved
@@ -290,7 +291,8 @@ def _build(name: str, options: Mapping[str, Any], params: Any, lr: float, weight
         if group.get("wd_mult") == 0:
             group.update(dict.fromkeys(further, 0.0))  # Megatron asks for no decay of these parameters.
     build: Callable[..., ShardedOptimizer] = cls
-    return build(params, lr=lr, weight_decay=weight_decay, **options)
+    with called(name):
+        return build(params, lr=lr, weight_decay=weight_decay, **options)
 
 
 @contextmanager

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["PATIENCE", "build_lock", "build_locks", "is_abandoned", "settle"]
+__all__ = ["PATIENCE", "build_locks", "is_abandoned", "settle", "unwatch_builds", "watch_builds"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,21 +23,12 @@ PATIENCE = 900.0
 """Seconds after which a lock is given up whose holder could be out of sight, if nothing in its folder changes: several
 times what a build takes."""
 
+_SAYING = 3.0
+"""Seconds that a program waits without a word."""
 _RELEASING = 2.0  # seconds
 _INTERVAL = 0.2
 _SEEN_BY_ONE_KERNEL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-
-
-def build_lock(name: str) -> Path:
-    """The lock of a just-in-time build; makes its folder, as torch would.
-
-    Args:
-        name: Name of the extension.
-    """
-    from torch.utils import cpp_extension
-
-    return Path(cpp_extension._get_build_directory(name, False)) / "lock"
 
 
 def build_locks() -> Iterator[Path]:
@@ -69,7 +61,8 @@ def is_abandoned(lock: Path) -> bool:
 def settle(lock: Path) -> bool:
     """Wait until nobody holds a lock, and remove it if its owner is gone.
 
-    Says which file it waits for, or has removed, on this module's logger. Any number of processes may call it at once.
+    Says what it waits for, once that has taken some seconds, and what it has removed, on this module's logger. Any
+    number of processes may call it at once.
 
     Args:
         lock: The file; need not exist.
@@ -77,14 +70,14 @@ def settle(lock: Path) -> bool:
     Returns:
         Whether it was removed here.
     """
-    said, first = False, _Seen(None, 0.0)
+    said, first, began = False, _Seen(None, 0.0), time.monotonic()
     while lock.exists():
         if not Path("/proc/self/fd").is_dir():
             return False  # nowhere to look for its holder
         look = _look(lock)
         if look.file is None:
-            if not said:
-                logger.warning("%s is held: waiting for the process that compiles there", lock)
+            if not said and time.monotonic() - began >= _SAYING:
+                logger.warning("%s", _waiting_for(lock))
                 said = True
         elif look.file != first.file:
             first = look
@@ -94,6 +87,65 @@ def settle(lock: Path) -> bool:
             return True
         time.sleep(_INTERVAL)
     return False
+
+
+def _waiting_for(lock: Path) -> str:
+    """What a user has to know of a lock that keeps a program."""
+    try:
+        age, status = time.time() - lock.stat().st_mtime, lock.stat()
+    except FileNotFoundError:
+        return f"{lock} has just been released"
+    processes = ", ".join(sorted({pid for pid, other in _open_files_by_process() if os.path.samestat(other, status)}))
+    holder = f"process {processes}" if processes else "a process out of sight, on another machine or in a container"
+    return (
+        f"{lock} is held since {age:.0f} s by {holder}: waiting until it has compiled there; if it has ended, another "
+        f"terminal can go on with: rm {lock}"
+    )
+
+
+_stock: dict[str, Any] = {}
+
+
+def watch_builds() -> None:
+    """Let every just-in-time build of this process first wait for its lock by :func:`settle`, and say that it compiles.
+
+    torch's own wait is silent, and without an end where the holder was killed. A second call changes nothing.
+    """
+    from torch.utils.file_baton import FileBaton
+
+    if _stock:
+        return
+    _stock.update(try_acquire=FileBaton.try_acquire, release=FileBaton.release)
+    timers: dict[str, threading.Timer] = {}
+
+    def try_acquire(baton: FileBaton) -> Any:
+        path = Path(baton.lock_file_path)
+        settle(path)
+        taken = _stock["try_acquire"](baton)
+        if taken:
+            said = "compiling in %s, once for all later runs: this may take minutes"
+            timer = timers[str(path)] = threading.Timer(_SAYING, logger.warning, (said, path.parent))
+            timer.daemon = True
+            timer.start()
+        return taken
+
+    def release(baton: FileBaton) -> Any:
+        timer = timers.pop(str(Path(baton.lock_file_path)), None)
+        if timer is not None:
+            timer.cancel()
+        return _stock["release"](baton)
+
+    FileBaton.try_acquire = try_acquire  # type: ignore[method-assign]
+    FileBaton.release = release  # type: ignore[method-assign]
+
+
+def unwatch_builds() -> None:
+    """Undo :func:`watch_builds`."""
+    from torch.utils.file_baton import FileBaton
+
+    for name in list(_stock):
+        setattr(FileBaton, name, _stock[name])
+    _stock.clear()
 
 
 class _Seen(NamedTuple):
@@ -145,11 +197,16 @@ def _last_change(folder: Path) -> float:
 
 def _open_files() -> Iterator[os.stat_result]:
     """Open files of all processes that this one may look into."""
+    return (status for _, status in _open_files_by_process())
+
+
+def _open_files_by_process() -> Iterator[tuple[str, os.stat_result]]:
+    """The same, with the numbers of the processes."""
     for process in os.scandir("/proc"):
         if process.name.isdigit():
             try:
                 for entry in os.scandir(f"{process.path}/fd"):
-                    yield entry.stat()
+                    yield process.name, entry.stat()
             except OSError:
                 continue  # another user's, or it has just ended
 

@@ -18,7 +18,7 @@ from torchtitan.trainer import Trainer
 
 from rankwise.names import BY_SPELLING
 from rankwise.options.hints import nearest, shown
-from rankwise.options.validation import OptionError, check_given
+from rankwise.options.validation import OptionError, called, check_given
 from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later, refuse_unmatched
 from rankwise.routing.roles import attach_info, describe
@@ -64,14 +64,16 @@ def build(name: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Sha
         _refuse_difference(OPTIMIZER_NAMES[name], shared[0], other)
     kept = [{key: group[key] for key in _KEPT if key in group} for group in groups]
     own = [{key: v for key, v in found.items() if key in varying} for found in resolved]
-    return named.optimizer([{**group, **values} for group, values in zip(kept, own, strict=True)], **shared[0])
+    with called(OPTIMIZER_NAMES[name]):
+        return named.optimizer([{**group, **values} for group, values in zip(kept, own, strict=True)], **shared[0])
 
 
 def _resolved(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor keywords of one group."""
     named, owner = BY_SPELLING[name], f"optimizer_name='{name}'"
     resolved = named.complete(given, owner, instead=named.optimizer.__name__)
-    checked = named.optimizer.options_type(**resolved)
+    with called(name):
+        checked = named.optimizer.options_type(**resolved)
     for key, reason in checked.beyond_engines().items():
         raise OptionError(
             f"{owner}: {key}={shown(resolved[key])} is invalid under torchtitan: its trainer runs the backward passes "

@@ -39,6 +39,7 @@ def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
     for module in modules:
         if issubclass(type(module), FSDPModule):
             present = {_plain(name): own for name, own in module.named_parameters(remove_duplicate=False)}
+            _refuse_gathered(owner, lost, module)
             _refuse(owner, lost, present)
             _refuse_misplaced(owner, named, present)
         elif lost and issubclass(type(module), FullyShardedDataParallel):
@@ -54,6 +55,20 @@ def _refuse_flattened(owner: str, lost: Mapping[str, Tensor], module: Any) -> No
                 f"{owner}: the parameter '{name}' is invalid, because FSDP has flattened it since: it must be the "
                 "model's; shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead of "
                 "FullyShardedDataParallel (accelerate: fsdp_version 2)"
+            )
+
+
+def _refuse_gathered(owner: str, lost: Mapping[str, Tensor], module: Any) -> None:
+    """The optimizer was built on what fully_shard gathers for a forward pass, and frees or keeps after it."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
+    gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
+    for name, parameter in lost.items():
+        if id(parameter) in gathered:
+            raise OptionError(
+                f"{owner}: the parameter '{name}' is invalid: it is a copy that fully_shard had gathered for a forward "
+                "pass when the optimizer was built, and must be the sharded one; call model.reshard() before the "
+                "optimizer is built, or build it before the first forward pass"
             )
 
 

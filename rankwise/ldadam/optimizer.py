@@ -107,8 +107,8 @@ class LDAdam(ShardedOptimizer):
             slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix)}
         if slices and self.spec.capturable:
             raise OptionError(
-                "LDAdam: capturable=True is invalid under tensor parallelism: it must be false where ranks compute the "
-                "slices of a matrix together, which the host directs; set capturable to false"
+                f"{self.spec.name}: capturable=True is invalid under tensor parallelism: it must be false where ranks "
+                "compute the slices of a matrix together, which the host directs; set capturable to false"
             )
         return slices
 

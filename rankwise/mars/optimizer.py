@@ -19,7 +19,7 @@ from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
 from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
-from rankwise.options.validation import OptionError
+from rankwise.options.validation import OptionError, called_or
 from rankwise.planning.element_states import offset_runs
 from rankwise.planning.entries import Entry
 from rankwise.planning.step_costs import ScratchMemory, StepCosts, tables
@@ -87,8 +87,8 @@ class MARS(ShardedOptimizer):
         """
         if self.options.exact:
             raise OptionError(
-                "MARS: exact=True is invalid under a framework engine: it needs two gradients per step, and the engine "
-                "hands over one; set exact to false (the published default) or train with plain PyTorch"
+                f"{self.spec.name}: exact=True is invalid under a framework engine: it needs two gradients per step, "
+                "and the engine hands over one; set exact to false (the published default) or train with plain PyTorch"
             )
         super().attach(source)
 
@@ -103,7 +103,7 @@ class MARS(ShardedOptimizer):
             RuntimeError: The optimizer was not built with ``exact=True``.
         """
         if not self.options.exact:
-            raise RuntimeError("record_reference() belongs to exact mode; build MARS with exact=True.")
+            raise RuntimeError(f"{self.spec.name}: record_reference() belongs to exact mode; build it with exact=True")
         unit = self._unit()
         for entry in unit.entries:
             tensor = unit.tensors[entry.shard.tensor]
@@ -283,8 +283,8 @@ class MARS(ShardedOptimizer):
         # Before any state changes: the step can be repeated once the gradient is recorded.
         if self.options.exact and not self._recorded and any(tensor.grad is not None for tensor in unit.tensors):
             raise RuntimeError(
-                "MARS exact mode: step() without a recorded comparison gradient; call record_reference() with the next "
-                "batch's gradient before computing the present batch's."
+                f"{self.spec.name}: step() with exact=True must follow record_reference(), which has not been called "
+                "since the last step; call it with the next batch's gradient before computing the present batch's"
             )
 
     def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -349,7 +349,7 @@ def _fallback_lr_ratio(options: MARSOptions) -> float:
         return options.fallback_ratio
     if float(options.lr) == 0.0:
         raise OptionError(
-            f"MARS: lr_1d={options.lr_1d!r} is invalid with lr=0: the fallback's rate is a multiple of lr; pass the "
-            "peak lr and let the scheduler start from 0"
+            f"{called_or('MARS')}: lr_1d={options.lr_1d!r} is invalid with lr=0: the fallback's rate is a "
+            "multiple of lr; pass the peak lr and let the scheduler start from 0"
         )
     return options.lr_1d / float(options.lr)

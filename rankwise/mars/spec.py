@@ -30,8 +30,8 @@ class MARSSpec(OptimizerSpec):
     optional_states = ("next_reference",)
     replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {"grad_avg": ("exp_avg", "reference")}
 
-    def __init__(self, name: str, options: MARSOptions) -> None:
-        super().__init__(name, options)
+    def __init__(self, kind: str, options: MARSOptions) -> None:
+        super().__init__(kind, options)
         self.orthogonalises = options.variant in ("shampoo", "muon")
         self.structural_options += ("clip",)
 

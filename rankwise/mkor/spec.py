@@ -33,8 +33,8 @@ class MKORSpec(OptimizerSpec):
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
-    def __init__(self, name: str, options: MKOROptions) -> None:
-        super().__init__(name, options)
+    def __init__(self, kind: str, options: MKOROptions) -> None:
+        super().__init__(kind, options)
         self.first_order = FirstOrder(options.backend, options.nesterov)
         self.factors = KroneckerFactors(options)
 

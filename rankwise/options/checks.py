@@ -27,6 +27,7 @@ __all__ = [
     "OrNone",
     "Patterns",
     "is_number",
+    "plain_number",
 ]
 
 LARGEST = 1e6
@@ -47,6 +48,14 @@ class InvalidError(ValueError):
     def __init__(self, rule: str, fix: str = "") -> None:
         super().__init__(rule)
         self.rule, self.fix = rule, fix
+
+
+def plain_number(value: Any) -> Any:
+    """A number of another library, such as numpy's, or its array of one element, as Python has it; else the value."""
+    item = getattr(value, "item", None)
+    if isinstance(value, Tensor) or not callable(item) or getattr(value, "size", 0) != 1:
+        return value
+    return item()
 
 
 def is_number(value: Any) -> bool:
@@ -106,11 +115,12 @@ class Number(Check):
 
     def __call__(self, value: Any, default: Any) -> Any:
         """See the base class."""
+        value = plain_number(value)
         number = _finite(value, default)
         if number < self.low or (self.above and number == self.low):
             raise InvalidError(f"it must be {self.range}")
         if number > LARGEST:
-            raise InvalidError(f"it must be <= {LARGEST:g}")
+            raise InvalidError(f"it must be <= {LARGEST:g}, beyond which products leave the range of float32")
         return value
 
     @property
@@ -129,6 +139,7 @@ class Fraction(Check):
 
     def __call__(self, value: Any, default: Any) -> Any:
         """See the base class."""
+        value = plain_number(value)
         number = _finite(value, default)
         excluded = (number == 0 and not self.with_zero) or (number == 1 and not self.with_one)
         if number < 0 or number > 1 or excluded:
@@ -153,6 +164,7 @@ class Integer(Check):
 
     def __call__(self, value: Any, default: Any) -> Any:
         """See the base class."""
+        value = plain_number(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < self.low:
             raise InvalidError(f"it must be an integer >= {self.low}")
         if value > self.high:
@@ -174,6 +186,7 @@ class Flag(Check):
 
     def __call__(self, value: Any, default: Any) -> Any:
         """See the base class."""
+        value = plain_number(value)
         if not isinstance(value, bool):
             raise InvalidError("it must be true or false")
         return value
@@ -224,6 +237,8 @@ class Betas(Check):
 
     def __call__(self, value: Any, default: Any) -> Any:
         """See the base class."""
+        if isinstance(value, tuple | list):
+            value = type(value)(map(plain_number, value))
         well_formed = isinstance(value, tuple | list) and len(value) == 2
         if not well_formed or not all(is_number(beta) and 0 <= beta < 1 for beta in value):
             raise InvalidError(f"it must be {self.range}", f"the default is {list(default)}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.options.checks import Check, InvalidError
 from rankwise.options.hints import shown
-from rankwise.options.validation import OptionError
+from rankwise.options.validation import OptionError, called_or
 
 __all__ = ["Option", "Options", "option"]
 
@@ -91,6 +91,12 @@ class Options(_Common):
         return list(cls.table())
 
     @classmethod
+    @cache
+    def of_all(cls) -> frozenset[str]:
+        """The keys of every optimizer that derives from this one, or is it."""
+        return frozenset(cls.names()).union(*(known.of_all() for known in cls.__subclasses__()))
+
+    @classmethod
     def flag(cls, key: str) -> str:
         """An option on command lines, after the dashes; of no option, how all of them begin."""
         return f"{cls.owner.lower()}-{key.replace('_', '-')}"
@@ -144,4 +150,4 @@ class Options(_Common):
 
     def _fail(self, key: str, rule: str, fix: str = "") -> NoReturn:
         fix = fix or f"the default is {self.table()[key].default!r}"
-        raise OptionError(f"{self.owner}: {key}={shown(getattr(self, key))} is invalid: {rule}; {fix}")
+        raise OptionError(f"{called_or(self.owner)}: {key}={shown(getattr(self, key))} is invalid: {rule}; {fix}")

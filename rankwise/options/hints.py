@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 __all__ = [
+    "ADVICE",
     "LEFT_OVER",
     "OPTION_WORDS",
     "VALUE_WORDS",
@@ -26,7 +27,6 @@ OPTION_WORDS: Mapping[str, str] = {
     "decay": "weight_decay",
     "beta1": "betas",
     "beta2": "betas",
-    "muon_lr": "lr",
     "lr_mult": "lr_scale",
     "lr_mul": "lr_scale",
     "weight_decay_mode": "weight_decay_method",
@@ -48,8 +48,39 @@ LEFT_OVER: Mapping[str, str] = {
     "correct_bias": "it is always on here",
     "max_grad_norm": "clipping is the framework's ('gradient_clipping')",
     "ns_method": "it belongs to the framework's Muon",
+    "adjust_lr_fn": "the scale of the updates is the type's own, or MARS's option 'scale'",
+    "dampening": "averages here weigh a gradient by 1 minus their beta",
+    "nesterov": "only MKOR's backend 'sgd' has it",
+    "update_proj_gap": "the subspace follows at every step",
+    "proj_type": "the side is chosen by the shape",
 }
 """Options of other optimizers that have no meaning in ours, and why: left over in a block whose type was changed."""
+_ADAM_LR = (
+    ("lr_1d", "set 'lr_1d', the rate of the AdamW fallback"),
+    ("lr", "remove it; the fallback has the rate 'lr', or that of a param group with 'fallback': true"),
+)
+_ADAM_BETAS = (("betas_1d", "set 'betas_1d', those of the AdamW fallback"), ("betas", "set 'betas'"))
+_MUON_LR = (
+    (
+        "scale",
+        "set 'lr', the matrices' rate: the same value with MARS-Shampoo, whose updates have the size of DeepSpeed's "
+        "Muon, and 4 to 5 times AdamW's rate with MARS-M",
+    ),
+    ("lr", "set 'lr', at about AdamW's rate"),
+)
+ADVICE: Mapping[str, Sequence[tuple[str, str]]] = {
+    "muon_lr": _MUON_LR,
+    "matrix_lr": _MUON_LR,
+    "adam_lr": _ADAM_LR,
+    "adamw_lr": _ADAM_LR,
+    "scalar_lr": _ADAM_LR,
+    "adam_betas": _ADAM_BETAS,
+    "adamw_betas": _ADAM_BETAS,
+    "momentum": (("betas", "remove it; the first of 'betas' is the momentum"), ("lr", "remove it")),
+    "use_muon": (("lr", "remove it; write 'fallback': true in the param groups for which it is false"),),
+    "algorithm": (("lr", "remove it; write 'fallback': true in the param groups that are AdamW's"),),
+}
+"""What to do about options of other optimizers: the first that is said of an option that we have."""
 VALUE_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -95,6 +126,9 @@ def hint_for(key: str, valid: Collection[str]) -> str:
     """
     if key in LEFT_OVER:
         return f"remove it; {LEFT_OVER[key]}"
+    for option, advice in ADVICE.get(key, ()):
+        if option in valid:
+            return advice
     near = nearest(key, valid, OPTION_WORDS)
     return f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(valid))}."
 

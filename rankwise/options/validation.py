@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from rankwise.options.hints import hint_for, shown
 
-__all__ = ["OptionError", "check_given", "check_keys", "check_preset"]
+__all__ = ["OptionError", "called", "called_or", "check_given", "check_keys", "check_preset"]
+
+_called: ContextVar[str] = ContextVar("called", default="")
 
 
 class OptionError(ValueError):
     """A hyper-parameter outside its range, or a key nobody knows."""
+
+
+@contextmanager
+def called(name: str) -> Iterator[None]:
+    """Let messages about options, and of optimizers that are built meanwhile, begin with the name that a user chose.
+
+    Args:
+        name: As a JSON's ``"type"`` or a command line has it.
+    """
+    token = _called.set(name)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def called_or(name: str) -> str:
+    """The name that a user chose, or this one."""
+    return _called.get() or name
 
 
 def check_keys(given: Collection[str], valid: Collection[str], owner: str) -> None:

@@ -16,7 +16,7 @@ from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planner, form_of
 from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding.dtensors import cut_of, is_sharded, local_view
-from rankwise.sharding.layout_source import real_view, refuse_strangers, refuse_unreadable
+from rankwise.sharding.layout_source import loaded_advice, real_view, refuse_strangers, refuse_unreadable
 
 __all__ = ["GroupChanges"]
 
@@ -70,6 +70,7 @@ class GroupChanges:
             self._follow_forms(unit)
             return True
         if unit is None and plain:
+            self._refuse_exchanged(groups)
             for tensor in (tensor for group in groups for tensor in group["params"]):
                 # FSDP1 marks those that it has flattened since.
                 refuse_unreadable(self._spec.name, str(planner.name_of(tensor)), tensor)
@@ -85,6 +86,23 @@ class GroupChanges:
             planner.forget()
             return True
         return False
+
+    def _refuse_exchanged(self, groups: Groups) -> None:
+        """Refuse tensors that the optimizer was not built on."""
+        known = self._table.names_by_group(len(groups))
+        for position, group in enumerate(groups):
+            for place, tensor in enumerate(group["params"]):
+                if self._planner.name_of(tensor) is not None:
+                    continue
+                names = known[position]
+                instead = f" in the place of '{names[place]}'" if place < len(names) else ""
+                advice = loaded_advice()
+                raise RuntimeError(
+                    f"{self._spec.name}: param group {position} has a tensor of shape {tuple(tensor.shape)}{instead} "
+                    "that the optimizer was not built on: parameters must stay the tensors they were; build a new "
+                    "optimizer, or add further ones with add_param_group"
+                    + (f"; under a framework, {advice}" if advice else "")
+                )
 
     def replace_parameters(self, groups: Groups, states: States) -> None:
         """Take sharded parameters for those in whose places they stand, as accelerate puts them there.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankwise.options.hints import OPTION_WORDS, nearest, shown
-from rankwise.options.validation import OptionError
+from rankwise.options.checks import plain_number
+from rankwise.options.fields import Options
+from rankwise.options.hints import ADVICE, LEFT_OVER, OPTION_WORDS, hint_for, nearest, shown
+from rankwise.options.validation import OptionError, called
 from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.planning.step_groups import peak_of
 
@@ -19,8 +23,10 @@ __all__ = ["GroupValues"]
 logger = logging.getLogger(__name__)
 _SMALLEST = torch.finfo(torch.float32).tiny
 _RECORD = "rankwise"  # What :mod:`rankwise.step.states_by_parameter` keeps there.
-# Schedulers' and frameworks' own keys of a param group that are spelt much like ours.
-_KEYS_OF_OTHERS = frozenset({"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name"})
+# Schedulers' and frameworks' own keys of a param group that are spelt much like options.
+_KEYS_OF_OTHERS = frozenset(
+    {"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name", "lr_mult", "wd_mult"}
+)
 # Of schedules that change more than rates, such as OneCycleLR.
 _MOST_ACCEPTED = 64
 
@@ -47,14 +53,18 @@ class GroupValues:
         """Take the present values of a group for valid."""
         self._accepted.add(self._values_of(group))
 
-    def validate(self, group: Mapping[str, Any]) -> None:
-        """Judge a group as the constructor judges its options.
+    def validate(self, group: MutableMapping[str, Any], rate_too: bool = True) -> None:
+        """Judge a group as the constructor judges its options, and keep its values as the constructor keeps them.
+
+        Args:
+            group: The group.
+            rate_too: Whether its rate is an option, not what a schedule says: a tensor perhaps, which would be read.
 
         Raises:
-            OptionError: A value is outside its range, a key is misspelt, or it must be alike in all groups.
+            OptionError: A value is outside its range, nothing reads a key, or it must be alike in all groups.
         """
         spec, options = self._spec, self._spec.options
-        self._refuse_misspelt(group)
+        self._refuse_unread(group)
         if not isinstance(group.get("fallback"), bool | None):
             raise OptionError(
                 f"{spec.name}: fallback={shown(group['fallback'])} in a param group is invalid: it must be true (the "
@@ -62,11 +72,13 @@ class GroupValues:
             )
         values = {name: getattr(options, name) for name in options.names()}
         # Those of the class: what a backend does not read is for the options to refuse, with the reason.
-        variable = options.per_group()
-        values.update({name: group[name] for name in variable if name in group})
-        type(options)(**values)
+        variable = [name for name in options.per_group() if name in group and (rate_too or name != "lr")]
+        values.update({name: group[name] for name in variable})
+        with called(spec.name):
+            judged = type(options)(**values)
+        group.update({name: getattr(judged, name) for name in variable})
         for name in options.names():
-            if name in group and name not in variable and group[name] != getattr(options, name):
+            if name in group and name not in options.per_group() and group[name] != getattr(options, name):
                 raise OptionError(
                     f"{spec.name}: {name}={group[name]!r} in a param group is invalid: it must be the same "
                     f"for all groups; pass it to the constructor (groups may set {', '.join(spec.group_options)})"
@@ -96,17 +108,23 @@ class GroupValues:
                     value,
                 )
 
-    def _refuse_misspelt(self, group: Mapping[str, Any]) -> None:
-        """Refuse a key that nobody reads but that looks like one of ours; other programs add keys of their own."""
+    def _refuse_unread(self, group: Mapping[str, Any]) -> None:
+        """Refuse a key that nobody reads but that is, or looks like, an option; programs add keys of their own."""
         spec = self._spec
         valid = {*spec.group_options, "params", "param_names", "fallback", _RECORD}
+        elsewhere = Options.of_all().union(LEFT_OVER, ADVICE, OPTION_WORDS, _options_of_torch())
+        known = valid.union(self._defaults, _KEYS_OF_OTHERS, spec.options.names())
         for key in group:
-            if key in valid or key in self._defaults or key in _KEYS_OF_OTHERS or key in spec.options.names():
+            if key in known or (key == "differentiable" and not group[key]):  # which torch adds by itself
                 continue
             near = nearest(key, valid, OPTION_WORDS, cutoff=0.8)
-            if near is not None:
+            hint = f"did you mean '{near}'?" if near else "remove it"
+            if key in elsewhere and near is None:
+                own = key in LEFT_OVER or key in ADVICE
+                hint = hint_for(key, valid) if own else f"remove it; groups may set {', '.join(spec.group_options)}"
+            if near is not None or key in elsewhere:
                 raise OptionError(
-                    f"{spec.name}: {shown(key)} in a param group is invalid: nothing reads it; did you mean '{near}'?"
+                    f"{spec.name}: {key}={shown(group[key])} in a param group is invalid: nothing reads it; {hint}"
                 )
 
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -119,15 +137,25 @@ class GroupValues:
         """
         self._refuse_constants(groups)
         for position, group in enumerate(groups):
-            values = self._values_of(group)
-            if values in self._accepted and "lr" in group:
+            if type(group.get("lr")) is not float:
+                self._refuse_no_rate(position, group)
+            if self._values_of(group) in self._accepted:
                 continue
             self.refuse_incomplete(position, group)
-            # Not the rate itself, a tensor perhaps, which would be read.
-            self.validate({**group, "lr": 0.0})
+            self.validate(group, rate_too=False)
             if len(self._accepted) >= _MOST_ACCEPTED:
                 self._accepted.clear()
-            self._accepted.add(values)
+            self._accepted.add(self._values_of(group))
+
+    def _refuse_no_rate(self, position: int, group: Mapping[str, Any]) -> None:
+        """Refuse what is no single number, without reading a tensor."""
+        self.refuse_incomplete(position, group)
+        lr = plain_number(group.get("lr", 0.0))
+        if isinstance(lr, bool) or not (lr.numel() == 1 if isinstance(lr, Tensor) else isinstance(lr, int | float)):
+            raise OptionError(
+                f"{self._spec.name}: lr={shown(lr)} in param group {position} is invalid: it must be a number, or a "
+                "tensor of one element; write e.g. 1e-3"
+            )
 
     def _refuse_constants(self, groups: Sequence[Mapping[str, Any]]) -> None:
         constant = self._spec.constant_options
@@ -187,10 +215,19 @@ class GroupValues:
         return {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
 
     def _values_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a group sets besides its rate, and how many keys it has: one more may be misspelt."""
+        """What a group sets besides its rate, and its keys: nothing may read one of them."""
         names = (*self._spec.group_options, "fallback")
         # The record alone comes by itself, with the first step.
-        return len(group) - (_RECORD in group), *(_comparable(group.get(name)) for name in names if name != "lr")
+        keys = tuple(key for key in group if key != _RECORD)
+        return keys, *(_comparable(group.get(name)) for name in names if name != "lr")
+
+
+@cache
+def _options_of_torch() -> frozenset[str]:
+    """The keywords of torch.optim's classes."""
+    classes = [found for found in vars(torch.optim).values() if isinstance(found, type)]
+    ours = [found for found in classes if issubclass(found, torch.optim.Optimizer)]
+    return frozenset(key for found in ours for key in inspect.signature(found).parameters)
 
 
 def _comparable(value: Any) -> Any:

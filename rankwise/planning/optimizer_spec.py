@@ -13,6 +13,7 @@ from torch import Tensor
 from rankwise.kernels.dispatch import product_dtype_for
 from rankwise.kernels.low_precision_runs import ROOT, SIGNED
 from rankwise.options.fields import Options
+from rankwise.options.validation import called_or
 from rankwise.planning.element_states import StateTypes
 from rankwise.planning.state_takeover import MOMENTS
 from rankwise.planning.step_groups import StepGroups
@@ -28,10 +29,11 @@ class OptimizerSpec(ABC):
     """Routes and states of parameters by the options alone: nothing here changes while an optimizer lives.
 
     Args:
-        name: The optimizer's, for messages and checkpoints.
+        kind: The optimizer's class, for checkpoints.
         options: Its options.
 
     Attributes:
+        name: What messages call the optimizer: the name that the user chose it by, or its class.
         group_options: Options that may differ between param groups.
         structural_options: Keys of a param group on which routes and shapes of states depend.
         constant_options: Those that no group may set otherwise than the constructor.
@@ -68,8 +70,8 @@ class OptimizerSpec(ABC):
     sums_cover_fallback: ClassVar[bool] = False
     """Whether per-parameter sums are taken over parameters on the fallback too."""
 
-    def __init__(self, name: str, options: Options) -> None:
-        self.name = name
+    def __init__(self, kind: str, options: Options) -> None:
+        self.kind, self.name = kind, called_or(kind)
         self.options = options
         self.group_options = options.varying
         self.structural_options = ("fallback", *options.structural())
@@ -80,7 +82,7 @@ class OptimizerSpec(ABC):
     @property
     def identity(self) -> str:
         """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
-        return self.name
+        return self.kind
 
     @property
     @abstractmethod

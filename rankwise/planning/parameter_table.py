@@ -18,7 +18,7 @@ from rankwise.planning.logical_matrices import block_info, blocks_of
 from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.planning.param_remainders import NARROW, REMAINDER, refuse_other_types
 from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
-from rankwise.routing.roles import ParameterInfo, Role, Route, Rule, describe, info_of, route
+from rankwise.routing.roles import ParameterInfo, Role, Route, Rule, describe, info_of, recall, route
 from rankwise.routing.stored_shapes import parts_by_name, transposed_by_name
 from rankwise.sharding import Block
 from rankwise.sharding.layout_source import WholeParameters, layout_with, real_view, refuse_unreadable
@@ -122,8 +122,9 @@ class ParameterTable:
         """Name the parameters of a group and route them."""
         group = groups[index]
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        recalled = recall(group["params"])
         for position, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
-            info = info_of(parameter, name, f"group{index}.param{position}")
+            info = info_of(parameter, name, f"group{index}.param{position}", recalled)
             if parameter.is_complex():
                 info = replace(info, shape=tuple(real_view(parameter).shape))
             if info.name in self.catalog:

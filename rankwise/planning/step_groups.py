@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
+from torch import Tensor
+
+from rankwise.options.checks import plain_number
 from rankwise.options.fields import Options
 
-__all__ = ["PEAK", "StepGroups", "peak_of"]
+__all__ = ["PEAK", "StepGroups", "peak_of", "rate_of"]
 
 PEAK = "lr_max"
 """Key of a group with the rate that it was built with."""
@@ -21,6 +24,13 @@ PEAK = "lr_max"
 def peak_of(group: Mapping[str, Any]) -> float:
     """The rate that a schedule's present one is a share of: ``max_lr``, where a schedule says so, or the first one."""
     return float(group.get("max_lr") or group.get(PEAK) or 0.0)
+
+
+def rate_of(lr: Any) -> Any:
+    """A rate as steps compute with it: a number of Python's, or a tensor without dimensions, in the same memory."""
+    if isinstance(lr, Tensor):
+        return lr.reshape(()) if lr.dim() and lr.numel() == 1 else lr
+    return plain_number(lr)
 
 
 class StepGroups:
@@ -56,6 +66,8 @@ class StepGroups:
 
     def views(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """What steps read in the groups' place, by :meth:`place`."""
+        if any(type(group.get("lr")) is not float for group in groups):
+            groups = [{**group, "lr": rate_of(group["lr"])} if "lr" in group else group for group in groups]
         if len(self._distinct) == 1 and not self.independent:
             return groups
         return [self._view(group, scale) for group in groups for scale in self._distinct]

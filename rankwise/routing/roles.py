@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor, nn
@@ -21,16 +23,20 @@ __all__ = [
     "RoutingPolicy",
     "Rule",
     "annotate",
+    "annotated_modules",
     "assign_role",
     "attach_info",
     "describe",
     "info_of",
+    "recall",
     "route",
 ]
 
 Rule = Literal["matrix", "fallback"]
 _ATTRIBUTE = "_rankwise_info"
 _TWIN = "@group"
+_annotated = False
+"""Whether any model has been annotated in this process."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +184,47 @@ def describe(
 def annotate(
     model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]] = lambda parameter: parameter.shape
 ) -> None:
-    """Attach :func:`describe`'s findings to the parameters, where an optimizer built later finds them."""
-    for parameter, info in describe(model, shape_of).items():
+    """Attach :func:`describe`'s findings to the parameters, where an optimizer built later finds them.
+
+    And to the modules: copies of these, and what takes a parameter's place, are known by them, see :func:`recall`.
+    """
+    global _annotated
+    _annotated = True
+    found = describe(model, shape_of)
+    for parameter, info in found.items():
         setattr(parameter, _ATTRIBUTE, info)
+    for module in model.modules():
+        own = {local: found.get(parameter) for local, parameter in module._parameters.items() if parameter is not None}
+        vars(module)[_ATTRIBUTE] = {local: info for local, info in own.items() if info is not None}
+
+
+def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
+    """What modules know by :func:`annotate` of parameters that have come in the place of those it saw.
+
+    They come with ``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)`` and ``fully_shard``.
+
+    Args:
+        parameters: The parameters of an optimizer.
+
+    Returns:
+        By identity. Looks through all living modules if anything has been annotated and is not known otherwise.
+    """
+    strange = {id(each): each for each in parameters if not isinstance(getattr(each, _ATTRIBUTE, None), ParameterInfo)}
+    found: dict[int, ParameterInfo] = {}
+    for module in annotated_modules() if strange else ():
+        for local, info in vars(module)[_ATTRIBUTE].items():
+            own = module._parameters.get(local)
+            if id(own) in strange and tuple(strange[id(own)].shape) == info.shape:
+                found.setdefault(id(own), info)
+    return found
+
+
+def annotated_modules() -> list[nn.Module]:
+    """All living modules that :func:`annotate` has seen, and copies of such."""
+    if not _annotated:
+        return []
+    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
+    return [module for module in modules if _ATTRIBUTE in vars(module)]
 
 
 def assign_role(parameters: Iterable[Tensor], role: Role) -> None:
@@ -194,9 +238,18 @@ def attach_info(parameter: Tensor, info: ParameterInfo) -> None:
     setattr(parameter, _ATTRIBUTE, info)
 
 
-def info_of(parameter: Tensor, name: str | None, default_name: str) -> ParameterInfo:
-    """What is known of ``parameter``: its annotation, else its name, else its shape alone."""
-    info = getattr(parameter, _ATTRIBUTE, None)
+def info_of(
+    parameter: Tensor, name: str | None, default_name: str, recalled: Mapping[int, ParameterInfo] = MappingProxyType({})
+) -> ParameterInfo:
+    """What is known of ``parameter``: its annotation, else its name, else its shape alone.
+
+    Args:
+        parameter: The parameter.
+        name: The name it was given by.
+        default_name: What to call it where nothing has a name for it.
+        recalled: See :func:`recall`.
+    """
+    info = getattr(parameter, _ATTRIBUTE, None) or recalled.get(id(parameter))
     if isinstance(info, ParameterInfo):
         return info
     return ParameterInfo(name=name or default_name, shape=tuple(parameter.shape))

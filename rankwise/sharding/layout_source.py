@@ -25,6 +25,7 @@ __all__ = [
     "advise",
     "framework_advice",
     "layout_with",
+    "loaded_advice",
     "read_sharded_by",
     "real_view",
     "refuse_unreadable",
@@ -55,8 +56,12 @@ def framework_advice() -> str:
     An optimizer that was told nothing cannot know whose tensors it meets: the frameworks that this process has loaded
     are named; all of them if it has loaded none.
     """
-    loaded = [advice for module, advice in _ADVICE.items() if module in sys.modules]
-    return " or ".join(loaded or _ADVICE.values())
+    return loaded_advice() or " or ".join(_ADVICE.values())
+
+
+def loaded_advice() -> str:
+    """The same of the frameworks that this process has loaded; empty if it has loaded none."""
+    return " or ".join(advice for module, advice in _ADVICE.items() if module in sys.modules)
 
 
 def real_view(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.options.fields import Options
-from rankwise.options.validation import OptionError
+from rankwise.options.validation import OptionError, called_or
 from rankwise.planning.checkpoint_mismatch import InitialStates
 from rankwise.planning.element_states import StateTypes
+from rankwise.planning.given_parameters import refuse_given_twice
 from rankwise.planning.group_changes import GroupChanges
 from rankwise.planning.group_values import GroupValues
 from rankwise.planning.matrix_states import MatrixState, MatrixStates
@@ -27,8 +28,9 @@ from rankwise.planning.param_remainders import refuse_unless_narrow
 from rankwise.planning.parameter_table import ParameterTable
 from rankwise.planning.planner import Planner
 from rankwise.planning.step_costs import StepCosts
-from rankwise.planning.step_groups import PEAK
+from rankwise.planning.step_groups import PEAK, rate_of
 from rankwise.planning.step_unit import Bucket, StepUnit
+from rankwise.routing.roles import annotated_modules
 from rankwise.sharding import EvenCuts, MatrixTask, Traffic
 from rankwise.sharding.layout_source import LayoutSource, TensorContents
 from rankwise.step.reports import Explanation, Reports, health_of
@@ -100,6 +102,8 @@ class ShardedOptimizer(Optimizer, ABC):
         defaults = {name: getattr(spec.options, name) for name in spec.group_options}
         if spec.step_groups.independent:
             defaults[PEAK] = float(options.lr)
+        # A generator may be the last to know of the model that it goes through.
+        models = annotated_modules() if isinstance(params, Iterator) else ()
         super().__init__(params, {**defaults, **(extra_defaults or {})})
         self.spec, self.options = spec, options
         self.table = ParameterTable(spec)
@@ -116,6 +120,7 @@ class ShardedOptimizer(Optimizer, ABC):
         for index, group in enumerate(self.param_groups):
             self.values.validate(group)
             self._take_in(index)
+        del models
         self.table.refuse_if_idle(unless_allowed=True)
         self.table.refuse_unmatched()
         if options.store_param_remainders:
@@ -195,8 +200,11 @@ class ShardedOptimizer(Optimizer, ABC):
         Raises:
             OptionError: A value of the group is outside its range.
         """
-        if PEAK in self.defaults and isinstance(param_group, dict) and param_group.get("lr") is not None:
-            param_group.setdefault(PEAK, float(param_group["lr"]))
+        if isinstance(param_group, dict):
+            refuse_given_twice(called_or(type(self).__name__), param_group, self.param_groups)
+            lr = rate_of(param_group.get("lr"))
+            if PEAK in self.defaults and (isinstance(lr, int | float) or (isinstance(lr, Tensor) and not lr.dim())):
+                param_group.setdefault(PEAK, float(lr))
         if "table" not in vars(self):
             # torch's constructor; ours takes the groups in when it is done.
             super().add_param_group(param_group)
@@ -349,7 +357,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
         It is no step then, and leaves no other trace.
         """
-        idle = not self.state and self.planner.is_plain and not any(float(g["lr"]) for g in self.param_groups)
+        idle = not self.state and self.planner.is_plain and not any(float(rate_of(g["lr"])) for g in self.param_groups)
         if not idle or graphs.is_capturing(unit.device) or not self.working_tensors.are_all_zero(unit):
             return False
         self.working_tensors.make_states(unit, self.state)

@@ -151,7 +151,7 @@ def _refusal(rank: int, world: int, attempt: Callable[[int], Any]) -> str:
     ("attempt", "message"),
     [
         (_in_other_places, "'layers.0.up.weight' is invalid: .* have 'layers.1.up.weight' .* build the optimizer"),
-        (_of_other_shapes, "met a tensor of shape .* not among the constructor's"),
+        (_of_other_shapes, "has a tensor of shape .* in the place of .* was not built on: .* build a new optimizer"),
         (_after_a_step, "sharded after the optimizer had got states, .* before the first step"),
         (_after_loading, "sharded after the optimizer had got states, .* load states after it"),
         (_cut_among_ranks_that_share_layers, "must not be cut by tensor parallelism after the capture; call"),
