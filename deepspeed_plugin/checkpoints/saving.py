@@ -54,7 +54,8 @@ def save_checkpoint(
         options: Passed on.
     """
     optimizer, client_state = engine.basic_optimizer, dict(client_state or {})
-    if not isinstance(optimizer, ShardedOptimizer):
+    # Without a folder DeepSpeed's method refuses, before anything of ours looks into it.
+    if not isinstance(optimizer, ShardedOptimizer) or not save_dir:
         return original(engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **options)
     layout = optimizer.layout_source
     assert isinstance(layout, DeepSpeedLayout)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
+from torch import Tensor
+
 from rankwise.options.fields import Options
 
 __all__ = ["PEAK", "StepGroups", "peak_of"]
@@ -56,16 +58,25 @@ class StepGroups:
 
     def views(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """What steps read in the groups' place, by :meth:`place`."""
-        if len(self._distinct) == 1 and not self.independent:
+        if len(self._distinct) == 1 and not self.independent and not any(map(_is_list_of_one, groups)):
             return groups
         return [self._view(group, scale) for group in groups for scale in self._distinct]
 
     def _view(self, group: dict[str, Any], scale: float) -> dict[str, Any]:
         found = dict(group)
+        if _is_list_of_one(group):
+            # The caller's memory still, in the shape that every kernel takes.
+            found["lr"] = group["lr"].view(())
         if scale != 1.0 and "lr" in group:
-            found["lr"] = group["lr"] * scale
+            found["lr"] = found["lr"] * scale
         if self.independent:
             # Rules decay by lr times this: by the share of the schedule, whatever the parameter's own rate.
             peak = peak_of(group) * scale
             found.update({key: group[key] / peak if peak else 0.0 for key in self._decays if key in group})
         return found
+
+
+def _is_list_of_one(group: dict[str, Any]) -> bool:
+    """Whether the rate is a tensor of one dimension, as ``torch.tensor([1e-3])``, which torch.optim takes, too."""
+    rate = group.get("lr")
+    return isinstance(rate, Tensor) and rate.dim() > 0
