@@ -1,8 +1,8 @@
 """``engine.offload_states()`` and ``reload_states()``: matrix states leave the device, and come back, with the others.
 
-DeepSpeed moves what ``optimizer.state`` has: at stages 1 and 2 all of it, at stage 3 what Adam would have there. Matrix
-states are in a place of their own. When DeepSpeed brings states back, it puts all on the device, step counts too, which
-were on the host before; here each goes back to where it was.
+DeepSpeed moves what ``optimizer.state`` has, at stages 1 and 2; at stage 3 it refuses all optimizers but its own Adam.
+Matrix states are in a place of their own. When DeepSpeed brings states back, it puts all on the device, step counts
+too, which were on the host before; here each goes back to where it was.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ __all__ = ["offload_states", "reload_states"]
 
 _PLACES = "_rankwise_places"
 """Attribute of an engine whose states are away: where each of them was."""
-_LEFT_BEHIND = "_offload_buffer"
-"""How the names of what DeepSpeed adds to a parameter's states at stage 3 end, and never removes."""
 
 
 def offload_states(original: Callable[..., None], engine: DeepSpeedEngine, **options: Any) -> None:
@@ -43,9 +41,8 @@ def offload_states(original: Callable[..., None], engine: DeepSpeedEngine, **opt
         return
     setattr(engine, _PLACES, places)
     non_blocking = options.get("non_blocking", False)
-    offload_optimizer_states(
-        SimpleNamespace(state=dict(_holders(optimizer))), "cpu", options.get("pin_memory", True), non_blocking
-    )
+    matrices = SimpleNamespace(state=optimizer.matrix_states.everything())
+    offload_optimizer_states(matrices, "cpu", options.get("pin_memory", True), non_blocking)
     if not non_blocking:
         get_accelerator().synchronize()
     # What they left on the device is free for others only now.
@@ -66,9 +63,6 @@ def reload_states(original: Callable[..., None], engine: DeepSpeedEngine, non_bl
         return
     device, waiting = torch.device(get_accelerator().current_device_name()), []
     for place, holder, value in list(_tensors(optimizer)):
-        if place[1].endswith(_LEFT_BEHIND):
-            del holder[place[1]]
-            continue
         waiting.append(value)
         holder[place[1]] = value.to(places.get(place, device), non_blocking=non_blocking)
     if non_blocking:

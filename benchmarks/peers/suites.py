@@ -87,7 +87,9 @@ def run_suite(
         The rows as they come.
     """
     suites = {each: _SUITES[name](checkout, each, limit) for each in (CONTROL, *types)}
-    common = {"suite": name, "tests": _version_of(name, checkout), "against": version(_PACKAGES[name])}
+    tests = _version_of(name, checkout)
+    # A checkout of Megatron has the core that its tests import; DeepSpeed's tests import the installed package.
+    common = {"suite": name, "tests": tests, "against": version(name) if name == "deepspeed" else tests}
     chosen = [case for case in _by_turns(spread(collected(suites[CONTROL]), most)) if only in case]
     for start in range(0, len(chosen), _CHUNK):
         for each, suite in suites.items():
@@ -99,9 +101,6 @@ def run_suite(
                 row = {**common, "type": each, **outcome}
                 merge(results, [row])
                 yield row
-
-
-_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
 
 
 def _version_of(name: str, checkout: Path) -> str:
