@@ -22,7 +22,7 @@ from deepspeed_plugin.auto_tp import uncut
 from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, backward, detach, prepare
 from deepspeed_plugin.layouts import logical_shape
-from deepspeed_plugin.offloading import offload_states, reload_states
+from deepspeed_plugin.offloaded_states import offload_states, reload_states
 from deepspeed_plugin.optimizer_block import (
     JSON_TYPES,
     check_block,

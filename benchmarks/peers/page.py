@@ -81,12 +81,17 @@ def _section(rows: Sequence[Row]) -> str:
         cells = [str(counts[each] or "–") for each in VERDICTS]
         shown = f"{name} (control)" if name == CONTROL else name
         text += f"| {shown} | {len(mine)} | {' | '.join(cells)} | {left or '–'} |\n"
-    beside = [row for row in rows if row["type"] == CONTROL and not counted(row)]
-    if beside:
-        ends = Counter(row["outcome"] for row in beside)
-        said = ", ".join(f"{ends[end]} {end}" for end in ("passed", "failed", "skipped", "hung") if ends[end])
-        text += f"\nIn {len(beside)} further cases nothing was put in Adam's place ({said}).\n"
-    return text + _reasons(rows) + _unexpected(rows)
+    return text + _beside(rows) + _reasons(rows) + _unexpected(rows)
+
+
+def _beside(rows: Iterable[Row]) -> str:
+    """What the control ran that says nothing of an optimizer, and what it has not run."""
+    control = [row for row in rows if row["type"] == CONTROL]
+    ends = Counter(row["outcome"] for row in control if not counted(row))
+    said = ", ".join(f"{ends[end]} {end}" for end in ("passed", "failed", "skipped", "hung") if ends[end])
+    text = f"\nIn {ends.total()} further cases nothing was put in Adam's place ({said}).\n" if ends else ""
+    left = max((row.get("of", 0) for row in control), default=0) - len(control)
+    return text + (f"\n{left} cases have not been tried yet; the command goes on with them.\n" if left > 0 else "")
 
 
 def _reasons(rows: Iterable[Row]) -> str:
@@ -120,4 +125,5 @@ def _unexpected(rows: Iterable[Row]) -> str:
 
 
 def _function(case: str) -> str:
-    return case.partition("[")[0].rpartition("::")[2]
+    """The class and the function."""
+    return "::".join(case.partition("[")[0].split("::")[1:]) or case

@@ -99,18 +99,18 @@ def _until_one_hangs(suite: Suite, cases: Sequence[str]) -> Iterator[dict[str, A
         ranks = [Path(name) / str(rank) for rank in range(suite.ranks)]
         processes = [_start(suite, folder, cases) for folder in ranks]
         try:
-            yield from _watched(suite, ranks, processes)
+            yield from _watched(suite, ranks, processes, len(cases))
         finally:
             for process in processes:
                 _end(process)
 
 
 def _watched(
-    suite: Suite, ranks: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]]
+    suite: Suite, ranks: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]], cases: int
 ) -> Iterator[dict[str, Any]]:
     seen, began = 0, time.monotonic()
     while True:
-        over = any(process.poll() is not None for process in processes)
+        gone = [process.poll() is not None for process in processes]
         reports = [_events(folder / "report") for folder in ranks]
         ended = [[event for event in events if event["event"] == "ended"] for events in reports]
         for alike in list(zip(*ended, strict=False))[seen:]:
@@ -118,21 +118,32 @@ def _watched(
             yield _of_all(alike)
             if len({event["outcome"] for event in alike}) > 1:
                 return  # the next case would meet ranks that wait for each other
-        late = time.monotonic() - began > suite.limit
-        if over or late:
+        # Importing and collecting everything takes longer than any case.
+        late = time.monotonic() - began > suite.limit * (1 if all(reports) else 10)
+        # A rank that has nothing left to run may end before others do.
+        broken = any(each and len(events) < cases for each, events in zip(gone, ended, strict=True))
+        if broken or late or all(gone):
             begun = [event for event in reports[0] if event["event"] == "begins"][seen:]
             if begun:
-                wrong = [event["message"] for events in ended for event in events[seen:] if event["message"]]
+                others = [event for events in ended for event in events[seen:] if event["case"] == begun[0]["case"]]
+                wrong = [event["message"] for event in others if event["outcome"] == "failed"]
                 text = f"no end within {suite.limit:g} s" if late else "a process ended"
+                case = begun[0]["case"]
                 yield {
-                    "case": begun[0]["case"],
+                    "case": case,
                     "outcome": "hung",
-                    "placed": any((folder / "marks").exists() for folder in ranks),
+                    "placed": any(_was_placed(case, *each) for each in zip(ended, ranks, strict=True)),
                     "message": "; ".join([text, *wrong[:1]]),
                     "seconds": round(time.monotonic() - began, 1),
                 }
             return
         time.sleep(_LOOK)
+
+
+def _was_placed(case: str, ended: Sequence[dict[str, Any]], folder: Path) -> bool:
+    """Whether a rank's hook changed something in a case that some rank has not ended; others may be cases ahead."""
+    said = [bool(event["placed"]) for event in ended if event["case"] == case]
+    return said[0] if said else (folder / "marks").exists()
 
 
 def _of_all(alike: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.deepspeed_hook import CONTROL, TYPE
 from benchmarks.peers.results import Row, merge, read
@@ -89,8 +90,10 @@ def run_suite(
     suites = {each: _SUITES[name](checkout, each, limit) for each in (CONTROL, *types)}
     tests = _version_of(name, checkout)
     # A checkout of Megatron has the core that its tests import; DeepSpeed's tests import the installed package.
-    common = {"suite": name, "tests": tests, "against": version(name) if name == "deepspeed" else tests}
-    chosen = [case for case in _by_turns(spread(collected(suites[CONTROL]), most)) if only in case]
+    common: dict[str, Any] = {"suite": name, "tests": tests, "against": version(name) if name == "deepspeed" else tests}
+    everything = _by_turns(spread(collected(suites[CONTROL]), most))
+    common["of"] = len(everything)
+    chosen = [case for case in everything if only in case]
     for start in range(0, len(chosen), _CHUNK):
         for each, suite in suites.items():
             rows = {(row["type"], row["case"]): row for row in read(results) if row["suite"] == name}

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed_plugin.offloading import offload_states, reload_states
+from deepspeed_plugin.offloaded_states import offload_states, reload_states
 from rankwise import MARS, MKOR, LDAdam, SONew
 
 STEPS, HALF = 6, 4
@@ -73,7 +73,7 @@ def test_all_states_leave_a_device_and_return_to_their_places(name: str, monkeyp
     """The device is a fake one, whose tensors know where they are and hold nothing."""
     optimizer = _stepped(name)
     device = SimpleNamespace(current_device_name=lambda: "cuda:0", synchronize=lambda: None, empty_cache=lambda: None)
-    monkeypatch.setattr("deepspeed_plugin.offloading.get_accelerator", lambda: device)
+    monkeypatch.setattr("deepspeed_plugin.offloaded_states.get_accelerator", lambda: device)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for holder in _holders(optimizer):
             for key, value in holder.items():
