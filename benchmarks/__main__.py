@@ -536,5 +536,42 @@ def reliability(
     page.write_text(reliability_page(read_rows(rows), figures))
 
 
+@app.command()
+def peers(
+    torch: Annotated[bool, typer.Option("--torch", help="The checks of torch's optimizer records.")] = False,
+    deepspeed: Annotated[
+        Path | None, typer.Option(help="Checkout of DeepSpeed, near the installed version.", exists=True)
+    ] = None,
+    megatron: Annotated[
+        Path | None, typer.Option(help="Checkout of Megatron-LM at the installed version of the core.", exists=True)
+    ] = None,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Cases of a test function, from its first to its last.")] = 1,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds that a case may take.")] = 240.0,
+    only: Annotated[str, typer.Option(help="Cases with this in their names.")] = "",
+    again: Annotated[bool, typer.Option(help="Run what is known, too.")] = False,
+    results: Annotated[Path, typer.Option(help="JSON file of the results; goes on where they end.")] = Path(
+        "docs/data/peers.json"
+    ),
+    page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/peers.md"),
+) -> None:
+    """Other people's optimizer tests with our types in Adam's place; an error if anything unexpected came."""
+    from benchmarks.peers.command import run
+    from benchmarks.peers.deepspeed_hook import CONTROL, OPTIONS
+    from benchmarks.peers.expected import verdict
+    from benchmarks.peers.page import peers_page
+    from benchmarks.peers.results import read
+
+    suites = [("torch", None)] if torch else []
+    suites += [(name, path.resolve()) for name, path in (("deepspeed", deepspeed), ("megatron", megatron)) if path]
+    wanted = types or [name for name in OPTIONS if name != CONTROL]
+    found = []
+    for row in run(suites, results, wanted, most, limit, only, again):
+        found.append(verdict(row)[0])
+        print(f"{row['type']} {row['case']}: {found[-1]} {row['message'][:100]}", flush=True)
+    page.write_text(peers_page(read(results)))
+    raise typer.Exit(any(each.startswith("unexpected") for each in found))
+
+
 if __name__ == "__main__":
     app()

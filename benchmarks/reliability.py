@@ -39,6 +39,8 @@ python -m benchmarks reliability faults.jsonl docs/reliability.md
 In addition, `tests/faults/test_killed_ranks.py` kills ranks at twelve random points, with other optimizers and ZeRO
 stages.
 
+The unit tests of DeepSpeed, Megatron and PyTorch run with our types in Adam's place: [what they report](peers.md).
+
 ## Faults
 
 Each outcome is followed by the faults that lead to it. Where a test's name is given, that test shows it.

@@ -20,6 +20,7 @@ from deepspeed_plugin.auto_tp import uncut
 from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, backward, detach, prepare
 from deepspeed_plugin.layouts import logical_shape
+from deepspeed_plugin.offloaded_states import offload_states, reload_states
 from deepspeed_plugin.optimizer_block import (
     JSON_TYPES,
     check_block,
@@ -59,6 +60,8 @@ _WRAPPED: Mapping[str, type] = {
     "backward": DeepSpeedEngine,
     "destroy": DeepSpeedEngine,
     "load_checkpoint": DeepSpeedEngine,
+    "offload_states": DeepSpeedEngine,
+    "reload_states": DeepSpeedEngine,
     "save_checkpoint": DeepSpeedEngine,
 }
 _originals: dict[str, Callable[..., Any]] = {}
@@ -89,10 +92,10 @@ def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
     Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps nine methods: one to check the optimizer block first, two to learn parameter names and
-    layouts, one to keep layers whole in ZeRO-3's sub-groups, one for its error message, one for the loss, two for
-    checkpoints, and one to leave the model as it was; and torch's locks of builds, where DeepSpeed
-    would wait for a dead process.
+    that ZeRO accepts, and wraps eleven methods: one to check the optimizer block first, two to learn parameter names
+    and layouts, one to keep layers whole in ZeRO-3's sub-groups, one for its error message, one for the loss, two for
+    checkpoints, two to move states off the device, and one to leave the model as it was; and torch's locks of builds,
+    where DeepSpeed would wait for a dead process.
     """
     if _originals:
         return
@@ -114,6 +117,8 @@ def register() -> None:
     DeepSpeedEngine.backward = _backward
     DeepSpeedEngine.destroy = _destroy
     DeepSpeedEngine.load_checkpoint = _load_checkpoint
+    DeepSpeedEngine.offload_states = _offload_states
+    DeepSpeedEngine.reload_states = _reload_states
     DeepSpeedEngine.save_checkpoint = _save_checkpoint
     watch_builds()
     watch()
@@ -201,6 +206,17 @@ def _save_checkpoint(engine: DeepSpeedEngine, save_dir: str, tag: str | None = N
     """DeepSpeed's method, which also names the checkpoint only when every rank has written its files."""
     options.update(zip(("client_state", "save_latest", "exclude_frozen_parameters"), args, strict=False))
     return save_checkpoint(_originals["save_checkpoint"], engine, save_dir, tag, **options)
+
+
+@functools.wraps(DeepSpeedEngine.offload_states)
+def _offload_states(engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
+    options.update(zip(("include", "device", "pin_memory", "non_blocking"), args, strict=False))
+    offload_states(_originals["offload_states"], engine, **options)
+
+
+@functools.wraps(DeepSpeedEngine.reload_states)
+def _reload_states(engine: DeepSpeedEngine, non_blocking: bool = False) -> None:
+    reload_states(_originals["reload_states"], engine, non_blocking)
 
 
 def _is_supported_optimizer(engine: DeepSpeedEngine, optimizer_name: str) -> bool:

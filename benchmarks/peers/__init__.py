@@ -1,0 +1,1 @@
+"""The unit tests of DeepSpeed, Megatron and torch, with our optimizers where Adam was."""
