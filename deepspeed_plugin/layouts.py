@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,15 @@ class DeepSpeedLayout(LayoutSource):
     def linear_views(self) -> Describe:
         """What modules show MKOR of their layers."""
         return auto_tp.linear_views(self._shards) if self._shards else describe_linear
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Group of every parameter, and its position there, as the wrapper numbers them."""
+        return {id(p): (i, j) for i, group in enumerate(self._grouped()) for j, p in enumerate(group)}
+
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        """The model's parameters, by group of the wrapper."""
+        return []
 
     def loss_scale(self) -> float:
         """What the present gradients were multiplied by during backward."""
@@ -309,9 +319,28 @@ class _ZeroOneTwo(_FlatPartition):
         # The wrapper narrows param_groups to one group per call.
         return [[(tensor, 0)] for tensor in self._engine.optimizer.single_partition_of_fp32_groups]
 
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        groups: Sequence[Sequence[Tensor]] = self._engine.optimizer.bit16_groups
+        return groups
+
     def _partitions(self) -> Sequence[tuple[Tensor, Sequence[Tensor]]]:
+        return list(zip(self._engine.optimizer.single_partition_of_fp32_groups, self._grouped(), strict=True))
+
+    def keeps_gradient(self, parameter: Tensor) -> bool | None:
         wrapper = self._engine.optimizer
-        return list(zip(wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, strict=True))
+        if parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None:
+            return True
+        if id(parameter) not in self._places:
+            return None
+        index, _ = self._places[id(parameter)]
+        if wrapper.cpu_offload:
+            # The first backward pass of a step that is also the last one accumulates nothing.
+            return wrapper.get_param_id(parameter) in wrapper._offload_accumulated_param_ids
+        if wrapper.all_grad_tensors.get(index) is not None:
+            return True
+        # What it gathers for the step is added to only if that is one buffer.
+        gathered = wrapper.averaged_gradients.get(index)
+        return gathered is not None and wrapper._use_compact_grad_partition_buffer(index)
 
 
 class _Bf16(_FlatPartition):
@@ -322,9 +351,18 @@ class _Bf16(_FlatPartition):
     def loss_scale(self) -> float:
         return self._mean_share()
 
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        groups: Sequence[Sequence[Tensor]] = self._engine.optimizer.bf16_groups
+        return groups
+
     def _partitions(self) -> Sequence[tuple[Tensor, Sequence[Tensor]]]:
-        wrapper = self._engine.optimizer
-        return list(zip(wrapper.fp32_groups_flat_partition, wrapper.bf16_groups, strict=True))
+        return list(zip(self._engine.optimizer.fp32_groups_flat_partition, self._grouped(), strict=True))
+
+    def keeps_gradient(self, parameter: Tensor) -> bool | None:
+        if id(parameter) not in self._places:
+            return None
+        group, position = self._places[id(parameter)]
+        return bool(self._engine.optimizer.fp32_groups_has_gradients[group][position])
 
 
 class _ZeroThree(DeepSpeedLayout):
@@ -333,6 +371,10 @@ class _ZeroThree(DeepSpeedLayout):
     def _mean_share(self) -> float:
         # Its reduce-scatter divides by the number of ranks.
         return 1.0 if self._engine.optimizer.reduce_scatter else super()._mean_share()
+
+    def keeps_gradient(self, parameter: Tensor) -> bool | None:
+        # The first backward pass after a step, or after zero_grad(), overwrites its buffers.
+        return bool(self._engine.optimizer.micro_step_id > 0)
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         wrapper = self._engine.optimizer

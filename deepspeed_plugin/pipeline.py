@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from rankwise.routing.roles import Role, assign_role
+from rankwise.statistics.module_hooks import ModuleHook
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["StageLosses", "is_pipeline", "refuse_if_idle_everywhere", "settle_shared_weights"]
@@ -93,8 +94,7 @@ class StageLosses:
             self._undo.append(lambda: setattr(module, "loss_fn", loss_fn))
 
     def _hook(self, module: nn.Module) -> None:
-        handle = module.register_forward_hook(lambda _module, _inputs, output: self._record(output))
-        self._undo.append(handle.remove)
+        self._undo.append(module.register_forward_hook(ModuleHook(module, self._record)).remove)
 
     def _record(self, output: Any) -> None:
         loss = output[0] if isinstance(output, tuple | list) and output else output

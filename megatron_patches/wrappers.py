@@ -65,6 +65,21 @@ class Adoption:
         self.scale = GradientScale(chunks, groups.data(False)[1])
         self._adopted: dict[ShardedOptimizer, Any] = {}
         self._announced: set[str] = set()
+        for chunk in chunks:
+            self._listen(chunk)
+
+    def _listen(self, chunk: Any) -> None:
+        """Gradients that are zeroed are thrown away, whether or not the optimizer is told."""
+        zero = getattr(chunk, "zero_grad_buffer", None)
+        if zero is None:
+            return
+
+        def zeroed(*args: Any, **kwargs: Any) -> Any:
+            for wrapper in self._adopted.values():
+                wrapper.window += 1
+            return zero(*args, **kwargs)
+
+        chunk.zero_grad_buffer = zeroed
 
     def adopt(self, wrapper: MegatronOptimizer, layer_wise: bool = False) -> None:
         """Tell a wrapper's inner optimizer where its parameters lie.
@@ -222,6 +237,10 @@ class _Adopted(MegatronOptimizer):
             self._offloading = Offloading(self.optimizer)
         self._offloading.offload({p.untyped_storage().data_ptr() for p in self.adoption.parameters})
         torch.cuda.empty_cache()
+
+    def capture_paused(self) -> AbstractContextManager[None]:
+        """See :meth:`rankwise.MKOR.capture_paused`."""
+        return nullcontext() if self.optimizer is None else self.optimizer.capture_paused()
 
     def restore_from_cpu(self) -> None:
         """What :meth:`offload_to_cpu` has moved goes back; step counts stay on the host, where they belong."""

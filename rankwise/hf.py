@@ -17,6 +17,7 @@ from rankwise.names import BY_NAME
 from rankwise.options.hints import misspelt
 from rankwise.options.validation import OptionError
 from rankwise.routing.roles import annotate
+from rankwise.statistics.module_hooks import ModuleHook
 
 __all__ = ["CapturingMKOR", "consolidating", "optimizer_cls_and_kwargs"]
 
@@ -94,12 +95,12 @@ class CapturingMKOR(MKOR):
         super().__init__(params, **options)
         self.capture(captured)
         if self.needs_loss:
-            captured.register_forward_hook(self._hear_of_loss)
+            captured.register_forward_hook(ModuleHook(captured, self._hear_of_loss))
 
-    def _hear_of_loss(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _hear_of_loss(self, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        if isinstance(loss, Tensor) and loss.requires_grad:
-            self.record_loss(loss.detach())
+        if isinstance(loss, Tensor):
+            self.switch.expect(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """As MKOR's; the Trainer calls it on one rank.

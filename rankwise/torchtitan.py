@@ -205,7 +205,7 @@ def _forward_backward_step(trainer: Trainer, **batch: Any) -> Tensor:
     if listening:
         heard = _mean_loss(trainer, loss.detach())
         for optimizer in listening:
-            optimizer.record_loss(heard)
+            optimizer.record_loss(heard, is_propagated=True)
     return loss
 
 

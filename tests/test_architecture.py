@@ -83,7 +83,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # The one table of names.
     "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.step"),
     # For one framework; imported by nobody but its users.
-    "rankwise.hf": (*PAPERS, "rankwise.names", "rankwise.options", "rankwise.routing"),
+    "rankwise.hf": (*PAPERS, "rankwise.names", "rankwise.options", "rankwise.routing", "rankwise.statistics"),
     "rankwise.torchtitan": ("rankwise.names", *ROOMS),
     # ``python -m rankwise``: imported by nobody.
     "rankwise.__main__": ("rankwise.launch",),
@@ -273,7 +273,7 @@ def test_host_reads_are_seen(source: str) -> None:
 
 # --- what an optimizer is made of -----------------------------------------------------------------------------------
 
-MOST_METHODS = 55
+MOST_METHODS = 56
 
 
 def own_classes(kind: type) -> list[type]:
@@ -613,3 +613,33 @@ def test_compiled_functions_get_their_addresses_from_one_place() -> None:
     assert len(found.pop("arrays.py")) == 2
     assert not any(found.values()), found
     assert addresses_taken(ast.parse("x.data_ptr()\nmap(Tensor.data_ptr, y)")) == ["1", "2"]
+
+
+# A rank may look at a sample, drop a batch, load and end alone: whatever else it calls of MKOR's sends no message.
+MAY_COMMUNICATE = {
+    "rankwise.statistics.backward_reduction": {"_all_reduce", "twin_group"},  # a last micro-batch, and steps; capture
+    "rankwise.statistics.collector": {"join_replicas"},  # steps
+    "rankwise.statistics.factor_vectors": {"reduce_statistics"},  # steps
+    "rankwise.mkor.hybrid_switch": {"take_sum"},  # steps
+}
+MESSAGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce_scatter", "local_group")
+
+
+def communicating(tree: ast.AST) -> set[str]:
+    """Functions that call a collective or make a group."""
+    found = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+            names = {getattr(call, "attr", getattr(call, "id", "")) for call in called}
+            if names.intersection(MESSAGES):
+                found.add(function.name)
+    return found
+
+
+def test_what_may_communicate_of_statistics_is_listed() -> None:
+    found = {}
+    for path in [*sources("rankwise/statistics"), *sources("rankwise/mkor")]:
+        if names := communicating(ast.parse(path.read_text())):
+            found[module_name(path)] = names
+    assert found == MAY_COMMUNICATE

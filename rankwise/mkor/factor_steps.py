@@ -251,8 +251,7 @@ class FactorSteps:
 
     def drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
-        ends_round = unit is next(reversed(self._planner.units.values()), unit)
-        seen = self._statistics.drop(unit.scratch["statistics"], ends_round)
+        seen = self._statistics.drop(unit.scratch["statistics"])
         self.schedule.glimpsed.update(self.schedule.missed.intersection(seen))
 
     def _own_report(self, key: str) -> Tensor | None:

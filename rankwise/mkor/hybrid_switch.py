@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -136,30 +136,49 @@ class KneeDetector:
         )
 
 
+class _Loss:
+    """A micro-batch's loss.
+
+    Attributes:
+        value: The loss, 0-d.
+        is_propagated: Whether its backward pass is known to have begun.
+    """
+
+    def __init__(self, value: Tensor | float, is_propagated: bool) -> None:
+        known = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32, device="cpu")
+        self.value = known.to(torch.float32).reshape(())
+        self.is_propagated = is_propagated
+
+
 class LossWindow:
     """Losses of the micro-batches since the last step."""
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []
+        self._losses: list[_Loss] = []
         self._id: Hashable = None
 
-    def add(self, loss: Tensor | float, window_id: Hashable) -> None:
+    def add(self, loss: Tensor | float, window_id: Hashable, is_propagated: bool = False) -> _Loss:
         """Take a micro-batch's loss.
 
         Args:
             loss: A scalar.
             window_id: Names the accumulation window; losses of another one that nobody has used belong to a step that
                 was skipped, after an overflow for instance, and are dropped.
+            is_propagated: Whether its backward pass has begun.
         """
         if window_id != self._id:
             self.clear()
             self._id = window_id
-        known = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float32, device="cpu")
-        self._losses.append(known.to(torch.float32).reshape(()))
+        self._losses.append(_Loss(loss, is_propagated))
+        return self._losses[-1]
 
     def clear(self) -> None:
         """Forget the losses."""
         self._losses.clear()
+
+    def drop_propagated(self) -> None:
+        """Forget losses whose gradients were thrown away."""
+        self._losses = [loss for loss in self._losses if not loss.is_propagated]
 
     def take_sum(self, layout: Layout, device: torch.device, traffic: Traffic) -> HostCopy:
         """Sum over micro-batches and ranks, the same on every rank; the window is empty afterwards.
@@ -174,7 +193,7 @@ class LossWindow:
         """
         total = torch.zeros(2, dtype=torch.float64, device=device)
         if self._losses:
-            total[0] = torch.stack([loss.to(device) for loss in self._losses]).sum()
+            total[0] = torch.stack([loss.value.to(device) for loss in self._losses]).sum()
             total[1] = len(self._losses)
         self.clear()
         if layout.world_size > 1:
@@ -219,10 +238,45 @@ class Switch:
         self._learn()
         return self.__dict__
 
-    def record(self, loss: Tensor | float) -> None:
-        """Take a micro-batch's loss."""
-        if self._options.hybrid and not self.is_over:
-            self.losses.add(loss, self._statistics.window_id())
+    def record(self, loss: Tensor | float, is_propagated: bool = False) -> None:
+        """Take a micro-batch's loss; see :meth:`rankwise.MKOR.record_loss`."""
+        if not self._hears:
+            return
+        taken = self.losses.add(loss, self._statistics.window_id(), is_propagated)
+        if isinstance(loss, Tensor) and loss.requires_grad and not is_propagated:
+
+            def begin(grad: Tensor) -> None:
+                if self._statistics.adds_to_gradients():
+                    self.begin_pass()
+                    taken.is_propagated = True
+
+            loss.register_hook(begin)
+
+    def expect(self, loss: Tensor, unless: Callable[[], bool] = lambda: False) -> None:
+        """Take a micro-batch's loss once a backward pass of it begins that adds to gradients.
+
+        Args:
+            loss: Scalar with its graph.
+            unless: Asked then: whether somebody else reports it.
+        """
+        value = loss.detach().clone()
+
+        def arrived(grad: Tensor) -> None:
+            if not unless() and self._statistics.adds_to_gradients():
+                self.begin_pass()
+                self.record(value, is_propagated=True)
+
+        if self._hears and loss.requires_grad:
+            loss.register_hook(arrived)
+
+    def begin_pass(self) -> None:
+        """A backward pass begins: forget losses whose gradients were thrown away since."""
+        if self._hears and not self._statistics.keeps_gradients():
+            self.losses.drop_propagated()
+
+    @property
+    def _hears(self) -> bool:
+        return self._options.hybrid and not self.is_over and not self._statistics.is_paused
 
     def consider(self, unit: StepUnit) -> None:
         """Feed the detector this step's loss, once per step, the same on every rank; on a device, the last step's."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class MKOR(ShardedOptimizer):
         Args:
             model: The model whose parameters this optimizer updates. A ``DistributedDataParallel`` model also tells
                 the optimizer its process group, over which statistics are then reduced and matrices distributed; one
-                that is put around the model later is found in the first forward pass.
+                that is put around the model later is met in the forward pass, and joined as the first step begins.
             window: Callable that identifies the current accumulation window, so that statistics of a step the
                 framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
             loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the
@@ -125,12 +126,23 @@ class MKOR(ShardedOptimizer):
         """Take the hooks of :meth:`capture` off the model: others will train it."""
         self.statistics.release()
 
+    @contextmanager
+    def capture_paused(self) -> Iterator[None]:
+        """Inside, forward and backward passes of the captured model leave no statistics, and losses do not count.
+
+        For passes whose gradients a step uses, but whose inputs are not those of training. Evaluation, penalties by
+        ``torch.autograd.grad``, layers that are frozen by then and batches that are thrown away need no pause.
+        """
+        with self.statistics.paused():
+            yield
+
     @undisturbed_anywhere
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; statistics of a step that was skipped are forgotten."""
         super().zero_grad(set_to_none=set_to_none)
-        # Nothing else of the window: a loss may be recorded between the forward pass and this call.
         self.statistics.clear()
+        # No other ones: a loss may be recorded between the forward pass and this call.
+        self.switch.losses.drop_propagated()
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
         """Called by gradient scalers between the backward pass and the step, of whose skipping they say nothing.
@@ -142,13 +154,15 @@ class MKOR(ShardedOptimizer):
         self.statistics.gradients_unscaled(scale, is_over)
 
     @undisturbed
-    def record_loss(self, loss: Tensor | float) -> None:
+    def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
         """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
 
         Args:
-            loss: Scalar, not multiplied by a loss scale.
+            loss: Scalar, not multiplied by a loss scale. If it is given with its graph, before its backward pass, it is
+                forgotten where that pass's gradients are thrown away.
+            is_propagated: Whether its backward pass has run; it is then forgotten likewise.
         """
-        self.switch.record(loss)
+        self.switch.record(loss, is_propagated)
 
     @property
     def needs_loss(self) -> bool:
@@ -189,6 +203,7 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.watch(unit, tasks)
 
     def _unit(self) -> StepUnit:
+        self.statistics.join_replicas()
         if self.factor_steps.has_news:
             self.factor_steps.learn_before(self.planner.find(self.param_groups), self.param_groups)
         self.factor_steps.warn_of_unfrozen()

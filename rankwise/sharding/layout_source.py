@@ -270,6 +270,17 @@ class LayoutSource(ABC):
         """What the present gradients were multiplied by during the backward pass; None if the framework cannot say."""
         return None
 
+    def keeps_gradient(self, parameter: Tensor) -> bool | None:
+        """Whether the next backward pass adds to what an earlier one has left of a parameter's gradient.
+
+        Args:
+            parameter: The model's.
+
+        Returns:
+            False where it begins anew; None if that is so exactly where the parameter's ``grad`` is gone.
+        """
+        return None
+
     def alike(self) -> tuple[int, int]:
         """This rank's place among those that see the same tokens, and their number, where modules do not show it."""
         return 0, 1

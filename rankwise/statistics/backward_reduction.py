@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rankwise.sharding import Traffic, local_group
-from rankwise.statistics.window_sums import Record, hand_over
+from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]
 
@@ -38,6 +38,7 @@ class _Bucket:
     """Weights whose vectors travel in one message."""
 
     names: list[str]
+    changes: list[int] = field(default_factory=list)
     sent: Tensor | None = None
     work: dist.Work | None = None
     sizes: list[int] = field(default_factory=list)
@@ -57,19 +58,27 @@ class BackwardReduction:
     Sums over micro-batches and over ranks commute, so vectors travel once per step, in its last micro-batch. Every
     rank sends the same buckets in the same order, whatever it has by then: what a rank's backward pass never fills
     (an unused layer) holds its later buckets back until ``step()``. The last bucket always waits for ``step()`` and
-    tells whether any rank got sums after their bucket had left (a weight used more often than in earlier steps);
-    then all ranks add what came late in one more message. A window whose step is skipped is completed all the same
-    when the next one begins, or ranks that sent less would meet the others' next window.
+    tells whether the sums of a bucket have changed on any rank since it left: a weight was used more often than in
+    earlier steps, or a backward pass was thrown away. Then all ranks send their present sums in one more message, and
+    those count. So dropping sums takes no message, on one rank or on all: the next ``take`` completes what has begun.
 
     Args:
         records: The captured weights by name, in forward order; the same on every rank.
         group: Used by nobody else, see `twin_group`.
         is_last: Whether the present backward pass is the last before the step.
+        before: What was used before on the same group, after another capture.
     """
 
-    def __init__(self, records: Mapping[str, Record], group: dist.ProcessGroup, is_last: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        records: Mapping[str, Record],
+        group: dist.ProcessGroup,
+        is_last: Callable[[], bool],
+        before: BackwardReduction | None = None,
+    ) -> None:
         self.traffic = Traffic()
         self.group = group
+        self._before = before
         self._records = dict(records)
         self._names = {record: name for name, record in records.items()}
         self._is_last = is_last
@@ -80,14 +89,12 @@ class BackwardReduction:
         self._expected: dict[str, int] | None = None
         self._seen = dict.fromkeys(self._records, 0)
         self._next = 0
-        self._windows = 0
+        self._taken = 0
         self._results: dict[str, ReducedSums] = {}
         self.failures: dict[str, float] = {}
         """Failed factor steps in a row by weight, as told by their owners in the last window."""
         self.tokens: dict[str, float] = {}
         """Their numbers in the last window by weight, over all ranks."""
-        self.open = False
-        """Whether this rank has begun a window that every rank must complete."""
 
     @property
     def message_bytes(self) -> tuple[int, ...]:
@@ -103,7 +110,6 @@ class BackwardReduction:
         name = self._names.get(record)
         if name is None or not self._is_last():
             return
-        self.open = True
         self._seen[name] += 1
         while self._expected is not None and self._next < len(self._buckets) - 1:
             expected, bucket = self._expected, self._buckets[self._next]
@@ -111,16 +117,25 @@ class BackwardReduction:
                 return
             self._send(bucket)
 
+    def dropped(self, records: Iterable[Record]) -> None:
+        """Sums were forgotten. Sends nothing: other ranks may know nothing of it."""
+        for record in records:
+            if (name := self._names.get(record)) is not None:
+                self._seen[name] = 0
+
     def _send(self, bucket: _Bucket, *extra: Tensor) -> None:
         with torch.no_grad():
-            records = [self._records[name] for name in bucket.names]
-            bucket.sizes, bucket.sent = self._packed(records, extra)
+            bucket.changes = self._changes(bucket)
+            bucket.sizes, bucket.sent = self._packed([self._records[name] for name in bucket.names], extra)
         with record_function("rankwise: statistics"):
             bucket.work = self._all_reduce(bucket.sent)
         self._next += 1
 
+    def _changes(self, bucket: _Bucket) -> list[int]:
+        return [self._records[name].changes for name in bucket.names]
+
     def _packed(self, records: Sequence[Record], extra: Sequence[Tensor] = ()) -> tuple[list[int], Tensor]:
-        """Inputs, tokens and outputs of each, and what else; their sums start afresh."""
+        """Copies of the inputs, tokens and outputs of each, and what else."""
         parts: list[Tensor] = []
         for record in records:
             inputs, outputs = record.whole_sums()
@@ -128,7 +143,6 @@ class BackwardReduction:
             parts += [inputs, tokens, outputs]
         parts += extra
         packed = torch.cat([part.to(parts[0].device, self._dtype) for part in parts])
-        hand_over(records)
         return [part.numel() for part in parts], packed
 
     def _all_reduce(self, sent: Tensor) -> dist.Work:
@@ -155,72 +169,62 @@ class BackwardReduction:
         return [self._results.pop(name) for name in names]
 
     def _finish(self, failures: Callable[[str], Tensor | None]) -> None:
-        late = any(self._records[name].touched for bucket in self._buckets[: self._next] for name in bucket.names)
-        tail, self._results = self._complete(late, failures)
+        tail, self._results = self.complete(failures)
         weights = len(self._records)
         self.failures = dict(zip(self._records, tail[2 : 2 + weights], strict=True))
         self.tokens = dict(zip(self._records, tail[2 + weights :], strict=True))
         if tail[0]:
-            self._add_late()
+            self._send_anew()
             self.tokens = dict(zip(self._records, self._token_counts(self._results).tolist(), strict=True))
+        clear(list(self._records.values()))
         busiest = self._expected or self._seen
         self._expected = {name: max(count, self._seen[name]) for name, count in busiest.items()}
-        self._reset()
+        self._seen = dict.fromkeys(self._records, 0)
+        self._next = 0
 
-    def _complete(
-        self, late: bool, failures: Callable[[str], Tensor | None]
-    ) -> tuple[list[float], dict[str, ReducedSums]]:
-        """Send what has not left; wait for everything."""
-        self._windows += 1
+    def complete(self, failures: Callable[[str], Tensor | None]) -> tuple[list[float], dict[str, ReducedSums]]:
+        """Send what has not left; wait for everything. Every rank must call this alike."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            before.complete(lambda name: None)
+        self._taken += 1
+        changed = any(bucket.changes != self._changes(bucket) for bucket in self._buckets[: self._next])
         while self._next < len(self._buckets) - 1:
             self._send(self._buckets[self._next])
         device = next(iter(self._records.values())).sum_input.device
-        stamps = torch.tensor([float(late), float(self._windows)], dtype=self._dtype, device="cpu").to(device)
+        stamps = torch.tensor([float(changed), float(self._taken)], dtype=self._dtype, device="cpu").to(device)
         zero = torch.zeros(1, dtype=self._dtype, device=device)
         counts = [zero if (count := failures(name)) is None else count.view(1) for name in self._records]
         self._send(self._buckets[-1], stamps, *counts)
         found: dict[str, ReducedSums] = {}
         for bucket in self._buckets:
             parts = bucket.wait()
+            bucket.forget()
             for index, name in enumerate(bucket.names):
                 found[name] = (parts[3 * index], parts[3 * index + 1], parts[3 * index + 2])
         # The one wait for the device of a factor step.
         tail: list[float] = torch.cat([*parts[3 * len(self._buckets[-1].names) :], self._token_counts(found)]).tolist()
-        if tail[1] != self._windows * dist.get_world_size(self.group):
+        if tail[1] != self._taken * dist.get_world_size(self.group):
             raise RuntimeError(
-                "MKOR: data-parallel ranks are at different steps of their statistics; one of them ran a backward pass "
-                "or a step() that the others did not. Call both alike on every rank."
+                "MKOR: data-parallel ranks are at different steps of their statistics; one of them ran a step() that "
+                "the others did not. Call it alike on every rank."
             )
         return tail, found
 
     def _token_counts(self, found: Mapping[str, ReducedSums]) -> Tensor:
         return torch.cat([found[name][1] for name in self._records])
 
-    def _add_late(self) -> None:
+    def _send_anew(self) -> None:
+        """All sums as they are now, in place of those that left earlier."""
         sizes, packed = self._packed(list(self._records.values()))
         self._all_reduce(packed).wait()
         pieces = packed.split(sizes)
         for index, name in enumerate(self._records):
-            own = zip(self._results[name], pieces[3 * index : 3 * index + 3], strict=True)
-            inputs, tokens, outputs = (one + more for one, more in own)
-            self._results[name] = (inputs, tokens, outputs)
+            self._results[name] = (pieces[3 * index], pieces[3 * index + 1], pieces[3 * index + 2])
 
     def forget_results(self) -> None:
         """Drop what nobody has taken in the step before."""
         self._results = {}
-
-    def abandon(self) -> None:
-        """Complete and drop the window, if one is open: its step is skipped, or needs no statistics."""
-        if self.open:
-            self._complete(False, lambda name: None)
-            self._reset()
-
-    def _reset(self) -> None:
-        for bucket in self._buckets:
-            bucket.forget()
-        self._seen = dict.fromkeys(self._records, 0)
-        self._next = 0
-        self.open = False
 
 
 def _length(record: Record) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,11 +19,12 @@ from rankwise.planning.planner import Planner
 from rankwise.planning.step_unit import StepUnit
 from rankwise.sharding import Traffic
 from rankwise.sharding.layout_source import framework_advice
+from rankwise.statistics.backward_passes import adds_to_any
 from rankwise.statistics.backward_reduction import BackwardReduction, twin_group
 from rankwise.statistics.factor_vectors import LayerVectors, layer_vectors, reduce_statistics
 from rankwise.statistics.grad_scalers import watch_gradient_scalers
 from rankwise.statistics.hooks import Capture, Describe
-from rankwise.statistics.linear_views import seen_by, views_of
+from rankwise.statistics.linear_views import LinearView, seen_by, views_of
 from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["Collector", "Reduced"]
@@ -63,7 +65,9 @@ class Collector:
         self._last_micro_batch: Callable[[], bool] | None = None
         self._unscaled_by: Tensor | None = None
         self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
-        self._ask_uncompiled = self._ask
+        self._pauses = 0
+        self._met: nn.parallel.DistributedDataParallel | None = None
+        self._meet_uncompiled = self._meet
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The model of a copy is not known.
@@ -109,9 +113,15 @@ class Collector:
 
         self.release()
         # Not in the class's body: the compiler takes as long to import as torch.
-        self._ask_uncompiled = torch.compiler.disable(self._ask)
+        self._meet_uncompiled = torch.compiler.disable(self._meet)
         alike = self._planner.source.alike()
-        self.hooks = Capture(model, wanted, window, lambda module: seen_by(views_of(module, describe(module)), alike))
+
+        def views(module: nn.Module) -> list[LinearView]:
+            return seen_by(views_of(module, describe(module)), alike)
+
+        # The source may be another one later.
+        self.hooks = Capture(model, wanted, window, views, lambda weight: self._planner.source.keeps_gradient(weight))
+        self.hooks.paused = self._pauses > 0
         self.hooks.on_training_forward = self._find_replicas
         self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
         self.early = self.hooks.listener = self._reduce_early()
@@ -162,6 +172,25 @@ class Collector:
         if self.hooks is not None:
             self.hooks.clear()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hear of nothing inside."""
+        self._pause(1)
+        try:
+            yield
+        finally:
+            self._pause(-1)
+
+    def _pause(self, change: int) -> None:
+        self._pauses += change
+        if self.hooks is not None:
+            self.hooks.paused = self._pauses > 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing counts for the time being."""
+        return self._pauses > 0
+
     def listen_to(self, keys: Collection[str], in_company: bool) -> None:
         """See :meth:`rankwise.statistics.hooks.Capture.listen_to`; of matrices, by key."""
         assert self.hooks is not None
@@ -176,6 +205,18 @@ class Collector:
         """The present accumulation window; None where nobody names it."""
         return None if self.hooks is None else self.hooks.window_id()
 
+    def adds_to_gradients(self) -> bool:
+        """Whether the backward pass that runs now adds to the gradient of a parameter."""
+        return adds_to_any(self._table.parameters.values())
+
+    def keeps_gradients(self) -> bool:
+        """Whether the next backward pass adds to what an earlier one has left of the gradient of a parameter."""
+        for parameter in self._table.parameters.values():
+            kept = self._planner.source.keeps_gradient(parameter)
+            if parameter.grad is not None if kept is None else kept:
+                return True
+        return False
+
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
         """See :class:`rankwise.statistics.grad_scalers.HearsOfScalers`."""
         self._unscaled_by = scale
@@ -188,24 +229,30 @@ class Collector:
         self._last_micro_batch = self._last_micro_batch or partial(getattr, wrapper, "require_backward_grad_sync")
 
     def _find_replicas(self, weights: Sequence[nn.Parameter]) -> None:
-        """Join the wrapper that runs these layers, where the model inside it was captured; a collective then.
+        """Remember the wrapper that runs these layers, where the model inside it was captured."""
+        if self._planner.source.group is None and self._met is None:
+            wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+            if wrapper is not None:
+                self._meet_uncompiled(wrapper, weights)
+
+    def _meet(self, wrapper: nn.parallel.DistributedDataParallel, weights: Sequence[nn.Parameter]) -> None:
+        """See above; out of the way of compilers, which cannot follow process groups."""
+        if wrapper.process_group.size() > 1:
+            replicated = {id(parameter) for parameter in wrapper.parameters()}
+            if any(id(weight) in replicated for weight in weights):
+                self._met = wrapper
+
+    def join_replicas(self) -> None:
+        """Join the wrapper that has been met, if any; a collective then, as a step begins.
 
         Raises:
             OptionError: A rank has taken a step without the others; raised on all of them.
         """
-        if self._planner.source.group is None:
-            wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-            if wrapper is not None:
-                self._ask_uncompiled(wrapper, weights)
-
-    def _ask(self, wrapper: nn.parallel.DistributedDataParallel, weights: Sequence[nn.Parameter]) -> None:
-        """See above; out of the way of compilers, which cannot follow process groups."""
-        if wrapper.process_group.size() == 1:
+        wrapper, self._met = self._met, None
+        if wrapper is None or self._planner.source.group is not None:
             return
-        replicated = {id(parameter) for parameter in wrapper.parameters()}
-        if not any(id(weight) in replicated for weight in weights):
-            return
-        begun = torch.tensor(float(bool(self._planner.units)), dtype=torch.float32, device=weights[0].device)
+        device = next(iter(self.records.values())).parameter.device
+        begun = torch.tensor(float(bool(self._planner.units)), dtype=torch.float32, device=device)
         dist.all_reduce(begun, group=wrapper.process_group)
         if begun:
             raise OptionError(
@@ -223,7 +270,8 @@ class Collector:
             return None
         if self._twin is None or self._twin[0] is not group:
             self._twin = (group, twin_group(group))
-        return BackwardReduction(self.records, self._twin[1], is_last)
+        before = None if self.early is None or self.early.group is not self._twin[1] else self.early
+        return BackwardReduction(self.records, self._twin[1], is_last, before)
 
     # --- sums ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +291,10 @@ class Collector:
             first: Whether the unit is the first of its round.
             own_report: What this rank has to say of a matrix that it owns, 0-d.
         """
+        assert self.hooks is not None
         divisor = self._gradient_divisor(unit)
+        if first and self._planner.is_plain:
+            self.hooks.drop_thrown_away(in_step=True)
         if self.early is not None:
             sums = self.early.take(keys, first, own_report)
             like = torch.empty(0, dtype=unit.dtype, device=unit.device)
@@ -252,7 +303,6 @@ class Collector:
             # Those have been waited for: the ranks had to find out whether anything came late.
             known = torch.tensor(numbers, dtype=torch.float32, device="cpu")
             return Reduced(dict(zip(keys, found, strict=True)), HostCopy(known))
-        assert self.hooks is not None
         records = [self.records[key] for key in keys]
         vectors, packed = reduce_statistics(unit, records, [own_report(key) for key in keys], divisor)
         clear(records)
@@ -263,22 +313,22 @@ class Collector:
         if self.early is not None:
             self.early.forget_results()
 
-    def drop(self, keys: Sequence[str], ends_round: bool) -> list[str]:
+    def drop(self, keys: Sequence[str]) -> list[str]:
         """Drop what was gathered for a step, so that it is not added to the next one's.
 
         Args:
             keys: The matrices.
-            ends_round: Whether the step is the last of its round.
 
         Returns:
             The matrices that had tokens nobody has taken.
         """
         assert self.hooks is not None
         self._unscaled_by = self.hooks.is_over = None
-        if self.early is not None and ends_round:
-            self.early.abandon()
-        seen = [key for key in keys if self.records[key].count]
-        clear([self.records[key] for key in keys])
+        records = [self.records[key] for key in keys]
+        seen = [key for key, record in zip(keys, records, strict=True) if record.count]
+        clear(records)
+        if self.early is not None:
+            self.early.dropped(records)
         return seen
 
     def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:

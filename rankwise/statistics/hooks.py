@@ -1,9 +1,10 @@
 r"""MKOR's statistics of linear layers, taken from module hooks: mean input and gradient of a virtual bias.
 
 The forward hook sums a layer's input over its tokens and leaves a hook on the output; when the output's gradient
-arrives, both sums are committed together. That happens once per micro-batch, never for a forward without a backward,
-so it holds under evaluation, several micro-batches in flight, and both kinds of activation checkpointing, whose extra
-forward either records no graph or leaves one that is thrown away. No activation is kept.
+arrives in a backward pass that adds to the weight's gradient, both sums are committed together. That happens once per
+micro-batch, never for a forward without a backward, so it holds under evaluation, several micro-batches in flight, and
+both kinds of activation checkpointing, whose extra forward either records no graph or leaves one that is thrown away.
+A weight's sums die with its gradient: once that is gone, the next backward pass drops them. No activation is kept.
 
 The scale rule: with all sums taken over every micro-batch and data-parallel rank of one optimizer step,
 
@@ -30,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankwise.kernels.surroundings import stand_ins
 from rankwise.sharding.dtensors import is_sharded
+from rankwise.statistics.backward_passes import BackwardPasses, will_add_to
 from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
 from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record, clear
 
@@ -46,9 +48,10 @@ class Capture:
     The sums live on the weight's device in float32 (float64 for a float64 weight); their size is linear in the layer's
     width.
 
-    Weights that are frozen or recomputed at each use (parametrizations) are left out. ``torch.autograd.grad`` through
-    a captured layer counts as a backward pass: switch ``enabled`` off around it. Forward passes
-    within the transforms of ``torch.func``, and those by which pipelines find out shapes, are passed over.
+    Weights that are frozen when the hooks are made, or recomputed at each use (parametrizations), are left out. A
+    backward pass counts if it adds to the weight's gradient: not where the layer is frozen by then, nor in
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` for something else. Forward passes within the transforms of
+    ``torch.func``, and those by which pipelines find out shapes, are passed over.
 
     Args:
         model: a module to search, or an iterable of modules to hook.
@@ -57,6 +60,8 @@ class Capture:
             engine's count of optimizer steps. Without it a window ends with `take` or `begin_window`.
         describe: recognises a module as linear; replace it to hook a framework's own layers, or layers that ranks
             share: each then sums its part, and the sums over all ranks are those of one process.
+        kept: says of a parameter whether the next backward pass adds to a gradient of an earlier one, where a framework
+            keeps gradients elsewhere; None: they are in ``grad``.
 
     Raises:
         ValueError: if modules that share a weight disagree on its shape, or a layer has no shape yet.
@@ -68,26 +73,32 @@ class Capture:
         select: Callable[[nn.Module, Parameter], bool] | None = None,
         window: Callable[[], Hashable] | None = None,
         describe: Describe = describe_linear,
+        kept: Callable[[Tensor], bool | None] = lambda parameter: None,
     ) -> None:
         self.enabled = True
+        self.paused = False
+        """Whether nothing counts for the time being."""
         self.listener: CommitListener | None = None
         self.on_training_forward: Callable[[list[Parameter]], None] | None = None
         """Called with the weights of a module whose output wants a gradient."""
         self._chosen: frozenset[Record] | None = None
         self._in_company = True
-        self._judged = False
+        self._passes = BackwardPasses(kept)
         self.is_over: Callable[[], bool] | None = None
-        """Whether the window has ended, even if its sums have not been taken; asked at training forward passes."""
+        """Whether the window has ended, even if its sums have not been taken; asked as a backward pass begins."""
         self.records: dict[Parameter, Record] = {}
         self._window = window
         self._window_id: Hashable = None
         self.root = model if isinstance(model, nn.Module) else None
         self._by_module: dict[nn.Module, list[tuple[LinearView, Record]]] = {}
+        self._names: dict[Parameter, str] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in _named_modules(model):
             for view in views_of(module, describe(module)):
                 if view.weight.requires_grad and (select is None or select(module, view.weight)):
                     self._by_module.setdefault(module, []).append((view, self._add(name, view)))
+                    own = module.named_parameters(recurse=False)
+                    self._names |= {parameter: key for key, parameter in own if parameter is view.weight}
         self.attach()
 
     def attach(self) -> None:
@@ -106,8 +117,6 @@ class Capture:
                 )
                 for module, views in self._by_module.items()
             ]
-            if self.root is not None and self._window is not None:
-                self._handles.append(self.root.register_forward_pre_hook(self._on_window))
 
     def replace_parameters(self, exchanged: Mapping[int, Tensor]) -> None:
         """Go on with other tensors as weights and biases, by the identity of those before; sums stay."""
@@ -120,6 +129,7 @@ class Capture:
         self.records = {record.parameter: record for record in self.records.values()}
         for views in self._by_module.values():
             views[:] = [(replace(view, weight=now(view.weight), bias=now(view.bias)), record) for view, record in views]
+        self._names = {now(parameter): name for parameter, name in self._names.items()}
 
     def remove(self) -> None:
         """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
@@ -176,15 +186,29 @@ class Capture:
         record = self.records[parameter]
         inputs, outputs = (sums.clone() for sums in record.whole_sums())
         count = record.count
-        clear([record])
+        self._drop([record])
         return inputs, count, outputs
 
     def clear(self) -> None:
-        """Forget the sums of all weights."""
+        """Forget the sums of all weights. No rank needs to know whether others do."""
         self.is_over = None
+        self._drop(list(self.records.values()))
+
+    def drop_thrown_away(self, in_step: bool = False) -> None:
+        """Forget sums whose gradients were thrown away since the last backward pass.
+
+        Args:
+            in_step: Whether a step is to use the gradients, and no further backward pass to add to them.
+        """
+        if self.is_over is not None and not in_step and self.is_over():
+            self.clear()
+        elif gone := self._passes.thrown_away(self.records.values(), in_step):
+            self._drop(gone)
+
+    def _drop(self, records: list[Record]) -> None:
+        clear(records)
         if self.listener is not None:
-            self.listener.abandon()
-        clear(list(self.records.values()))
+            self.listener.dropped(records)
 
     def _add(self, name: str, view: LinearView) -> Record:
         weight, shape = view.weight, view.shape
@@ -207,24 +231,14 @@ class Capture:
             record.bias = None
         return record
 
-    def _on_window(self, module: nn.Module, args: Any) -> None:
-        # Every rank comes by here, also one whose backward pass will reach no captured layer.
-        follows = self.listener is not None and self.enabled and self._in_company
-        if follows and module.training and torch.is_grad_enabled():
-            assert self._window is not None and self.listener is not None
-            self.begin_window(self._window())
-            self.listener.open = True
-
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self.enabled:
+        if not self.enabled or self.paused:
             return
         result = output[0] if isinstance(output, tuple) else output
         if not isinstance(result, Tensor) or not result.requires_grad or _in_transform() or _among_stand_ins():
             return
         if self.on_training_forward is not None:
             self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
-        if self._window is None and not _in_backward():
-            self._drop_what_was_skipped(module)
         inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
         hooked, rehearsed = _with_gradient(result, inputs), _in_rehearsal()
         for view, record in self._by_module.get(module, ()):
@@ -232,16 +246,27 @@ class Capture:
                 continue
             rows = None if view.rows is None else view.rows(args, kwargs)
             # Also in a rehearsal: selective checkpointing wants to see the same operations again.
-            call = _input_call(view, record, inputs, rows)
+            call = _input_call(view, record, inputs, rows, self._in_use(module, record.parameter))
             if not rehearsed:
                 hooked.register_hook(partial(self._on_output_grad, call, rows))
 
+    def _in_use(self, module: nn.Module, parameter: Parameter) -> Tensor:
+        """What the module multiplies by: the whole weight that is put in the place of a shard, or the weight."""
+        if not is_sharded(parameter):
+            return parameter
+        used = getattr(module, self._names[parameter], parameter)
+        return used if isinstance(used, Parameter) else parameter
+
     def _on_output_grad(self, call: ModuleCall, rows: slice | None, grad: Tensor | None) -> None:
-        if grad is None or not self.enabled or not self._handles or not self._wants(call.record):
+        record = call.record
+        if grad is None or not self.enabled or self.paused or not self._handles or not self._wants(record):
+            return
+        if not will_add_to(record, call.weight):
             return
         if self._window is not None:
             self.begin_window(self._window())
-        record = call.record
+        if self._passes.begins(call.born):
+            self.drop_thrown_away()
         grad = grad.detach()
         record.move_to(grad.device)
         record.sum_output_grad += _summed(grad, rows, record.outputs, record.shape.out_features, record.sum_output_grad)
@@ -251,26 +276,10 @@ class Capture:
             record.sum_input += call.sum_input
             record.count += call.count
         record.touched = True
-        self._judged = False
+        record.changes += 1
+        self._passes.added(record, call.weight)
         if self.listener is not None and self._in_company:
             self.listener.committed(record)
-
-    def _drop_what_was_skipped(self, module: nn.Module) -> None:
-        """Forget a window of which it is known, or seen, that a gradient scaler skipped its step.
-
-        Seen where its gradients are gone and its sums are not finite. Finite ones stay: gradients may have been moved
-        to where they are accumulated.
-        """
-        if self.is_over is not None and self.is_over():
-            self.clear()
-            return
-        views = self._by_module.get(module, ())
-        if not any(record.touched and record.parameter.grad is None for _, record in views) or self._judged:
-            return
-        self._judged = True  # once per backward pass, as this waits for the device
-        sums = [s for r in self.records.values() if r.touched for s in (r.sum_input, r.sum_output_grad)]
-        if not all(torch.stack([total.isfinite().all().cpu() for total in sums]).tolist()):
-            self.clear()
 
     def _wants(self, record: Record) -> bool:
         return self._chosen is None or record in self._chosen
@@ -292,11 +301,6 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
         yield from model.named_modules()
     else:
         yield from ((str(index), module) for index, module in enumerate(model))
-
-
-def _in_backward() -> bool:
-    """Whether this is a forward pass repeated by activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _in_transform() -> bool:
@@ -346,7 +350,7 @@ def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
     return flat if rows is None else flat[rows]
 
 
-def _input_call(view: LinearView, record: Record, inputs: Tensor, chosen: slice | None) -> ModuleCall:
+def _input_call(view: LinearView, record: Record, inputs: Tensor, chosen: slice | None, weight: Tensor) -> ModuleCall:
     features = record.shape.in_features
     held, side = placed(inputs, record.inputs)
     rows = _as_rows(held, chosen)
@@ -356,7 +360,8 @@ def _input_call(view: LinearView, record: Record, inputs: Tensor, chosen: slice 
             f"{features}; exclude its weight (MKOR's option 'exclude', Capture's 'select')"
         )
     count = len(range(rows.shape[0])[side.share(rows.shape[0])])
-    return ModuleCall(record, _summed(inputs, chosen, record.inputs, features, record.sum_input, view.prepare), count)
+    summed = _summed(inputs, chosen, record.inputs, features, record.sum_input, view.prepare)
+    return ModuleCall(record, weight, summed, count, torch._C._current_graph_task_id())
 
 
 def _summed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from rankwise.statistics.linear_views import LinearShape, SummedPart
 
-__all__ = ["CommitListener", "ModuleCall", "Record", "clear", "hand_over"]
+__all__ = ["CommitListener", "ModuleCall", "Record", "clear"]
 
 
 @dataclass(eq=False)
@@ -30,6 +30,10 @@ class Record:
         sum_output_grad: sum of that part of the output gradient over tokens, with the loss scale in it.
         count: number of tokens in the sums; 0 if no backward pass came by.
         touched: whether there is anything in the sums.
+        changes: number of times that the sums were added to or forgotten.
+        weight: what the module multiplied by in the last backward pass, whole where `parameter` is a shard.
+        gradient: whether the gradient was at the weight when that pass ended, and its version; None before.
+        accumulator: a weight, and the node of autograd's graph that adds to its gradient.
     """
 
     name: str
@@ -43,6 +47,10 @@ class Record:
     count: int = 0
     epoch: int = field(default=0, repr=False)
     touched: bool = field(default=False, repr=False)
+    changes: int = field(default=0, repr=False)
+    weight: Tensor | None = field(default=None, repr=False)
+    gradient: tuple[bool, int] | None = field(default=None, repr=False)
+    accumulator: tuple[Tensor, Any] | None = field(default=None, repr=False)
 
     @property
     def transposed(self) -> bool:
@@ -67,40 +75,39 @@ class Record:
                 self.sum_output_grad = torch.zeros_like(self.sum_output_grad, device=device)
 
 
-def hand_over(records: Sequence[Record]) -> None:
-    """Start the sums afresh within the window: somebody has copied them."""
+def clear(records: Sequence[Record]) -> None:
+    """Forget the sums, and what the window's module calls would add to them."""
     sums = [own for record in records if record.touched for own in (record.sum_input, record.sum_output_grad)]
     if sums:
         torch._foreach_zero_(sums)
     for record in records:
+        record.changes += record.touched
         record.count, record.touched = 0, False
-
-
-def clear(records: Sequence[Record]) -> None:
-    """Forget the sums, and what the window's module calls would add to them."""
-    hand_over(records)
-    for record in records:
         record.epoch += 1
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One forward call that waits for its output gradient."""
+    """One forward call that waits for its output gradient.
+
+    Attributes:
+        weight: what the module multiplied by.
+        born: the graph task in which the call was made, by activation checkpointing; or -1.
+    """
 
     record: Record
+    weight: Tensor
     sum_input: Tensor
     count: int
+    born: int
     epoch: int = -1
 
 
 class CommitListener(Protocol):
     """Follows the sums as the backward pass adds to them."""
 
-    open: bool
-    """Whether a window has begun that all ranks must end together."""
-
     def committed(self, record: Record) -> None:
         """A weight has got the sums of a module call."""
 
-    def abandon(self) -> None:
-        """The window is dropped."""
+    def dropped(self, records: Sequence[Record]) -> None:
+        """Sums of these weights were forgotten, perhaps on this rank alone."""

@@ -6,6 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -153,7 +154,11 @@ class ShardedOptimizer(Optimizer, ABC):
     def release(self) -> None:
         """Undo :meth:`capture`."""
 
-    def record_loss(self, loss: Tensor | float) -> None:
+    def capture_paused(self) -> AbstractContextManager[None]:
+        """Inside, the model's layers are not watched; see :meth:`rankwise.MKOR.capture_paused`. May be nested."""
+        return nullcontext()
+
+    def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
         """Report a micro-batch's loss, where the rule needs it; see :meth:`rankwise.MKOR.record_loss`."""
 
     # --- what a subclass adds -----------------------------------------------------------------------------------
@@ -308,7 +313,7 @@ class ShardedOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
             if self.needs_loss and (isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)):
-                self.record_loss(loss)
+                self.record_loss(loss, is_propagated=True)
         if not are_deferred():
             self._step()
         return loss

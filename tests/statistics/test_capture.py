@@ -423,7 +423,10 @@ def test_layers_frozen_after_the_hooks_are_passed_over() -> None:
     layer.requires_grad_(False)
     layer(torch.ones(1, 2))
     layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert capture.take(layer.weight)[1] == 1
+    assert capture.take(layer.weight)[1] == 0
+    layer.requires_grad_(True)
+    layer(torch.ones(3, 2)).sum().backward()
+    assert capture.take(layer.weight)[1] == 3
 
 
 def test_custom_layers_with_tuple_output_and_keyword_input() -> None:

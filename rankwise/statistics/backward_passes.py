@@ -1,0 +1,153 @@
+"""Which backward passes add to a weight's gradient, and whether what they added is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from rankwise.sharding.dtensors import is_sharded, local_view
+from rankwise.statistics.window_sums import Record
+
+__all__ = ["BackwardPasses", "adds_to_any", "will_add_to"]
+
+
+def will_add_to(record: Record, weight: Tensor) -> bool:
+    """Whether the backward pass that runs now adds to the gradient of a weight.
+
+    It does not where the weight is frozen by now, nor in ``torch.autograd.grad`` and ``backward(inputs=...)`` that ask
+    for other gradients.
+
+    Args:
+        record: Keeps the node of the graph that is asked for.
+        weight: What the module multiplied by: the record's parameter, or the whole weight in place of a shard.
+    """
+    if not weight.requires_grad:
+        return False
+    if torch._C._current_graph_task_id() == -1:  # compiled autograd runs hooks outside the engine
+        return True
+    if record.accumulator is not None and record.accumulator[0] is weight and _will_run(record.accumulator[1]):
+        return True
+    # The node is another one once the weight has been on another device.
+    node = get_gradient_edge(weight).node
+    record.accumulator = (weight, node)
+    return _will_run(node)
+
+
+def adds_to_any(weights: Iterable[Tensor]) -> bool:
+    """Whether the backward pass that runs now adds to the gradient of one of these weights.
+
+    Of shards nothing is known: other tensors take their place in the graph.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    trained = (weight for weight in weights if weight.requires_grad)
+    return any(is_sharded(weight) or _will_run(get_gradient_edge(weight).node) for weight in trained)
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad hands this very gradient to its caller
+        return False
+
+
+class BackwardPasses:
+    """Tells backward passes apart, and finds records whose gradients were thrown away between two of them.
+
+    A gradient that is gone (``None``, or zeros in place) takes its statistics along. One that was never seen at the
+    weight, because a hook moved it while the backward pass ran, is looked for no more.
+
+    Args:
+        kept: Says of a parameter whether the next backward pass adds to what is there, where a framework keeps
+            gradients elsewhere; None: they are at the parameter.
+    """
+
+    def __init__(self, kept: Callable[[Tensor], bool | None]) -> None:
+        self._kept = kept
+        self._present = -1
+        self._outer: dict[int, int] = {}
+        self._added: dict[int, list[Record]] = {}
+
+    def begins(self, born: int) -> bool:
+        """Whether this is the first call in a backward pass; passes that run inside another one belong to it.
+
+        Args:
+            born: The graph task in which the forward pass ran, as activation checkpointing repeats it; or -1.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1 or (task == self._present and born in (-1, task)):
+            return False
+        if born not in (-1, task):
+            self._outer[task] = born
+        top = task
+        while top in self._outer:
+            top = self._outer[top]
+        if top == self._present:
+            return False
+        self._present = top
+        self._outer = {inner: outer for inner, outer in self._outer.items() if inner > top}
+        self._added = {other: records for other, records in self._added.items() if other >= top}
+        return True
+
+    def added(self, record: Record, weight: Tensor) -> None:
+        """The present backward pass will add to the gradient of a record's weight."""
+        record.weight, record.gradient = weight, None
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return
+        if task not in self._added:
+            self._added[task] = []
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            # Queued anew as it ends: what reduces gradients may have been queued after this.
+            queue(partial(queue, partial(self._see, task)))
+        self._added[task].append(record)
+
+    def _see(self, task: int) -> None:
+        """Find the gradients at the end of a backward pass."""
+        for record in self._added.pop(task, ()):
+            if self._kept(record.parameter) is None:
+                grad = _gradient(record)
+                record.gradient = (grad is not None, 0 if grad is None else grad._version)
+
+    def thrown_away(self, records: Collection[Record], in_step: bool = False) -> list[Record]:
+        """Records with sums whose gradients are gone; at the beginning of a backward pass, or in a step.
+
+        Args:
+            records: Those of all weights.
+            in_step: Whether to look only at gradients that are at their parameters.
+        """
+        gone, changed = [], []
+        for record in records:
+            if not record.touched or (in_step and record.gradient is None):
+                continue
+            kept = None if in_step else self._kept(record.parameter)
+            if kept is None:
+                grad = _gradient(record)
+                if grad is None:
+                    kept = record.gradient is not None and not record.gradient[0]
+                elif record.gradient is not None and record.gradient != (True, grad._version) and not in_step:
+                    changed.append((record, local_view(grad)))
+            if kept is False:
+                gone.append(record)
+        return gone + _zeroed(changed)
+
+
+def _gradient(record: Record) -> Tensor | None:
+    grad = record.parameter.grad
+    return record.weight.grad if grad is None and record.weight is not None else grad
+
+
+def _zeroed(changed: list[tuple[Record, Tensor]]) -> list[Record]:
+    """Those whose gradients were set to zero; the host waits for the device, as gradients were changed by hand."""
+    filled = [(record, grad) for record, grad in changed if grad.numel()]
+    if not filled:
+        return []
+    zero = [not found for found in torch.stack([grad.any().cpu() for _, grad in filled]).tolist()]
+    if all(zero):
+        return [record for record, _ in changed]  # also those of which this rank has no element
+    return [record for (record, _), is_zero in zip(filled, zero, strict=True) if is_zero]
