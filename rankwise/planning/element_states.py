@@ -15,7 +15,7 @@ from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.packed_states import PackedLayout, PackedRun
+from rankwise.planning.packed_states import PackedLayout, PackedRun, PackedValues
 from rankwise.sharding.dtensors import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.sharding.layout_source import real_view
 
@@ -368,8 +368,22 @@ class ElementStates:
         slot = self._slots.get((entry.shard.tensor, name))
         return None if slot is None else slot.offsets.get(entry.index)
 
+    def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
+        """The entries in one tensor with what their states are to be written into; packed ones stay so."""
+        return [
+            (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
+            for entry in self._by_tensor[index]
+        ]
+
+    def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
+        index, slot = entry.shard.tensor, self._slots[(entry.shard.tensor, name)]
+        if slot.packed is None:
+            return self._open_view(states, name, entry)
+        kept = self._packed(states, index, name)
+        return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
+
     def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
-        """The entries in one tensor with views of their states, allocated if they were not."""
+        """The entries in one tensor with views of their states, opened, allocated if they were not."""
         return [
             (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]

@@ -22,7 +22,15 @@ from torch import Tensor
 from rankwise.kernels.low_precision_runs import BLOCK, ROOT, SIGNED, LowPrecisionRuns, blocks_of, is_coded, is_narrow
 from rankwise.kernels.quantization import decode_, encode_
 
-__all__ = ["OPENED", "PackedLayout", "PackedRun", "may_be_packed", "packed_in"]
+__all__ = [
+    "OPENED",
+    "PackedLayout",
+    "PackedRun",
+    "PackedValues",
+    "may_be_packed",
+    "packed_in",
+    "values_of",
+]
 
 OPENED = {SIGNED: torch.bfloat16, ROOT: torch.float32}
 """Types of the opened form, by that of the codes."""
@@ -170,6 +178,10 @@ class PackedLayout:
         if coded:
             decode_(found, self._codes(kept, coded))
 
+    def write(self, kept: Tensor, start: int, values: Tensor) -> None:
+        """Keep the values of one run, which begins there, rounded to the nearest."""
+        self._write(kept, [(self.runs[bisect_right(self._offsets, start) - 1], 0, values)])
+
     def _write(self, kept: Tensor, pieces: Sequence[tuple[PackedRun, int, Tensor]]) -> None:
         """Keep values of parts of runs, each of whole blocks, from an element of the run on."""
         coded = [piece for piece in pieces if is_coded(piece[0].dtype)]
@@ -216,6 +228,11 @@ class PackedLayout:
             blocks.append(signed[block : block + blocks_of(place, numel)])
         return LowPrecisionRuns(codes, blocks, [run.first + first for run, first, _ in parts], [0] * len(parts))
 
+    def type_at(self, start: int) -> torch.dtype:
+        """The type in which an element of a run is opened."""
+        kept = self.runs[max(bisect_right(self._offsets, start) - 1, 0)].dtype
+        return OPENED.get(kept, kept)
+
     # --- in checkpoints -----------------------------------------------------------------------------------------
 
     def record(self, shape: Sequence[int]) -> dict[str, Any]:
@@ -244,6 +261,63 @@ def packed_in(record: Mapping[str, Any], name: str) -> tuple[PackedLayout, tuple
     shape = tuple(packed["shape"])
     narrowest = min(types, key=lambda dtype: dtype.itemsize)
     return PackedLayout(narrowest, prod(shape), runs), shape
+
+
+class PackedValues:
+    """A run of a packed state, which has memory of its own only while it is read or filled.
+
+    Args:
+        kept: The packed state.
+        layout: How it is packed.
+        start: Its first element in the opened state, that of a run.
+        length: Its elements.
+    """
+
+    def __init__(self, kept: Tensor, layout: PackedLayout, start: int, length: int) -> None:
+        self._kept, self._layout, self._start, self._length = kept, layout, start, length
+        self._room: Tensor | None = None
+        self._missing = length
+
+    def opened(self) -> Tensor:
+        """Its values, 1-D."""
+        found = torch.empty(self._length, dtype=self._layout.type_at(self._start), device=self._kept.device)
+        self._layout.read(self._kept, self._start, found)
+        return found
+
+    def like(self) -> Tensor:
+        """A tensor of the opened values' type and shape, without any."""
+        return torch.empty(self._length, dtype=self._layout.type_at(self._start), device="meta")
+
+    def to_fill(self) -> Tensor:
+        """Room for values, the same until all are there; they are packed then."""
+        if self._room is None:
+            wide = torch.promote_types(self._layout.type_at(self._start), torch.float32)
+            self._room = torch.zeros(self._length, dtype=wide, device=self._kept.device)
+        return self._room
+
+    def filled(self, numel: int) -> None:
+        """So many more values are there."""
+        self._missing -= numel
+        if self._missing <= 0:
+            self.close()
+
+    def close(self) -> None:
+        """Pack what is there."""
+        if self._room is not None:
+            self._layout.write(self._kept, self._start, self._room)
+            self._room = None
+
+
+def values_of(state: Tensor, first: int, numel: int, layout: PackedLayout | None) -> Tensor | PackedValues:
+    """A run of a saved state, by its first element when opened.
+
+    Args:
+        state: As saved.
+        first: First element of the run.
+        numel: Elements of the run.
+        layout: How the state is packed; None: it is not.
+    """
+    return state.reshape(-1)[first : first + numel] if layout is None else PackedValues(state, layout, first, numel)
 
 
 def _aligned(place: int) -> int:
