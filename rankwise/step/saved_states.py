@@ -176,8 +176,8 @@ class SavedStates:
         for group in groups:
             for tensor in group["params"]:
                 key, state = next(keys), states.get(tensor, {})
-                if everywhere or is_sharded(tensor):
-                    found[key] = found.get(key, {}) | opened(tensor, group, state)
+                if (everywhere or is_sharded(tensor)) and key in found:
+                    found[key] = found[key] | opened(tensor, group, state)
                 if REMAINDER in state and self._planner.is_plain:
                     found[key] = {**found[key], REMAINDER: fit_to_travel(state[REMAINDER])}
         return found
@@ -185,10 +185,8 @@ class SavedStates:
     def opened(self, groups: Groups, states: States) -> dict[Tensor, dict[str, Any]]:
         """All states, with new ones in the place of those that are packed."""
         opened = self._opener(groups)
-        own = ((tensor, group) for group in groups for tensor in group["params"])
-        return {
-            tensor: {**states.get(tensor, {}), **opened(tensor, group, states.get(tensor, {}))} for tensor, group in own
-        }
+        own = ((tensor, group, states.get(tensor, {})) for group in groups for tensor in group["params"])
+        return {tensor: {**state, **opened(tensor, group, state)} for tensor, group, state in own}
 
     def _opener(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
         """What opens the packed ones among a tensor's states."""
