@@ -15,7 +15,7 @@ from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.quantized_states import OPENED, QuantizedLayout, QuantizedRun
+from rankwise.planning.packed_states import PackedLayout, PackedRun, PackedValues
 from rankwise.sharding.dtensors import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.sharding.layout_source import real_view
 
@@ -33,26 +33,28 @@ class _Slot:
     """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it.
 
     Attributes:
-        dtype: Its type; of one that is kept in codes, when it is opened.
+        dtype: Its type; of one that is packed, when it is opened.
         compact_numel: Elements of a compact state, else None.
         numel: Elements of the state, compact or not.
         offsets: Where the entries' parts begin, by their index.
-        coded: Coded of a state that is kept in codes, else None.
+        packed: How it is kept in codes, or in several types; else None.
     """
 
     dtype: torch.dtype
     compact_numel: int | None
     numel: int
     offsets: Mapping[int, int]
-    coded: QuantizedLayout | None = None
+    packed: PackedLayout | None = None
 
 
-def _type_of(kept: torch.dtype | None, computed: torch.dtype) -> torch.dtype:
-    return computed if kept is None else OPENED.get(kept, kept)
-
-
-def _coded(kept: torch.dtype | None, numel: int, runs: Sequence[QuantizedRun]) -> QuantizedLayout | None:
-    return QuantizedLayout(kept, numel, runs) if kept is not None and is_coded(kept) else None
+def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[PackedRun], kept: torch.dtype) -> _Slot:
+    """The slot of a state; of no run, of a type."""
+    # What is decided for a parameter is decided wherever it is stored: one tensor may keep several types.
+    types = list(dict.fromkeys(run.dtype for run in runs)) or [kept]
+    narrowest = min(types, key=lambda dtype: dtype.itemsize)
+    packed = PackedLayout(narrowest, numel, runs) if len(types) > 1 or is_coded(narrowest) else None
+    dtype = narrowest if packed is None else packed.opened_type
+    return _Slot(dtype, numel if compact else None, numel, offsets, packed)
 
 
 class EntryRuns(NamedTuple):
@@ -64,6 +66,20 @@ class EntryRuns(NamedTuple):
     """
 
     tensors: tuple[int, ...]
+    runs: RunPlan
+
+
+class _StateRuns(NamedTuple):
+    """Runs of entries in a state.
+
+    Attributes:
+        tensors: Tensors of the unit, those that have any, in the order of the runs; one of several types may repeat.
+        types: As which type the packed ones are seen; None: they are not packed.
+        runs: In them.
+    """
+
+    tensors: tuple[int, ...]
+    types: tuple[torch.dtype | None, ...]
     runs: RunPlan
 
 
@@ -81,27 +97,33 @@ class CodesPlan(NamedTuple):
     exponents: RunPlan
 
 
-def _runs_of_entries(entries: Iterable[Entry], first: Callable[[Entry], int]) -> EntryRuns:
+def _runs_of_entries(
+    entries: Iterable[Entry],
+    first: Callable[[Entry], int],
+    kind: Callable[[Entry], torch.dtype | None] = lambda entry: None,
+) -> _StateRuns:
     """Plan views of entries.
 
     Args:
         entries: In the order of the views.
         first: Where the run of one begins in its flat tensor.
+        kind: The type that the tensor has where it begins there, if it has several.
     """
-    tensors: list[int] = []
+    tensors: list[tuple[int, torch.dtype | None]] = []
     places: list[list[RunPlace]] = []
     for entry in entries:
-        shard = entry.shard
-        if not tensors or tensors[-1] != shard.tensor:
-            tensors.append(shard.tensor)
+        shard, own = entry.shard, kind(entry)
+        if not tensors or tensors[-1] != (shard.tensor, own):
+            tensors.append((shard.tensor, own))
             places.append([])
         places[-1].append(RunPlace(first(entry), shard.numel, shard.spread))
-    return EntryRuns(tuple(tensors), RunPlan(places))
+    return _StateRuns(tuple(at for at, _ in tensors), tuple(own for _, own in tensors), RunPlan(places))
 
 
 def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
     """Where entries lie in weights and gradients."""
-    return _runs_of_entries(entries, lambda entry: entry.shard.offset)
+    planned = _runs_of_entries(entries, lambda entry: entry.shard.offset)
+    return EntryRuns(planned.tensors, planned.runs)
 
 
 class ElementStates:
@@ -130,46 +152,63 @@ class ElementStates:
         for entry in entries:
             self._by_tensor[entry.shard.tensor].append(entry)
         self._slots: dict[tuple[int, str], _Slot] = {}
+        self._dtype = dtype
         for index, stored in enumerate(self._by_tensor):
             for name in dict.fromkeys(name for entry in stored for name in spec[entry.index]):
                 numel = real_view(local_view(tensors[index])).numel()
-                self._slots[(index, name)] = self._slot(numel, stored, name, dtype)
+                self._slots[(index, name)] = self._slot(numel, stored, name)
         self._empty = tuple(of_empty or ())
         for index, states in (of_empty or {}).items():
             for name, kept in states.items():
-                self._slots[(index, name)] = _Slot(_type_of(kept, dtype), None, 0, {}, _coded(kept, 0, ()))
+                self._slots[(index, name)] = _slot(0, False, {}, (), dtype if kept is None else kept)
 
-    def _slot(self, full: int, stored: Sequence[Entry], name: str, dtype: torch.dtype) -> _Slot:
+    def _slot(self, full: int, stored: Sequence[Entry], name: str) -> _Slot:
         users = [entry for entry in stored if name in self._spec[entry.index]]
-        state_dtype = self._spec[users[0].index][name]
         offsets, position = {}, 0
         compact = len(users) < len(stored)
         for entry in users:
             offsets[entry.index] = position if compact else entry.shard.offset
             position += entry.shard.numel
-        numel, of_compact = (position, position) if compact else (full, None)
-        runs = [QuantizedRun(offsets[entry.index], entry.shard.numel, entry.shard.start) for entry in users]
-        return _Slot(_type_of(state_dtype, dtype), of_compact, numel, offsets, _coded(state_dtype, numel, runs))
+        runs = [
+            PackedRun(offsets[entry.index], entry.shard.numel, entry.shard.start, self.type_of(name, entry))
+            for entry in users
+        ]
+        return _slot(position if compact else full, compact, offsets, runs, self._dtype)
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
-        """Views of a state on some entries, see :class:`RunPlan`, allocated on first use."""
+        """Views of a state on some entries that keep it in no codes, see :class:`RunPlan`; allocated on first use."""
         if isinstance(entries, PlannedEntries):
             planned = entries.once(("state", name), partial(self._plan, name))
         else:
             planned = self._plan(name, entries)
-        return planned.runs.cut([self._flat(states, index, name) for index in planned.tensors])
+        return planned.runs.cut(
+            [
+                self._flat(states, index, name)
+                if kind is None
+                else PackedLayout.as_type(self._packed(states, index, name), kind)
+                for index, kind in zip(planned.tensors, planned.types, strict=True)
+            ]
+        )
 
-    def _plan(self, name: str, entries: Iterable[Entry]) -> EntryRuns:
-        return _runs_of_entries(entries, lambda entry: self._first(entry, self._slots[(entry.shard.tensor, name)]))
+    def _plan(self, name: str, entries: Iterable[Entry]) -> _StateRuns:
+        def kind(entry: Entry) -> torch.dtype | None:
+            packed = self._slots[(entry.shard.tensor, name)].packed is not None
+            return self.type_of(name, entry if entry.stored is None else entry.stored) if packed else None
+
+        return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
 
     def type_of(self, name: str, entry: Entry) -> torch.dtype:
-        """In which type an entry keeps a state: that of the codes, where it is kept in codes."""
-        slot = self._slots[(entry.shard.tensor, name)]
-        return slot.dtype if slot.coded is None else slot.coded.dtype
+        """In which type a stored entry keeps a state: that of the codes, where it is kept in codes."""
+        return self._spec[entry.index][name] or self._dtype
+
+    def type_now(self, name: str, entry: Entry, state: Tensor) -> torch.dtype:
+        """In which type a stored entry's part of a state is at the moment: it may be opened."""
+        packed = self._slots[(entry.shard.tensor, name)].packed
+        return self.type_of(name, entry) if packed is not None and packed.fits(state) else state.dtype
 
     def codes(self, states: States, name: str, plan: CodesPlan) -> tuple[RunViews, RunViews]:
         """Codes and exponents of parts of entries that keep a state in codes; allocated on first use."""
-        kept = [self._in_codes(states, index, name) for index in plan.tensors]
+        kept = [self._packed(states, index, name) for index in plan.tensors]
         return plan.codes.cut(kept), plan.exponents.cut([state.view(torch.int8) for state in kept])
 
     def plan_codes(self, name: str, parts: Iterable[tuple[Entry, slice]]) -> CodesPlan:
@@ -185,13 +224,13 @@ class ElementStates:
         for entry, part in parts:
             index, start = entry.shard.tensor, entry.shard.start
             slot = self._slots[(index, name)]
-            assert slot.coded is not None
+            assert slot.packed is not None
             if not tensors or tensors[-1] != index:
                 tensors.append(index)
                 codes.append([])
                 exponents.append([])
             offset, numel = slot.offsets[entry.index], part.stop - part.start
-            block = slot.coded.exponents[offset] + (start + part.start) // BLOCK - start // BLOCK
+            block = slot.packed.exponents[offset] + (start + part.start) // BLOCK - start // BLOCK
             codes[-1].append(RunPlace(offset + part.start, numel))
             exponents[-1].append(RunPlace(block, blocks_of(start + part.start, numel)))
         return CodesPlan(tuple(tensors), RunPlan(codes), RunPlan(exponents))
@@ -200,10 +239,10 @@ class ElementStates:
         """Make the states of one tensor that it does not have yet, each in the form that steps change."""
         for (at, name), slot in self._slots.items():
             if at == index:
-                if slot.coded is None:
+                if slot.packed is None:
                     self._stored(states, index, name, slot)
                 else:
-                    self._in_codes(states, index, name)
+                    self._packed(states, index, name)
 
     def allocate_empty(self, states: States, tensor: Tensor) -> None:
         """Make the states of a sharded tensor of which this rank has an empty part."""
@@ -212,12 +251,36 @@ class ElementStates:
                 self.allocate(states, index)
 
     def opened(self, index: int, name: str, state: Any) -> Any:
-        """A state of one tensor as :meth:`views` would find it, which itself stays as it is."""
-        slot = self._slots.get((index, name))
-        if slot is None or slot.coded is None or not isinstance(state, Tensor) or not slot.coded.fits(state):
+        """A state of one tensor as it is when opened, which itself stays as it is."""
+        packed = self._layout_of(index, name, state)
+        if packed is None:
             return state
         owner = self._tensors[index]
-        return sharded_like(owner, slot.coded.opened(state, self._local_shape(owner, slot)))
+        return sharded_like(owner, packed.opened(state, self._local_shape(owner, self._slots[(index, name)])))
+
+    def _layout_of(self, index: int, name: str, state: Any) -> PackedLayout | None:
+        """How a state of one tensor is packed; None where it is not, or not any more."""
+        slot = self._slots.get((index, name))
+        packed = None if slot is None else slot.packed
+        return packed if packed is not None and isinstance(state, Tensor) and packed.fits(state) else None
+
+    def taken(self, index: int, name: str, state: Tensor, layout: PackedLayout) -> Tensor:
+        """A state that another optimizer has packed, of as many elements, in the form in which this one keeps it.
+
+        Args:
+            index: Index of the tensor.
+            name: Name of the state.
+            state: As it was packed; it stays so.
+            layout: How.
+        """
+        owner, slot = self._tensors[index], self._slots.get((index, name))
+        if slot is None:
+            return layout.opened(state, (layout.size,))
+        if slot.packed is None:
+            return layout.opened(state, self._local_shape(owner, slot), slot.dtype).to(owner.device)
+        if slot.packed.is_like(layout):
+            return state.to(owner.device, copy=True)
+        return slot.packed.packed_again(state, layout, owner.device)
 
     def flat(self, states: States, index: int, name: str) -> Tensor | None:
         """A state of one tensor in a row, allocated on first use; None if the tensor keeps no such state."""
@@ -227,11 +290,11 @@ class ElementStates:
         stored = self._stored(states, index, name, self._slots[(index, name)])
         return stored if stored.dim() == 1 else stored.view(-1)
 
-    @staticmethod
-    def _first(entry: Entry, slot: _Slot) -> int:
-        if entry.stored is None:
-            return slot.offsets[entry.index]
-        return slot.offsets[entry.stored.index] + entry.shard.offset - entry.stored.shard.offset
+    def _first(self, entry: Entry, name: str) -> int:
+        slot, stored = self._slots[(entry.shard.tensor, name)], entry if entry.stored is None else entry.stored
+        offset = slot.offsets[stored.index]
+        first = offset if slot.packed is None else slot.packed.firsts[offset]
+        return first + entry.shard.offset - stored.shard.offset
 
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
         """This rank's part of a state."""
@@ -255,16 +318,16 @@ class ElementStates:
         return local
 
     def _as_planned(self, stored: Tensor, owner: Tensor, name: str, slot: _Slot) -> Tensor:
-        """A state in codes, of a checkpoint, or of before the model was brought to another type."""
+        """A packed state, of a checkpoint, or of before the model was brought to another type."""
         refuse_capture(owner.device, "the first step with states of another type")
-        if slot.coded is not None and slot.coded.fits(stored):
-            stored = slot.coded.opened(stored, self._local_shape(owner, slot))
+        if slot.packed is not None and slot.packed.fits(stored):
+            stored = slot.packed.opened(stored, self._local_shape(owner, slot))
         self._refuse_other_shape(stored, owner, name, slot)
         return stored.to(owner.device, slot.dtype)
 
-    def _in_codes(self, states: States, index: int, name: str) -> Tensor:
+    def _packed(self, states: States, index: int, name: str) -> Tensor:
         owner, slot = self._tensors[index], self._slots[(index, name)]
-        layout, state = slot.coded, states[owner]
+        layout, state = slot.packed, states[owner]
         assert layout is not None
         kept: Tensor | None = state.get(name)
         if kept is None or not layout.fits(kept) or kept.device != owner.device:
@@ -274,7 +337,7 @@ class ElementStates:
             elif not layout.fits(kept):
                 kept = local_view(kept)
                 self._refuse_other_shape(kept, owner, name, slot)
-                kept = layout.encoded(kept.reshape(-1))
+                kept = layout.packed(kept.reshape(-1))
             kept = state[name] = kept.to(owner.device)
         return kept
 
@@ -301,16 +364,35 @@ class ElementStates:
         return {name: self._shape(owner, slot) for (at, name), slot in self._slots.items() if at == index}
 
     def offset(self, name: str, entry: Entry) -> int | None:
-        """Where the entry's part of a state begins; None if its rule keeps no such state."""
+        """Where the entry's part of an opened state begins; None if its rule keeps no such state."""
         slot = self._slots.get((entry.shard.tensor, name))
         return None if slot is None else slot.offsets.get(entry.index)
 
-    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
-        """The entries in one tensor with views of their states, allocated if they were not."""
+    def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
+        """The entries in one tensor with what their states are to be written into; packed ones stay so."""
         return [
-            (entry, {name: self.views(states, name, [entry])[0] for name in self._spec[entry.index]})
+            (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
         ]
+
+    def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
+        index, slot = entry.shard.tensor, self._slots[(entry.shard.tensor, name)]
+        if slot.packed is None:
+            return self._open_view(states, name, entry)
+        kept = self._packed(states, index, name)
+        return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
+
+    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
+        """The entries in one tensor with views of their states, opened, allocated if they were not."""
+        return [
+            (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
+            for entry in self._by_tensor[index]
+        ]
+
+    def _open_view(self, states: States, name: str, entry: Entry) -> Tensor:
+        """A view of a stored entry's part of a state that is, and stays, opened until the next step."""
+        offset = self._slots[(entry.shard.tensor, name)].offsets[entry.index]
+        return self._flat(states, entry.shard.tensor, name)[offset : offset + entry.shard.numel]
 
     def of_parameter(self, states: States, index: int, name: str, state: str) -> list[tuple[int, Tensor]]:
         """First elements of the runs of one parameter in one tensor, with views of a state its rule keeps."""
@@ -319,19 +401,29 @@ class ElementStates:
             if entry.info.name == name:
                 # A matrix of a stack counts from its own first element.
                 before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.shard.shape)
-                found.append((before + entry.shard.start, self.views(states, state, [entry])[0]))
+                found.append((before + entry.shard.start, self._open_view(states, state, entry)))
         return found
 
-    def record(self, names: Iterable[str], index: int) -> dict[str, Any]:
-        """What one tensor and its states ``names`` store, in plain data.
+    def record(self, held: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """What one tensor and its states store, in plain data.
+
+        Args:
+            held: The states, by name.
+            index: Index of the tensor.
 
         Returns:
-            ``runs``, with key, shape, start, end and offset of each; and ``states``, with the offsets of the runs'
-            parts by name, see :meth:`offset`.
+            ``runs``, with key, shape, start, end and offset of each; ``states``, with the offsets of the runs' parts by
+            name, see :meth:`offset`; and of those that are packed ``packed``, see :meth:`PackedLayout.record`.
         """
-        entries = self._by_tensor[index]
+        entries, owner = self._by_tensor[index], self._tensors[index]
         shards = [entry.shard for entry in entries]
+        packed = {}
+        for name, state in held.items():
+            layout = self._layout_of(index, name, state)
+            if layout is not None:
+                packed[name] = layout.record(self._local_shape(owner, self._slots[(index, name)]))
         return {
             "runs": [[part.key, list(part.shape), part.start, part.end, part.offset] for part in shards],
-            "states": {name: [self.offset(name, entry) for entry in entries] for name in names},
+            "states": {name: [self.offset(name, entry) for entry in entries] for name in held},
+            **({"packed": packed} if packed else {}),
         }

@@ -161,7 +161,7 @@ class Planner:
         return None
 
     def kept_in(
-        self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype = torch.float32
+        self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[TensorContents, ElementStates]:
         """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0.
 
@@ -169,7 +169,7 @@ class Planner:
             groups: The optimizer's.
             tensor: In them.
             group: Group of the tensor.
-            dtype: In which a step computes: views of states depend on it, and nothing else.
+            dtype: In which a step computes.
         """
         content, table = self.source.contents(tensor), self._table
         infos = {part.name: table.catalog[part.name][0] for part in content.slices}

@@ -148,9 +148,7 @@ class Bucket:
             else:
                 chosen = partial(self.narrow.chosen, places=part.places)
                 step = chosen(scalars.step) if isinstance(scalars.step, Tensor) else scalars.step
-                # Cut or not, by one kernel: of AdamW without factors, torch has another.
-                ones = torch.ones(len(part.places), dtype=self.weights[0].dtype, device=self.weights[0].device)
-                yield Pass(rule, own, replace(scalars, step=step), ones if factors is None else chosen(factors))
+                yield Pass(rule, own, replace(scalars, step=step), None if factors is None else chosen(factors))
 
     def only(self, places: Sequence[int]) -> Bucket:
         """The same of some of its entries, given by their places in its lists."""

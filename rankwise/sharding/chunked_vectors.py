@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 __all__ = [
     "ChunkedVector",
@@ -43,6 +43,26 @@ class StorageError(RuntimeError):
     """A folder that could not be written, or does not hold what is to be read."""
 
 
+class Closed(Protocol):
+    """A run that has memory of its own only while it is read or filled."""
+
+    def opened(self) -> Tensor:
+        """Its values, 1-D."""
+
+    def like(self) -> Tensor:
+        """A tensor of their type and shape, without any."""
+
+    def to_fill(self) -> Tensor:
+        """Room for its values, the same until all are there."""
+
+    def filled(self, numel: int) -> None:
+        """So many more values are there."""
+
+
+def _like(values: Tensor | Closed) -> Tensor:
+    return values if isinstance(values, Tensor) else values.like()
+
+
 class ChunkedVector:
     """Some runs of a flattened tensor; other ranks hold the rest.
 
@@ -51,10 +71,11 @@ class ChunkedVector:
 
     Args:
         numel: Elements of the whole tensor.
-        chunks: (start, values) of the runs held here, 1-D, not overlapping any other rank's.
+        chunks: (start, values) of the runs held here, 1-D, not overlapping any other rank's. Some may be
+            :class:`Closed`, which are opened as they are written, or filled piece by piece.
     """
 
-    def __init__(self, numel: int, chunks: Iterable[tuple[int, Tensor]]) -> None:
+    def __init__(self, numel: int, chunks: Iterable[tuple[int, Any]]) -> None:
         self.numel = numel
         self.chunks = list(chunks)
 
@@ -68,7 +89,7 @@ class ChunkedVector:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=self._metadata(start, values),
-                    properties=TensorProperties.create_from_tensor(values),
+                    properties=TensorProperties.create_from_tensor(_like(values)),
                     size=torch.Size([self.numel]),
                 ),
             )
@@ -76,14 +97,20 @@ class ChunkedVector:
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        values = self.chunk_at(index)
+        return values if isinstance(values, Tensor) else values.opened()
+
+    def chunk_at(self, index: MetadataIndex) -> Tensor | Closed:
+        """One of the runs, by where it begins."""
         for start, values in self.chunks:
             if index.offset is not None and index.offset[0] == start:
-                return values
+                found: Tensor | Closed = values
+                return found
         raise KeyError(f"no run at {index.offset} of '{index.fqn}' on this rank")
 
     @staticmethod
-    def _metadata(start: int, values: Tensor) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=values.size())
+    def _metadata(start: int, values: Tensor | Closed) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=_like(values).size())
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -104,7 +131,16 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         stored = self.state_dict[index.fqn]
-        return stored.__get_tensor_shard__(index) if isinstance(stored, ChunkedVector) else super().lookup_tensor(index)
+        if not isinstance(stored, ChunkedVector):
+            return super().lookup_tensor(index)
+        values = stored.chunk_at(index)
+        return values if isinstance(values, Tensor) else values.to_fill()
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        stored = self.state_dict[read_item.dest_index.fqn]
+        values = stored.chunk_at(read_item.dest_index) if isinstance(stored, ChunkedVector) else tensor
+        if not isinstance(values, Tensor):
+            values.filled(read_item.lengths.numel())
 
 
 def save_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:

@@ -146,7 +146,7 @@ class AdamWStates:
             first = len(states)
             for tensor in group["params"]:
                 name = str(self._planner.name_of(tensor))
-                _, kept = self._planner.kept_in(groups, tensor, group)
+                _, kept = self._planner.kept_in(groups, tensor, group, torch.float32)
                 own = {"step": torch.tensor(float(began), dtype=torch.float32, device="cpu")} if began else {}
                 taken = {state: moments[name][moment] for moment, state in found.carried.get(name, {}).items()}
                 for state, shape in kept.shapes(0).items() if began else ():

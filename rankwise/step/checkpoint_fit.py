@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.kernels.low_precision_runs import is_coded
 from rankwise.planning.checkpoint_mismatch import MisfitError, check_shape, refuse_strange
 from rankwise.planning.group_values import GroupValues
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.packed_states import packed_in
 from rankwise.planning.param_remainders import REMAINDER
 from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planned, Planner
@@ -255,7 +258,8 @@ class CheckpointFit:
             for tensor, key in zip(group["params"], saved["params"], strict=True):
                 states = state_dict["state"].get(key)
                 if states:
-                    self._refuse_misfit(present, tensor, states, groups[-1])
+                    record = state_dict["layout"][key] if "layout" in state_dict else {}
+                    self._refuse_misfit(present, tensor, states, groups[-1], record)
         for key, states in matrices.items():
             info, (_, position) = self._table.matrix_info(key), self._table.catalog[self._table.base_name(key)]
             # Slices of a matrix are compared with what their owner expects.
@@ -268,25 +272,41 @@ class CheckpointFit:
                 refuse_strange(spec.identity, unit, matrices, optimizer.step_costs(unit).matrix_state)
 
     def _refuse_misfit(
-        self, groups: Groups, tensor: Tensor, states: Mapping[str, Any], group: Mapping[str, Any]
+        self,
+        groups: Groups,
+        tensor: Tensor,
+        states: Mapping[str, Any],
+        group: Mapping[str, Any],
+        record: Mapping[str, Any],
     ) -> None:
         try:
             self._planner.source.contents(tensor)
         except (LookupError, RuntimeError):
             return  # the step will say what is wrong
         owner = self._spec.identity
-        content, kept = self._planner.kept_in(groups, tensor, group)
+        # Shapes depend on no type.
+        content, kept = self._planner.kept_in(groups, tensor, group, torch.float32)
         whole = self._planner.name_of(tensor)
         key = whole or ", ".join(part.name for part in content.slices[:3])
         for name, shape in kept.shapes(0).items():
             if name in states:
-                check_shape(owner, key, name, states[name].shape, [shape])
+                check_shape(owner, key, name, self._opened_shape(key, name, states[name], record), [shape])
             elif whole is not None and "step" in states and name not in (REMAINDER, *self._spec.optional_states):
                 raise MisfitError(
                     f"{owner}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
                     f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
                     "that the checkpoint was saved with, or load the weights alone"
                 )
+
+    def _opened_shape(self, key: str, name: str, state: Tensor, record: Mapping[str, Any]) -> Sequence[int]:
+        """The shape of a saved state, when opened."""
+        packed = packed_in(record, name)
+        if is_coded(state.dtype) if packed is None else not packed[0].fits(state):
+            raise MisfitError(
+                f"{self._spec.identity}: the state {name!r} of {key!r} is in codes that the dictionary does not "
+                "explain: 'layout' must be in it as it was saved; save all that optimizer.state_dict() returns"
+            )
+        return state.shape if packed is None else packed[1]
 
 
 def this_rank() -> list[int]:

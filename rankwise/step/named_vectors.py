@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.planning.matrix_states import MatrixState, kept_by
+from rankwise.planning.packed_states import PackedValues, packed_in, values_of
 from rankwise.planning.param_remainders import REMAINDER
 from rankwise.planning.state_takeover import MOMENTS
 from rankwise.sharding import Shard, together
@@ -97,6 +98,16 @@ def stored_shards(optimizer: ShardedOptimizer) -> Iterator[StoredShard]:
                 yield StoredShard(part, copy, weight, states)
 
 
+def _places(optimizer: ShardedOptimizer) -> Iterator[tuple[Shard, Tensor, dict[str, Tensor | PackedValues]]]:
+    """This rank's planned shards, their weights, and what their states are to be written into."""
+    for unit in optimizer.planned_units:
+        for index, tensor in enumerate(unit.tensors):
+            flat = local_view(tensor).detach().view(-1)
+            for entry, states in unit.states.to_fill(optimizer.state, index):
+                part = entry.shard
+                yield part, flat[part.offset : part.offset + part.numel], states
+
+
 def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
     """The states of matrices that this rank has as their owner, or keeps for it; at first the owner's initial ones."""
     found: dict[str, MatrixState] = {}
@@ -170,6 +181,7 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
     found: Vectors = {}
     for index, (record, flat) in enumerate(zip(state_dict["layout"], flats, strict=True)):
         state = state_dict["state"].get(index, {})
+        packed = {name: layout[0] for name in state if (layout := packed_in(record, name)) is not None}
         if "step" in state:
             found[f"step/{record['group']}"] = state["step"].reshape(())
         for run, (key, shape, start, end, offset) in enumerate(record["runs"]):
@@ -178,7 +190,7 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
             for name, offsets in record["states"].items():
                 first = offsets[run]
                 if first is not None and name in state:
-                    values = state[name].reshape(-1)[first : first + end - start]
+                    values: Any = values_of(state[name], first, end - start, packed.get(name))
                     if name == REMAINDER:
                         weight = join(weight, values)
                     else:
@@ -273,34 +285,45 @@ def _destinations(
     """
     wanted: Vectors = {}
     unpacked: list[Callable[[], object]] = []
-    for part, _, weight, own in stored_shards(optimizer):
-        rest = own.pop(REMAINDER, None)
+    for part, weight, own in _places(optimizer):
+        rest: Any = own.pop(REMAINDER, None)
         if rest is not None and f"weight/{part.key}" in stored:
             whole = torch.empty_like(weight, dtype=torch.float32)
             unpacked.append(partial(split, whole, weight, rest))
             weight = whole
-        values = {f"weight/{part.key}": weight}
+        values: dict[str, Tensor | PackedValues] = {f"weight/{part.key}": weight}
         if states:
             values.update({f"element/{name}/{part.key}": value for name, value in own.items()})
         for name, value in values.items():
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
+                if isinstance(value, PackedValues):
+                    unpacked.append(value.close)
         for name in optimizer.spec.replaced.keys() & own.keys() if states else ():
             places = {old: f"element/{old}/{part.key}" for old in optimizer.spec.replaced[name]}
             if f"element/{name}/{part.key}" not in stored and set(places.values()) <= set(stored):
                 # It was not saved, but what it is made of was.
-                wide = torch.promote_types(own[name].dtype, torch.float32)
-                theirs = {old: torch.empty_like(own[name], dtype=wide) for old in places}
+                theirs = {
+                    old: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+                    for old in places
+                }
                 for old, place in places.items():
                     _add(wanted, place, prod(part.shape), part.start, theirs[old])
                 unpacked.append(partial(_make, optimizer, part.key, name, own[name], theirs))
     return wanted, unpacked
 
 
-def _make(optimizer: ShardedOptimizer, key: str, name: str, values: Tensor, theirs: Mapping[str, Tensor]) -> None:
+def _make(
+    optimizer: ShardedOptimizer, key: str, name: str, values: Tensor | PackedValues, theirs: Mapping[str, Tensor]
+) -> None:
     """Fill an element state with what is made of the saved ones."""
     _, position = optimizer.table.catalog[optimizer.table.base_name(key)]
-    values.copy_(optimizer.spec.made_of(name, theirs, optimizer.param_groups[position]))
+    made = optimizer.spec.made_of(name, theirs, optimizer.param_groups[position])
+    if isinstance(values, PackedValues):
+        values.to_fill().copy_(made)
+        values.close()
+    else:
+        values.copy_(made)
 
 
 def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:
@@ -346,7 +369,7 @@ def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: d
 
     def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
         wanted: Vectors = {}
-        for part, _, _, states in stored_shards(optimizer):
+        for part, _, states in _places(optimizer):
             for moment, name in carried.get(part.key, {}).items():
                 _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
         saved.load(wanted, group)
@@ -417,5 +440,5 @@ def _stored_moments(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[s
     return found
 
 
-def _add(vectors: Vectors, name: str, numel: int, start: int, values: Tensor) -> None:
+def _add(vectors: Vectors, name: str, numel: int, start: int, values: Tensor | PackedValues) -> None:
     vectors.setdefault(name, ChunkedVector(numel, [])).chunks.append((start, values))

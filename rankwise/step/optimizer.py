@@ -408,8 +408,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.undo.settle()
         self.group_changes.replace_parameters(self.param_groups, self.state)
         result = super().state_dict()
-        result["state"] = self.saved.opened(result, self.param_groups, self.state)
-        beside = self.saved.beside_torch(self.param_groups, self.state)
+        result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
+        beside = self.saved.beside_torch(result, self.param_groups)
         extra = self.extra_state()
         if self.planner.is_plain:
             matrices = beside["matrix_states"]
@@ -440,25 +440,32 @@ class ShardedOptimizer(Optimizer, ABC):
             ValueError: Another optimizer has written it, or for other parameters; nothing has changed then.
         """
         self.group_changes.replace_parameters(self.param_groups, self.state)
-        hooks = self._optimizer_load_state_dict_pre_hooks
+        before_loading, after_loading = (
+            self._optimizer_load_state_dict_pre_hooks,
+            self._optimizer_load_state_dict_post_hooks,
+        )
         state_dict = dict(state_dict)
-        for hook in hooks.values():
+        for hook in before_loading.values():
             state_dict = hook(self, state_dict) or state_dict
         by_parameter = "rankwise" not in state_dict
         state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
         before = self.spec.structures_of(self.param_groups)
-        # They have been called: what is compared must be what is loaded.
+        # What is compared must be what is loaded, and what hooks see must be complete.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "state": {key: {} for key in state_dict["state"]}})
         finally:
-            self._optimizer_load_state_dict_pre_hooks = hooks
+            self._optimizer_load_state_dict_pre_hooks = before_loading
+            self._optimizer_load_state_dict_post_hooks = after_loading
         self.saved.restore(state_dict, self.param_groups, self.state)
         self.saved.mark(self.param_groups, self.state, states_too=by_parameter)
         if self.spec.structures_of(self.param_groups) != before:
             self.planner.route_again(self.param_groups)
         self.saved.restore_matrices(state_dict)
         self.load_extra_state(state_dict)
+        for done in after_loading.values():
+            done(self)
 
     @undisturbed
     def continue_from(self, state_dict: Mapping[str, Any]) -> str:
@@ -497,7 +504,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.undo.settle()
         alone = all(unit.layout.world_size == 1 for unit in self.planned_units)
         matrices = self.matrix_states.everything() if alone else {}
-        self.saved.succession.hand_over(self.param_groups, self.state, matrices, self.transition, adamw)
+        states = self.saved.opened(self.param_groups, self.state)
+        self.saved.succession.hand_over(self.param_groups, states, matrices, self.transition, adamw)
 
     @undisturbed
     def adopt(

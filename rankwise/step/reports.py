@@ -229,10 +229,11 @@ class Reports:
         for unit in self._planner.units.values():
             for entry in unit.stored_entries:
                 kept = _element_states(states.get(unit.tensors[entry.shard.tensor], {}))
-                own = [value for name, value in kept.items() if unit.states.offset(name, entry) is not None]
-                each, numel = sum(map(Tensor.element_size, own)), entry.shard.numel
+                own = {name: value for name, value in kept.items() if unit.states.offset(name, entry) is not None}
+                types = [unit.states.type_now(name, entry, value) for name, value in own.items()]
+                each, numel = sum(dtype.itemsize for dtype in types), entry.shard.numel
                 # The exponents that elements have in common are the first line's.
-                shared = sum(blocks_of(entry.shard.start, numel) for value in own if is_coded(value.dtype))
+                shared = sum(blocks_of(entry.shard.start, numel) for dtype in types if is_coded(dtype))
                 for line, block in self._blocks_of(self._table.base_name(entry.key)):
                     parts = cut_into_blocks(entry.shard, () if block is None else (block,))
                     found[line] = found.get(line, 0) + each * sum(part.numel for part in parts) + shared

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankwise.kernels.low_precision_runs import is_coded
 from rankwise.planning.checkpoint_mismatch import refuse_strange
-from rankwise.planning.element_states import States, StateTypes
+from rankwise.planning.element_states import ElementStates, States, StateTypes
 from rankwise.planning.group_values import GroupValues
 from rankwise.planning.matrix_states import MatrixState, MatrixStates, kept_by
 from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.packed_states import may_be_packed, packed_in
 from rankwise.planning.param_remainders import NARROW, REMAINDER, fit_to_travel
 from rankwise.planning.parameter_table import Groups, ParameterTable
 from rankwise.planning.planner import Planned, Planner
 from rankwise.planning.step_unit import StepUnit
 from rankwise.planning.unit_builder import dtype_of
 from rankwise.sharding import gather_together
-from rankwise.sharding.dtensors import cut_as
+from rankwise.sharding.dtensors import cut_as, is_sharded
 from rankwise.step.adamw_states import AdamWStates
 from rankwise.step.changed_blocks import ChangedBlocks
 from rankwise.step.checkpoint_fit import WRITTEN_BY, CheckpointFit, this_rank
@@ -29,6 +29,7 @@ from rankwise.step.shared_matrices import cut_evenly, owned_parts, whole_states
 from rankwise.step.states_by_parameter import (
     MATRIX,
     RECORD,
+    asked_by_torch,
     record_texts,
     steps_taken,
     under_parameters,
@@ -75,15 +76,20 @@ class SavedStates:
 
     # --- dictionaries -------------------------------------------------------------------------------------------
 
-    def beside_torch(self, groups: Groups, states: States) -> dict[str, Any]:
-        """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike."""
+    def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+        """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike.
+
+        Args:
+            result: Torch's own, as it is to be saved.
+            groups: The optimizer's.
+        """
         matrices = self._collected() if self._consolidated is None else self._consolidated
         # Ranks that miss gradients alike have parts of parameters.
         parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
         return {
             "matrix_states": {key: dict(state) for key, state in matrices.items()},
             "rankwise": self._spec.identity,
-            "layout": self._layout_records(groups, states),
+            "layout": self._layout_records(result, groups),
             **parts,
         }
 
@@ -156,21 +162,45 @@ class SavedStates:
         self._matrix_states.load(own)
         self._waiting = {}
 
-    def opened(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
-        """What a dictionary of torch's has of states: those in codes opened, and what torch may send fit to travel."""
+    def as_saved(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
+        """What a dictionary of torch's has of states: packed ones as they are, which the layout's records explain.
+
+        They are opened where nobody reads these records: in torch's sharded tensors, whose parts any mesh may ask for,
+        and for torch's checkpoint functions, which take states and groups alone. What torch may send is made fit to
+        travel.
+        """
         found = dict(result["state"])
-        planned = self._places()
+        everywhere = self._planner.is_plain and asked_by_torch()
+        opened = self._opener(groups)
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
             for tensor in group["params"]:
                 key, state = next(keys), states.get(tensor, {})
-                if any(isinstance(value, Tensor) and is_coded(value.dtype) for value in state.values()):
-                    unit, index = planned.get(id(tensor), (None, 0))
-                    kept = unit.states if unit is not None else self._planner.kept_in(groups, tensor, group)[1]
-                    found[key] = {name: kept.opened(index, name, value) for name, value in state.items()}
+                if (everywhere or is_sharded(tensor)) and key in found:
+                    found[key] = found[key] | opened(tensor, group, state)
                 if REMAINDER in state and self._planner.is_plain:
                     found[key] = {**found[key], REMAINDER: fit_to_travel(state[REMAINDER])}
         return found
+
+    def opened(self, groups: Groups, states: States) -> dict[Tensor, dict[str, Any]]:
+        """All states, with new ones in the place of those that are packed."""
+        opened = self._opener(groups)
+        own = ((tensor, group, states.get(tensor, {})) for group in groups for tensor in group["params"])
+        return {tensor: {**state, **opened(tensor, group, state)} for tensor, group, state in own}
+
+    def _opener(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
+        """What opens the packed ones among a tensor's states."""
+        planned, computed = self._places(), _computed(groups)
+
+        def opened(tensor: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+            packed = {name: value for name, value in state.items() if may_be_packed(value)}
+            if not packed:
+                return packed
+            unit, index = planned.get(id(tensor), (None, 0))
+            kept = self._planner.kept_in(groups, tensor, group, computed)[1] if unit is None else unit.states
+            return {name: kept.opened(index, name, value) for name, value in packed.items()}
+
+        return opened
 
     @property
     def is_shared(self) -> bool:
@@ -207,11 +237,12 @@ class SavedStates:
         units = self._planner.units.values()
         return {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
 
-    def _layout_records(self, groups: Groups, states: States) -> list[dict[str, Any]]:
+    def _layout_records(self, result: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
         """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
-        planned = self._places()
+        planned, computed = self._places(), _computed(groups)
+        keys = (key for group in result["param_groups"] for key in group["params"])
         return [
-            self._layout_record(groups, tensor, group, states, planned.get(id(tensor)))
+            self._layout_record(groups, tensor, group, result["state"].get(next(keys)), planned, computed)
             for group in groups
             for tensor in group["params"]
         ]
@@ -221,46 +252,68 @@ class SavedStates:
         groups: Groups,
         tensor: Tensor,
         group: Mapping[str, Any],
-        states: States,
-        place: tuple[StepUnit, int] | None,
+        state: Mapping[str, Any] | None,
+        planned: Mapping[int, tuple[StepUnit, int]],
+        computed: torch.dtype,
     ) -> dict[str, Any]:
-        names = [name for name in states.get(tensor, {}) if name not in ("step", MATRIX)]
+        held = {name: value for name, value in (state or {}).items() if name not in ("step", MATRIX)}
         name = self._planner.name_of(tensor)
         own = {} if name is None else {"name": name}
-        if place is not None:
-            unit, index = place
-            return {"group": unit.tensor_groups[index], **unit.states.record(names, index), **own}
-        if tensor not in states:
+        if id(tensor) in planned:
+            unit, index = planned[id(tensor)]
+            return {"group": unit.tensor_groups[index], **unit.states.record(held, index), **own}
+        if state is None:
             return {"group": 0, "runs": [], "states": {}, **own}
         # States were loaded and no step has planned since.
-        content, kept = self._planner.kept_in(groups, tensor, group)
-        return {"group": content.group, **kept.record(names, 0), **own}
+        content, kept = self._planner.kept_in(groups, tensor, group, computed)
+        return {"group": content.group, **kept.record(held, 0), **own}
 
     # --- taking over --------------------------------------------------------------------------------------------
 
     def restore(self, state_dict: Mapping[str, Any], groups: Groups, states: States) -> None:
-        """Finish what torch has begun: the types of states, and those of matrices.
+        """Finish what torch has begun: the states.
 
         Args:
             state_dict: See :meth:`CheckpointFit.fitted`.
             groups: Loaded.
-            states: Loaded.
+            states: Emptied by torch, which would cast and copy all of them to the types of the parameters.
         """
-        # torch casts floating-point states to the parameter's type, which would round fp32 states of bf16 weights.
+        computed = _computed(groups)
         saved_ids = (key for group in state_dict["param_groups"] for key in group["params"])
-        tensors = (tensor for group in groups for tensor in group["params"])
-        for key, tensor in zip(saved_ids, tensors, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name == "step" and not isinstance(value, Tensor):
-                    value = torch.tensor(float(value), dtype=torch.float32, device="cpu")
-                if name == REMAINDER and not self._keeps_remainder(tensor):
-                    del states[tensor][name]
-                    self._tell_of_lost_bits()
-                elif isinstance(value, Tensor):
-                    # Copies, the count included: it is advanced in place.
-                    device = self._spec.count_device(tensor) if name == "step" else tensor.device
-                    value = value if name == "step" else cut_as(value, tensor)
-                    states[tensor][name] = value.to(device=device, copy=True)
+        own = ((tensor, group) for group in groups for tensor in group["params"])
+        for key, (tensor, group) in zip(saved_ids, own, strict=True):
+            saved = state_dict["state"].get(key)
+            if saved is not None:
+                record = state_dict["layout"][key] if "layout" in state_dict else None
+                self._restore(tensor, saved, record, states, groups, group, computed)
+
+    def _restore(
+        self,
+        tensor: Tensor,
+        saved: Mapping[str, Any],
+        record: Mapping[str, Any] | None,
+        states: States,
+        groups: Groups,
+        group: Mapping[str, Any],
+        computed: torch.dtype,
+    ) -> None:
+        """Copies of a tensor's states; the count, too, is advanced in place."""
+        kept: ElementStates | None = None
+        for name, value in saved.items():
+            if name == "step" and not isinstance(value, Tensor):
+                value = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+            packed = None if record is None else packed_in(record, name)
+            if name == REMAINDER and not self._keeps_remainder(tensor):
+                self._tell_of_lost_bits()
+            elif packed is not None:
+                kept = kept or self._planner.kept_in(groups, tensor, group, computed)[1]
+                states[tensor][name] = kept.taken(0, name, value, packed[0])
+            elif isinstance(value, Tensor):
+                device = self._spec.count_device(tensor) if name == "step" else tensor.device
+                value = value if name == "step" else cut_as(value, tensor)
+                states[tensor][name] = value.to(device=device, copy=True)
+            else:
+                states[tensor][name] = value
 
     def _keeps_remainder(self, tensor: Tensor) -> bool:
         return self._spec.options.store_param_remainders and tensor.dtype is NARROW
@@ -384,6 +437,10 @@ class SavedStates:
             return unit.states.of_parameter(states, index, name, state)
         # States were loaded and no step has planned since.
         group = groups[self._planner.source.contents(tensor).group]
-        computed = dtype_of(each for present in groups for each in present["params"])
-        _, kept = self._planner.kept_in(groups, tensor, group, computed)
+        _, kept = self._planner.kept_in(groups, tensor, group, _computed(groups))
         return kept.of_parameter(states, 0, name, state)
+
+
+def _computed(groups: Groups) -> torch.dtype:
+    """In which type steps compute."""
+    return dtype_of(tensor for group in groups for tensor in group["params"])

@@ -2,7 +2,7 @@
 
 Blocks that share an exponent belong to the parameter: where ranks, or runs of one rank, have parts of one, they agree
 on it. In float64 a layout must follow one process to 1e-10; where a rule sums nothing over a parameter, it must do so
-bit for bit in float32.
+bit for bit in float32. What is kept in codes is decided for a parameter, whatever else its tensor stores.
 """
 
 from __future__ import annotations
@@ -44,14 +44,19 @@ EXACT = (
     Case("mars-bfloat16", MARS, {"clip": None, "state_dtype": "bfloat16"}),
     Case("mars-lion", MARS, {"variant": "lion", "clip": None, "state_rounding": "stochastic", **INT8}),
     Case("mars-lion-bfloat16", MARS, {"variant": "lion", "clip": None, "state_dtype": "bfloat16"}),
+    Case("sonew-diagonal", SONew, {"band": 0, "state_rounding": "stochastic", **INT8}),
 )
+# Elements from which on states are in codes: those of all parameters, or of three matrices and the stack of experts.
+FEWEST = (1, 85)
 LAYOUTS = ("flat", "cut", "views", "narrowed")
 Held = list[tuple[Slice, Tensor]]
-Alone = dict[tuple[str, torch.dtype], dict[str, Tensor]]
+Alone = dict[tuple[str, torch.dtype, int], dict[str, Tensor]]
 
 
-def _follow(rank: int, world: int, cases: Sequence[Case], dtype: torch.dtype, layouts: Sequence[str]) -> list[Held]:
-    spec.FEWEST_CODED = 1
+def _follow(
+    rank: int, world: int, cases: Sequence[Case], dtype: torch.dtype, layouts: Sequence[str], fewest: int
+) -> list[Held]:
+    spec.FEWEST_CODED = fewest
     found = []
     for case in cases:
         for layout in layouts:
@@ -63,8 +68,8 @@ def _follow(rank: int, world: int, cases: Sequence[Case], dtype: torch.dtype, la
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _codes_for_all() -> Any:
-    before, spec.FEWEST_CODED = spec.FEWEST_CODED, 1
+def _as_before() -> Any:
+    before = spec.FEWEST_CODED
     yield
     spec.FEWEST_CODED = before
 
@@ -72,28 +77,31 @@ def _codes_for_all() -> Any:
 @pytest.fixture(scope="module")
 def alone() -> Alone:
     found: Alone = {}
-    for cases, dtype in ((CASES, torch.float64), (EXACT, torch.float32)):
-        for case, held in zip(cases, _follow(0, 1, cases, dtype, ["replicated"]), strict=True):
-            found[case.name, dtype] = {piece.name: values for piece, values in held}
+    for fewest in FEWEST:
+        for cases, dtype in ((CASES, torch.float64), (EXACT, torch.float32)):
+            for case, held in zip(cases, _follow(0, 1, cases, dtype, ["replicated"], fewest), strict=True):
+                found[case.name, dtype, fewest] = {piece.name: values for piece, values in held}
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (3, 4))])
-def test_a_layout_follows_one_process(world: int, alone: Alone) -> None:
-    arguments = (CASES, torch.float64, LAYOUTS)
+@pytest.mark.parametrize("fewest", FEWEST)
+def test_a_layout_follows_one_process(world: int, fewest: int, alone: Alone) -> None:
+    arguments = (CASES, torch.float64, LAYOUTS, fewest)
     outcomes = [_follow(0, 1, *arguments)] if world == 1 else run_ranks(world, _follow, *arguments)
     for at, (case, layout) in enumerate((case, layout) for case in CASES for layout in LAYOUTS):
-        expected = alone[case.name, torch.float64]
+        expected = alone[case.name, torch.float64, fewest]
         held = [each for outcome in outcomes for each in outcome[at]]
         error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
         assert error <= 1e-10, (case.name, layout, error)
 
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (3, 4))])
-def test_where_nothing_is_summed_bit_for_bit(world: int, alone: Alone) -> None:
-    arguments = (EXACT, torch.float32, LAYOUTS)
+@pytest.mark.parametrize("fewest", FEWEST)
+def test_where_nothing_is_summed_bit_for_bit(world: int, fewest: int, alone: Alone) -> None:
+    arguments = (EXACT, torch.float32, LAYOUTS, fewest)
     outcomes = [_follow(0, 1, *arguments)] if world == 1 else run_ranks(world, _follow, *arguments)
     for at, (case, layout) in enumerate((case, layout) for case in EXACT for layout in LAYOUTS):
-        expected = alone[case.name, torch.float32]
+        expected = alone[case.name, torch.float32, fewest]
         for piece, values in (each for outcome in outcomes for each in outcome[at]):
             assert torch.equal(values, run_of(expected[piece.name], piece)), (case.name, layout)

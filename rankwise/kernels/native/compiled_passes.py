@@ -21,7 +21,7 @@ from rankwise.kernels.native.arrays import SUFFIXES, address, addresses, are_run
 from rankwise.kernels.native.building import EXACT, library
 from rankwise.kernels.native.low_precision_arrays import in_c, takes
 from rankwise.kernels.opened_passes import norms_with_opened, run_opened
-from rankwise.kernels.passes import FIELDS, Field, Pass, Rule, Tensors
+from rankwise.kernels.passes import Field, Pass, Rule, Tensors
 from rankwise.kernels.sizes import check_lengths
 
 __all__ = ["is_available", "run", "squared_norms"]
@@ -60,13 +60,9 @@ def is_available() -> bool:
 
 def run(update: Pass) -> None:
     """Do a pass, in place; arguments as for :func:`rankwise.kernels.lists.run`."""
+    # Torch has a kernel of its own for AdamW alone, whose bits depend on where runs are cut.
     scalars = update.scalars
-    alone = update.rule == "adamw" and set(update.fields) == set(FIELDS["adamw"]) and update.factors is None
-    left = alone and not update.is_cautious and not update.is_narrow
-    if left and not isinstance(scalars.step, Tensor):
-        _fused_adamw_(update)
-        return
-    types = None if left or isinstance(scalars.step, Tensor) or not update.grads else _types(update.fields)
+    types = None if isinstance(scalars.step, Tensor) or not update.grads else _types(update.fields)
     if types is None and update.is_narrow:
         run_opened(update, run)
         return
@@ -90,31 +86,6 @@ def run(update: Pass) -> None:
         numbers["scale"], numbers["root"] = (float(value) for value in update.corrections())
     numbers["tile"] = _OPENED if update.is_narrow else _TILE
     _call(f"run_{types}", update.fields, update.factors, numbers)
-
-
-def _fused_adamw_(update: Pass) -> None:
-    """Torch's own kernel."""
-    scalars, fields = update.scalars, {name: update.wide(name) for name in FIELDS["adamw"]}
-    check_lengths(*fields.values())
-    if not update.grads:
-        return
-    # Of a type that no default changes: bfloat16 has no 257.
-    count = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
-    torch._fused_adamw_(
-        fields["param"],
-        update.grads,
-        fields["exp_avg"],
-        fields["exp_avg_sq"],
-        [],
-        [count] * len(update.grads),
-        lr=scalars.lr if isinstance(scalars.lr, Tensor) else float(scalars.lr),
-        beta1=scalars.betas[0],
-        beta2=scalars.betas[1],
-        weight_decay=scalars.weight_decay,
-        eps=scalars.eps,
-        amsgrad=False,
-        maximize=False,
-    )
 
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
