@@ -177,8 +177,9 @@ class BackwardReduction:
             self._send_anew()
             self.tokens = dict(zip(self._records, self._token_counts(self._results).tolist(), strict=True))
         clear(list(self._records.values()))
-        busiest = self._expected or self._seen
-        self._expected = {name: max(count, self._seen[name]) for name, count in busiest.items()}
+        if any(self._seen.values()):  # none where the wrapper has been found in this step
+            busiest = self._expected or self._seen
+            self._expected = {name: max(count, self._seen[name]) for name, count in busiest.items()}
         self._seen = dict.fromkeys(self._records, 0)
         self._next = 0
 
