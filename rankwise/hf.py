@@ -79,9 +79,6 @@ class _MARSOfTrainer(MARS):
         super().add_param_group(param_group)
 
 
-_MARSOfTrainer.__name__ = MARS.__name__
-
-
 class CapturingMKOR(MKOR):
     """MKOR that captures the model it is built for.
 
@@ -115,10 +112,6 @@ class CapturingMKOR(MKOR):
                 "optimizer.consolidate_state_dict() on every rank before saving."
             )
         return super().state_dict()
-
-
-# Checkpoints and messages know the class by its name.
-CapturingMKOR.__name__ = MKOR.__name__
 
 
 def consolidating() -> Any:

@@ -27,6 +27,7 @@ class MARSSpec(OptimizerSpec):
     options: MARSOptions
     health_means = ("clip_rate",)
     product_option = "ns_dtype"
+    compared_options = ("exact",)  # another gradient is compared with
     optional_states = ("next_reference",)
     replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {"grad_avg": ("exp_avg", "reference")}
 
@@ -36,7 +37,7 @@ class MARSSpec(OptimizerSpec):
         self.structural_options += ("clip",)
 
     @property
-    def identity(self) -> str:
+    def family(self) -> str:
         """Class and variant: variants have different element states."""
         return f"MARS-{self.options.variant}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = ["FactorSchedule"]
@@ -77,6 +77,18 @@ class FactorSchedule:
             self._searching[key] -= 1
         else:
             self._searching.pop(key, None)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Count some matrices from their next step on, which is their first one again."""
+        for key in keys:
+            self.missed.discard(key)
+            self.glimpsed.discard(key)
+            for kept in (self._phases, self._searching, self._efforts):
+                kept.pop(key, None)
+
+    def put_off(self, key: str, count: int) -> None:
+        """Have a matrix due at the step of this number, and from there on."""
+        self._phases[key] = count % self.interval
 
     def _in_place(self, key: str, count: int) -> bool:
         return (count - self._phases.get(key, 1)) % self.interval == 0

@@ -75,6 +75,8 @@ class FactorSteps:
         self._options, self._table, self._planner = options, table, planner
         self._statistics, self._matrix_states = statistics, matrix_states
         self._frozen: set[str] = set()
+        # Of matrices that begin anew, those of which nothing was gathered for this step.
+        self._unheard: set[str] = set()
         self._news: list[_News] = []
         self._failures: dict[str, float] = {}
 
@@ -162,8 +164,29 @@ class FactorSteps:
         tensors: dict[str, Tensor] = unit.scratch["tensors"]
         return {key: int(states[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
 
+    def begin_anew(self, unit: StepUnit, keys: Sequence[str], groups: Groups) -> None:
+        """Some matrices of the unit take a first step again, of which their users say nothing else.
+
+        Args:
+            unit: The unit of the step.
+            keys: The matrices.
+            groups: The optimizer's param groups.
+        """
+        self.learn(groups)
+        self.schedule.forget(keys)
+        self._unheard.update(set(keys).difference(unit.scratch.get("awaited", keys)))
+
+    def miss_unheard(self) -> None:
+        """Between a backward pass and its step: of what was not listened to, nothing can begin with this step."""
+        for unit in self._planner.units.values():
+            if "awaited" in unit.scratch:
+                self._unheard.update(set(unit.scratch["statistics"]).difference(unit.scratch["awaited"]))
+
     def due(self, counts: Mapping[str, int]) -> dict[str, int]:
         """The matrices whose factors move at this step, with its number."""
+        for key in self._unheard.intersection(counts):
+            self._unheard.discard(key)
+            self.schedule.put_off(key, counts[key] + 1)
         return {key: count for key, count in counts.items() if self.schedule.is_due(key, count)}
 
     def prepare(self, unit: StepUnit, counts: Mapping[str, int], states: States) -> None:

@@ -226,9 +226,7 @@ class Switch:
     ) -> None:
         self._options, self._statistics = options, statistics
         self._matrix_states, self._planner = matrix_states, planner
-        self.detector = KneeDetector(
-            options.hybrid_beta, options.hybrid_patience, options.hybrid_min_steps, options.hybrid_ema
-        )
+        self.detector = self._fresh()
         self.losses = LossWindow()
         self.is_over = False
         self._news: HostCopy | None = None
@@ -237,6 +235,15 @@ class Switch:
     def __getstate__(self) -> dict[str, Any]:
         self._learn()
         return self.__dict__
+
+    def _fresh(self) -> KneeDetector:
+        options = self._options
+        return KneeDetector(options.hybrid_beta, options.hybrid_patience, options.hybrid_min_steps, options.hybrid_ema)
+
+    def begin_anew(self) -> None:
+        """Have seen no loss yet; those of the present window count."""
+        self._silent_steps = 0
+        self.load_state_dict({"switched": False, **self._fresh().state_dict()})
 
     def record(self, loss: Tensor | float, is_propagated: bool = False) -> None:
         """Take a micro-batch's loss; see :meth:`rankwise.MKOR.record_loss`."""

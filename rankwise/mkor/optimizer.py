@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,13 @@ def _scratch_of(tasks: Sequence[MatrixTask]) -> int:
     return scratch_of([sum(task.signature.sizes) for task in tasks])
 
 
+def _follow_resets(optimizer: weakref.ref[MKOR]) -> None:
+    """In a forward pass, so that what begins anew is listened to."""
+    found = optimizer()
+    if found is not None:
+        ShardedOptimizer.follow_resets(found)
+
+
 class MKOR(ShardedOptimizer):
     r"""Momentum-enabled Kronecker-factor-based optimizer with rank-1 updates, and MKOR-H (arXiv 2306.01685).
 
@@ -64,7 +73,15 @@ class MKOR(ShardedOptimizer):
     options: MKOROptions
     spec_class = MKORSpec
     spec: MKORSpec
-    held = (*ShardedOptimizer.held, "needs_capture", "statistics", "factor_steps", "switch", "_first_order", "_factors")
+    held = (
+        *ShardedOptimizer.held,
+        "needs_capture",
+        "statistics",
+        "factor_steps",
+        "switch",
+        "_first_order",
+        "_factors",
+    )
 
     @options_as_keywords(MKOROptions)
     def __init__(self, params: Any, options: MKOROptions) -> None:
@@ -116,6 +133,9 @@ class MKOR(ShardedOptimizer):
         self.group_changes.replace_parameters(self.param_groups, self.state)
         before = {name: info for name, (info, _) in self.table.catalog.items()}
         self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
+        if self.statistics.hooks is not None and self.needs_capture:
+            # Before layers are heard again, whose model may outlive the optimizer.
+            self.statistics.hooks.on_forward = partial(_follow_resets, weakref.ref(self))
         self.factor_steps.drop_turned(before)
         self.factor_steps.route_captured()
         self.planner.forget()
@@ -252,6 +272,8 @@ class MKOR(ShardedOptimizer):
         Returns:
             What the first-order rule has yet to step.
         """
+        if unit.scratch["begun"]:
+            self.factor_steps.begin_anew(unit, unit.scratch["begun"], self.param_groups)
         counts = self.factor_steps.counts(unit, self.state)
         due = self.factor_steps.due(counts)
         vectors = self._measured(unit, counts, due) if self.needs_capture else self.factor_steps.sketches(unit, due)
@@ -279,6 +301,12 @@ class MKOR(ShardedOptimizer):
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    def follow_resets(self) -> None:
+        """See the base class; called by steps, too, which come after what layers show."""
+        if self.followed.is_reset(self.state):
+            self.factor_steps.miss_unheard()
+        super().follow_resets()
+
     def extra_state(self) -> dict[str, Any]:
         """When factors are due, and the hybrid switch."""
         self.factor_steps.learn(self.param_groups)
@@ -286,8 +314,15 @@ class MKOR(ShardedOptimizer):
         return {**super().extra_state(), **own}
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`extra_state` gave; statistics gathered since the last step are dropped."""
+        """Take over what :meth:`extra_state` gave; statistics gathered since the last step are dropped.
+
+        From nothing, every matrix is due at its first step, and the hybrid switch has seen no loss; statistics stay.
+        """
         super().load_extra_state(state_dict)
+        if not state_dict:
+            self.factor_steps.load_schedule({}, self.param_groups)
+            self.switch.begin_anew()
+            return
         self.statistics.clear()
         self.switch.losses.clear()
         self.factor_steps.load_schedule(state_dict.get("factor_schedule", {}), self.param_groups)

@@ -30,6 +30,7 @@ class MKORSpec(OptimizerSpec):
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")
     block_states = ("left",)
+    compared_options = ("rule",)  # what factors are the inverses of
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
 
@@ -39,7 +40,7 @@ class MKORSpec(OptimizerSpec):
         self.factors = KroneckerFactors(options)
 
     @property
-    def identity(self) -> str:
+    def family(self) -> str:
         """Class and backend: another backend has other element states."""
         return f"MKOR-{self.options.backend}"
 

@@ -296,6 +296,46 @@ class ElementStates:
         first = offset if slot.packed is None else slot.packed.firsts[offset]
         return first + entry.shard.offset - stored.shard.offset
 
+    def refuse_unfit(self, states: States, index: int, what: str, fix: str) -> None:
+        """Refuse states that users have put in the place of others and no step can go on with.
+
+        Args:
+            states: The optimizer's.
+            index: A tensor of the unit.
+            what: The subject of the message, but for the state's name.
+            fix: What else helps.
+
+        Raises:
+            RuntimeError: One is no tensor, or has another shape.
+        """
+        owner, own = self._tensors[index], states[self._tensors[index]]
+        for (at, name), slot in self._slots.items():
+            state = own.get(name) if at == index else None
+            if state is None and (at != index or name not in own):
+                continue
+            if not isinstance(state, Tensor):
+                found = "is no tensor"
+            elif slot.packed is not None and slot.packed.fits(state):
+                continue
+            else:
+                local = local_view(state)
+                shapes = (self._local_shape(owner, slot), (slot.numel,))
+                if tuple(local.shape) in shapes and not is_coded(local.dtype):
+                    continue
+                found = f"has the shape {tuple(local.shape)}"
+            raise RuntimeError(
+                f"{what.format(name)} {found}, but must have {self._shape(owner, slot)}: it was replaced since the "
+                f"optimizer was built; put the state of that shape back, or, {fix}"
+            )
+
+    def lay_in_rows(self, states: States, index: int) -> None:
+        """Lay states in a row that users have put there in another order of memory, as :meth:`views` expects them."""
+        own = states[self._tensors[index]]
+        for at, name in self._slots:
+            state = own.get(name) if at == index else None
+            if state is not None and type(state) in PLAIN and not state.is_contiguous():
+                own[name] = state.contiguous()
+
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
         """This rank's part of a state."""
         owner = self._tensors[index]

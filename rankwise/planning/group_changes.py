@@ -192,9 +192,8 @@ class GroupChanges:
     def _has_states(self, name: str, states: States) -> bool:
         if not self._planner.is_plain:
             return bool(states)
-        parameter: Tensor = self._table.parameters[name]
-        held = any(self._table.base_name(key) == name for key in self._matrix_states.everything())
-        return held or bool(states.get(parameter))
+        # Matrix states alone are what a user has left of the parameter's.
+        return "step" in states.get(self._table.parameters[name], ())
 
     def _keeps(self, name: str, group: Mapping[str, Any]) -> Sequence[Any]:
         """A parameter's rule and the shapes of its states in a group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,12 @@ class MatrixStates(dict[str, MatrixState]):
     def everything(self) -> dict[str, MatrixState]:
         """What a checkpoint takes: states in use and loaded ones."""
         return {**self.loaded, **self}
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Drop the states of some matrices, which begin afresh."""
+        for key in keys:
+            self.pop(key, None)
+            self.loaded.pop(key, None)
 
     def forget(self) -> None:
         """Drop all states."""

@@ -47,6 +47,8 @@ class OptimizerSpec(ABC):
     """Names of the states that an owner keeps of a matrix."""
     counted_states: ClassVar[tuple[str, ...]] = ()
     """The matrix states that the host works with; they lie in its memory, unless the optimizer is capturable."""
+    compared_options: ClassVar[tuple[str, ...]] = ()
+    """Options under which a state of the same name and shape is another one."""
     optional_states: ClassVar[tuple[str, ...]] = ()
     """Element states that a parameter may have been stepped without."""
     replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -82,6 +84,13 @@ class OptimizerSpec(ABC):
     @property
     def identity(self) -> str:
         """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        values = {name: getattr(self.options, name) for name in self.compared_options}
+        defaults = self.options.table()
+        return "-".join([self.family, *(f"{n}={v}" for n, v in values.items() if v != defaults[n].default)])
+
+    @property
+    def family(self) -> str:
+        """The optimizer, and the choice that decides which states it has."""
         return self.kind
 
     @property

@@ -177,7 +177,8 @@ class ParameterTable:
         """
         found: list[list[str]] = [[] for _ in range(count)]
         for name, (_, index) in self.catalog.items():
-            found[index].append(name)
+            if index < count:  # a user may have deleted groups
+                found[index].append(name)
         return found
 
     @property

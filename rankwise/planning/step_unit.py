@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -255,6 +256,7 @@ class StepUnit:
     spends_gradients: bool = False  # whether nobody reads the gradients after the step
     forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
     key: Any = ()  # among the optimizer's units
+    token: str = ""  # alike on the ranks that have planned the unit together, and no other unit's
     apart: bool = False  # its ranks are some of the optimizer's ranks only
     # where all ranks have a tensor of every parameter: its index, by key
     key_tensors: Mapping[str, int] = field(default_factory=dict)
@@ -460,13 +462,16 @@ class StepUnit:
             Exception: Planning failed on some rank; raised on every rank.
         """
 
-        def planned() -> tuple[str, Mapping[str, str]]:
+        def planned() -> tuple[str, Mapping[str, str], str]:
             settings = plan()
             exchange = "" if self.exchange is None else self.exchange.plan.digest()
             routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
-            return hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest(), settings
+            digest = hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest()
+            return digest, settings, uuid.uuid4().hex
 
-        refuse_difference(gather_together(planned, self.layout.group))
+        everyone = gather_together(planned, self.layout.group)
+        refuse_difference([(digest, settings) for digest, settings, _ in everyone])
+        self.token = everyone[0][2]
 
 
 def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:

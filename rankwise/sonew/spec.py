@@ -21,6 +21,7 @@ class SONewSpec(OptimizerSpec):
 
     options: SONewOptions
     health_means = ("graft_ratio",)
+    compared_options = ("chain",)  # whose neighbour the last weight of a row is
     slow_states = ("exp_avg_sq", "covariance", "graft_sq")
     # What is divided by differences of them must not be rounded by much.
     codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": torch.bfloat16, "graft_sq": ROOT}

@@ -79,6 +79,8 @@ class Capture:
         self.paused = False
         """Whether nothing counts for the time being."""
         self.listener: CommitListener | None = None
+        self.on_forward: Callable[[], None] | None = None
+        """Called before anything else at forward passes, unless they are compiled."""
         self.on_training_forward: Callable[[list[Parameter]], None] | None = None
         """Called with the weights of a module whose output wants a gradient."""
         self._chosen: frozenset[Record] | None = None
@@ -232,6 +234,8 @@ class Capture:
         return record
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.on_forward is not None and not torch.compiler.is_compiling():
+            self.on_forward()
         if not self.enabled or self.paused:
             return
         result = output[0] if isinstance(output, tuple) else output

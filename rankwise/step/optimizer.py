@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +34,7 @@ from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.routing.roles import annotated_modules
 from rankwise.sharding import EvenCuts, MatrixTask, Traffic
 from rankwise.sharding.layout_source import LayoutSource, TensorContents
+from rankwise.step.followed_states import FollowedStates
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.saved_states import SavedStates
 from rankwise.step.transition import Transition
@@ -45,6 +46,11 @@ __all__ = ["ShardedOptimizer"]
 
 def _as_dict(initial: InitialStates, task: MatrixTask, device: torch.device) -> MatrixState:
     return dict(initial(task, device))
+
+
+def _rule_of(kind: type) -> str:
+    """The name of the class that says what states there are: a subclass that says nothing else has the same."""
+    return next(base for base in kind.__mro__ if "spec_class" in vars(base)).__name__
 
 
 class ShardedOptimizer(Optimizer, ABC):
@@ -71,6 +77,7 @@ class ShardedOptimizer(Optimizer, ABC):
         planner: Units, owners, and the framework's layout.
         group_changes: Follows changes of param groups.
         transition: From another optimizer, if there was one.
+        followed: Follows what users do to ``state``.
         working_tensors: Begins and ends steps.
         saved: Saves and restores.
         reports: What is read of all this.
@@ -92,6 +99,7 @@ class ShardedOptimizer(Optimizer, ABC):
         "planner",
         "group_changes",
         "transition",
+        "followed",
         "working_tensors",
         "saved",
         "reports",
@@ -99,7 +107,7 @@ class ShardedOptimizer(Optimizer, ABC):
     """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
 
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
-        spec = self.spec_class(type(self).__name__, options)
+        spec = self.spec_class(_rule_of(type(self)), options)
         defaults = {name: getattr(spec.options, name) for name in spec.group_options}
         if spec.step_groups.independent:
             defaults[PEAK] = float(options.lr)
@@ -115,7 +123,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.planner = Planner(spec, self.table, self.values, self.matrix_states, self.undo.settle)
         self.group_changes = GroupChanges(spec, self.values, self.table, self.planner, self.matrix_states)
         self.transition = Transition()
-        self.working_tensors = WorkingTensors(spec, self.planner, self.transition)
+        self.followed = FollowedStates(spec, self.table, self.planner, self.matrix_states, self.transition)
+        self.working_tensors = WorkingTensors(spec, self.planner, self.transition, self.followed)
         self.saved = SavedStates(spec, self.values, self.table, self.planner, self.matrix_states)
         self.reports = Reports(spec, self.table, self.planner, self.matrix_states, self.health)
         for index, group in enumerate(self.param_groups):
@@ -194,7 +203,7 @@ class ShardedOptimizer(Optimizer, ABC):
         return self.transition.state_dict()
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is neither weight, element state nor matrix state."""
+        """Restore what is neither weight, element state nor matrix state; from nothing, begin anew."""
         self.transition.load_state_dict(state_dict)
 
     # --- param groups -------------------------------------------------------------------------------------------
@@ -321,6 +330,7 @@ class ShardedOptimizer(Optimizer, ABC):
     @undisturbed
     def _step(self) -> None:
         self.saved.forget_consolidated()
+        self.follow_resets()
         unit = self._unit()
         self.saved.deliver(self)
         if not graphs.is_capturing(unit.device):
@@ -372,16 +382,13 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.mark(self.param_groups, self.state)
         return True
 
-    def _plan_if_forgotten(self) -> None:
-        if not self.planner.units:
-            self.planner.plan_present(self, self.param_groups)
-
     def _unit(self) -> StepUnit:
         """The unit of this call, planned if it is not."""
         unit = self.planner.find(self.param_groups)
         if unit is None:
             self.group_changes.replace_parameters(self.param_groups, self.state)
         if self.group_changes.follow(unit, self.param_groups, self.state) or unit is None:
+            self.followed.drop_orphans(self.state)
             return self.planner.plan_present(self, self.param_groups)
         # The second visit: by now every group has been planned.
         self.reports.announce_once(self.state)
@@ -406,6 +413,8 @@ class ShardedOptimizer(Optimizer, ABC):
         every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
         """
         self.undo.settle()
+        self.follow_resets()
+        self.followed.drop_orphans(self.state)
         self.group_changes.replace_parameters(self.param_groups, self.state)
         result = super().state_dict()
         result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
@@ -414,7 +423,8 @@ class ShardedOptimizer(Optimizer, ABC):
         if self.planner.is_plain:
             matrices = beside["matrix_states"]
             if self.saved.is_cut and self.state:
-                self._plan_if_forgotten()
+                if not self.planner.units:
+                    self.planner.plan_present(self, self.param_groups)
                 matrices, beside["matrix_states"] = self.saved.shared_matrices(self), {}
             result = self.saved.under_parameters(result, self.param_groups, matrices, extra)
         return {**result, **beside, **extra}
@@ -463,6 +473,7 @@ class ShardedOptimizer(Optimizer, ABC):
         if self.spec.structures_of(self.param_groups) != before:
             self.planner.route_again(self.param_groups)
         self.saved.restore_matrices(state_dict)
+        self.followed.accept(self.state)
         self.load_extra_state(state_dict)
         for done in after_loading.values():
             done(self)
@@ -518,14 +529,26 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         self.undo.settle()
         self.saved.adopt(self, self.state, matrix_states, steps)
+        self.followed.accept(self.state)
         self.load_extra_state(extra)
 
     @undisturbed
     def forget_states(self) -> None:
-        """Drop all states: the next step is a first one."""
+        """Drop all states, on all ranks alike: the next step is a first one, as after ``state.clear()``."""
         self.undo.settle()
-        self.transition.end()
         self.saved.forget(self.state)
+        self.followed.forget()
+        self.load_extra_state({})
+
+    def follow_resets(self) -> None:
+        """Drop everything else, too, where a user has emptied ``state``."""
+        if self.followed.is_reset(self.state):
+            if not isinstance(self.state, defaultdict):
+                self.state = defaultdict(dict)
+            if self.followed.agree("everything"):
+                self.forget_states()
+            else:
+                self.followed.put_back(self.state, list(self.followed.counts))
 
     def kept_states(self, name: str) -> StateTypes:
         """The element states that a parameter's rule keeps; see :meth:`SavedStates.kept_states`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,11 @@ class Transition:
     def end(self) -> None:
         """The next step is not a continuation of another optimizer's."""
         self.begin(0, 0, ())
+
+    def leave(self, names: Collection[str]) -> None:
+        """Some parameters have begun afresh since, and count from there."""
+        if self.began:
+            self.afresh = self.afresh.difference(names)
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints; empty where there was no other optimizer."""

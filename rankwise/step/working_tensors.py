@@ -25,6 +25,7 @@ from rankwise.planning.planner import Planner
 from rankwise.planning.step_unit import Bucket, StepUnit
 from rankwise.routing.roles import Rule
 from rankwise.sharding.layout_source import real_view, refuse_unreadable
+from rankwise.step.followed_states import FollowedStates
 from rankwise.step.transition import Transition
 from rankwise.updates.remainders import join, split
 
@@ -67,10 +68,11 @@ class WorkingTensors:
         spec: The optimizer's name, and whether its steps may be captured.
         planner: Knows tensors by their names.
         transition: Knows whose counts start later.
+        followed: Sees what users have done to states.
     """
 
-    def __init__(self, spec: OptimizerSpec, planner: Planner, transition: Transition) -> None:
-        self._spec, self._planner, self._transition = spec, planner, transition
+    def __init__(self, spec: OptimizerSpec, planner: Planner, transition: Transition, followed: FollowedStates) -> None:
+        self._spec, self._planner, self._transition, self._followed = spec, planner, transition, followed
         self._most_idle = 0
 
     def counts_on_device(self, unit: StepUnit) -> bool:
@@ -117,9 +119,10 @@ class WorkingTensors:
                 unit.states.allocate(states, index)
                 device = self._spec.count_device(tensor)
                 states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                self._followed.note(states, [tensor])
 
     def open(self, unit: StepUnit, states: States) -> WorkingViews | None:
-        """Count the step of every tensor that takes one; None if none does.
+        """Count the step of every tensor that takes one; None if none does. See :meth:`FollowedStates.follow`.
 
         Where every rank has the whole parameters, a missing gradient is missing on all of them
         (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
@@ -143,6 +146,8 @@ class WorkingTensors:
         self._refuse_other_lengths(unit, held, found)
         if any(map(Tensor.is_inference, held)):
             self._refuse_inference(unit, held, found)
+        taking = [index for index, grad in enumerate(found) if zeros or grad is not None]
+        unit.scratch["begun"] = self._followed.follow(unit, states, taking)
         opened = WorkingViews([], [])
         stepped: list[Tensor] = []
         for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, found, strict=True)):
@@ -211,6 +216,7 @@ class WorkingTensors:
                 graphs.refuse_capture(tensor.device, "the first step of a parameter")
                 device = self._spec.count_device(tensor)
                 states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                self._followed.note(states, [tensor])
         counts = [states[tensor]["step"] for tensor in tensors]
         if counts:
             torch._foreach_add_(counts, 1.0)

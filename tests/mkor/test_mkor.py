@@ -592,6 +592,7 @@ def test_after_the_switch_it_is_the_backend(backend: str, caplog: pytest.LogCapt
     for name, parameter in other.named_parameters():
         parameter.data.copy_(snapshot["model"][name])
         plain.state[parameter].update({key: value.clone() for key, value in state[name].items()})
+    plain.followed.accept(plain.state)  # as if they had been loaded, with factors that are the identity
     train(other, plain, range(5, len(losses)))
     assert_same(weights(model), weights(other))
 

@@ -88,7 +88,7 @@ def test_a_state_that_was_replaced_never_reaches_a_kernel(case: Case) -> None:
         name = next(key for key in optimizer.state[model.middle.weight] if key != "step")
         optimizer.state[model.middle.weight][name] = torch.zeros(size)
         model(torch.arange(6)).square().mean().backward()
-        with pytest.raises(RuntimeError, match=f"the state '{name}' of a parameter has the shape"):
+        with pytest.raises(RuntimeError, match=f"the state '{name}' of 'middle.weight' has the shape"):
             optimizer.step()
 
 

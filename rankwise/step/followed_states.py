@@ -1,0 +1,242 @@
+"""What users do to ``Optimizer.state`` between two steps: matrix states follow it, or it is refused before a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from rankwise.planning.element_states import States
+from rankwise.planning.matrix_states import MatrixStates
+from rankwise.planning.optimizer_spec import OptimizerSpec
+from rankwise.planning.param_remainders import REMAINDER
+from rankwise.planning.parameter_table import ParameterTable
+from rankwise.planning.planner import Planner
+from rankwise.planning.step_unit import StepUnit
+from rankwise.sharding.votes import all_vote
+from rankwise.step.transition import Transition
+
+__all__ = ["FollowedStates"]
+
+logger = logging.getLogger(__name__)
+
+_RESET = "to begin afresh, remove all states of the parameter (optimizer.state.pop(parameter))"
+
+
+class FollowedStates:
+    """Lets no matrix state outlive the states of its parameter in ``Optimizer.state``, which users clear and replace.
+
+    A parameter's step count is what its states are known by: torch keeps it among them, and nothing but a user puts
+    another one in its place. Without one the parameter is fresh in everything. With another one of the same number its
+    states have been moved or copied; with one of another number, or of another parameter, they are states to which the
+    matrix states do not belong. A step that finds the same objects as the last one did asks no further.
+
+    Args:
+        spec: Which rules keep matrix states.
+        table: The parameters.
+        planner: Knows tensors by their names.
+        matrix_states: The optimizer's.
+        transition: What is fresh takes no part in it.
+
+    Attributes:
+        counts: Those of the last steps, by their tensors.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        table: ParameterTable,
+        planner: Planner,
+        matrix_states: MatrixStates,
+        transition: Transition,
+    ) -> None:
+        self._spec, self._table, self._planner = spec, table, planner
+        self._matrix_states, self._transition = matrix_states, transition
+        self._rounds = 0
+        self.counts: dict[Tensor, Tensor] = {}
+        self._names: dict[Tensor, frozenset[str]] = {}
+
+    # --- all states ---------------------------------------------------------------------------------------------
+
+    def accept(self, states: States) -> None:
+        """Take the present states for this optimizer's: they have been loaded, with those of matrices."""
+        self.counts = {tensor: own["step"] for tensor, own in states.items() if "step" in own}
+        self._names = {}
+
+    def forget(self) -> None:
+        """There are no states any more."""
+        self.counts, self._names = {}, {}
+
+    def is_reset(self, states: States) -> bool:
+        """Whether a user has removed all states there were."""
+        return not states and len(self.counts) > 0
+
+    def put_back(self, states: States, tensors: Iterable[Tensor]) -> None:
+        """Count on, by the other ranks' side, where this rank has removed states that others still have."""
+        logger.warning(
+            "%s: rank %d alone has removed states from optimizer.state that other ranks still have. Its averages begin "
+            "anew, and steps are counted on, with the matrix states that there are; remove states on all ranks alike, "
+            "or call forget_states() on all of them.",
+            self._spec.name,
+            self._planner.rank,
+        )
+        for tensor in tensors:
+            states[tensor]["step"] = self.counts[tensor]
+            self._names.pop(tensor, None)
+
+    def drop_orphans(self, states: States) -> None:
+        """Drop the matrix states of parameters whose other states are gone, where tensors are parameters."""
+        gone = [tensor for tensor in self.counts if "step" not in states.get(tensor, ())]
+        names = {self._planner.name_of(tensor) for tensor in gone}.difference([None])
+        if names:
+            present = self._matrix_states.everything()
+            self._matrix_states.drop([key for key in present if self._table.base_name(key) in names])
+
+    def agree(self, what: str, unit: StepUnit | None = None) -> bool:
+        """Whether all ranks have removed some states; only ranks that have are asked, see :func:`all_vote`.
+
+        Where ranks step matrices together, each takes from its own states how far they are, and waits for the others.
+
+        Args:
+            what: What has been removed.
+            unit: Of which unit; None: of all.
+        """
+        found = unit or next(iter(self._planner.units.values()), None)
+        if found is None or found.exchange is None or found.layout.group is None:
+            return True
+        # A rank that holds nothing has nothing to remove.
+        alone = found.layout.world_size == 1 or not found.layout.all_hold
+        return alone or all_vote(f"{found.token}/{self._rounds}/{what}", found.layout.group)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def follow(self, unit: StepUnit, states: States, stepped: Sequence[int]) -> list[str]:
+        """Look at the states before a step.
+
+        Args:
+            unit: The unit of the step.
+            states: The optimizer's.
+            stepped: Indices of the tensors that take it.
+
+        Returns:
+            Matrices that had states, here or on other ranks, and are fresh now.
+
+        Raises:
+            RuntimeError: States were replaced by others to which the matrix states do not belong, or by tensors that no
+                step can go on with; nothing has changed then.
+        """
+        self._rounds += 1
+        seen: dict[int, tuple[int, ...]] = unit.scratch.setdefault("seen", {})
+        tensors = unit.tensors
+        changed = [at for at in stepped if tuple(map(id, states[tensors[at]].values())) != seen.get(at)]
+        if not changed:
+            return []
+        fresh = [at for at in changed if "step" not in states[tensors[at]]]
+        kept = sorted(set(changed).difference(fresh))
+        for at in kept:
+            self._judge(unit, states, at)
+        for at in kept:
+            self._take_up(unit, states, at)
+            seen[at] = tuple(map(id, states[tensors[at]].values()))
+        return self._begin(unit, states, fresh) if fresh else []
+
+    def note(self, states: States, tensors: Iterable[Tensor]) -> None:
+        """Know the states of tensors that take their first step by the counts that they have got."""
+        self.counts.update((tensor, states[tensor]["step"]) for tensor in tensors)
+
+    def _judge(self, unit: StepUnit, states: States, at: int) -> None:
+        tensor, own = unit.tensors[at], states[unit.tensors[at]]
+        before, count = self.counts.get(tensor), own["step"]
+        if count is not before and self._planner.is_plain and self._has_matrix(unit, at):
+            if before is None:
+                if int(count) and not self._transition.began:
+                    self._refuse(tensor, "were put into optimizer.state by hand")
+            elif int(count) != int(before):
+                self._refuse(tensor, f"were replaced by those of another time (step {int(count)}, not {int(before)})")
+            elif any(count is other for other in self.counts.values()):
+                self._refuse(tensor, "were replaced by those of another parameter")
+        present = self._names.get(tensor, frozenset()).difference(own, self._spec.optional_states)
+        missing = sorted(present.intersection(unit.states.shapes(at)))
+        if missing:
+            raise RuntimeError(
+                f"{self._spec.name}: the state {missing[0]!r} of {self._named(tensor)} is gone from optimizer.state, "
+                f"while others are there: it must have all or none; put it back, or, {_RESET}"
+            )
+        unit.states.refuse_unfit(states, at, f"{self._spec.name}: the state {{!r}} of {self._named(tensor)}", _RESET)
+
+    def _has_matrix(self, unit: StepUnit, at: int) -> bool:
+        """Whether there are matrix states, on whatever rank, that belong to those of a tensor."""
+        return len(self._spec.matrix_state_names) > 0 and any(at in places for places in _places(unit).values())
+
+    def _refuse(self, tensor: Tensor, what: str) -> NoReturn:
+        names = ", ".join(self._spec.matrix_state_names)
+        raise RuntimeError(
+            f"{self._spec.name}: the states of {self._named(tensor)} {what}, but its matrix states ({names}) are kept "
+            f"beside optimizer.state and did not come with them; use state_dict() and load_state_dict(), or, {_RESET}"
+        )
+
+    def _named(self, tensor: Tensor) -> str:
+        name = self._planner.name_of(tensor)
+        return f"a tensor of {tensor.numel()} elements" if name is None else f"'{name}'"
+
+    def _take_up(self, unit: StepUnit, states: States, at: int) -> None:
+        """Go on with states that a user has moved or copied: counts lie where steps look for them."""
+        tensor, own = unit.tensors[at], states[unit.tensors[at]]
+        count, device = own["step"], self._spec.count_device(tensor)
+        if not isinstance(count, Tensor):
+            own["step"] = torch.tensor(float(count), dtype=torch.float32, device=device)
+        elif count.device != device or count.dtype != torch.float32:
+            own["step"] = count.to(device, torch.float32)
+        unit.states.lay_in_rows(states, at)
+        self.counts[tensor] = own["step"]
+        self._names[tensor] = frozenset(own)
+
+    def _begin(self, unit: StepUnit, states: States, fresh: Collection[int]) -> list[str]:
+        """Make fresh what a step finds without a count, in everything that there is of it."""
+        known = {at for at in fresh if unit.tensors[at] in self.counts}
+        agreed = not known or self.agree(",".join(self._named(unit.tensors[at]) for at in sorted(known)), unit)
+        for at in fresh:
+            own, seen = states[unit.tensors[at]], unit.scratch["seen"]
+            seen.pop(at, None)
+            for name in unit.states.shapes(at):
+                if name != REMAINDER:
+                    own.pop(name, None)
+            self._names.pop(unit.tensors[at], None)
+        if not agreed:
+            self.put_back(states, [unit.tensors[at] for at in known])
+            fresh, known = set(fresh) - known, set()
+        names = {entry.info.name for entry in unit.entries if entry.shard.tensor in fresh}
+        self._transition.leave(names)
+        # torch's checkpoint functions look for the marks in states.
+        unit.scratch.pop("marked", None)
+        return self._drop_matrices(unit, set(fresh), known)
+
+    def _drop_matrices(self, unit: StepUnit, fresh: set[int], known: set[int]) -> list[str]:
+        """Drop the states of matrices that begin with fresh tensors; of those known before, tell which."""
+        everything = set(range(len(unit.tensors)))
+        gone, told = [], []
+        for key, places in _places(unit).items():
+            # An owner that holds nothing of a matrix goes by all that it holds.
+            if places & fresh if places else everything and everything <= known:
+                gone.append(key)
+            if (places or everything) & known:
+                told.append(key)
+        self._matrix_states.drop(gone)
+        return told
+
+
+def _places(unit: StepUnit) -> dict[str, set[int]]:
+    """The tensors that are, or have something of, each matrix that has an owner; planned once."""
+    found: dict[str, set[int]] | None = unit.scratch.get("matrix_places")
+    if found is None:
+        held: dict[str, set[int]] = {key: {at} for key, at in unit.key_tensors.items()}
+        for entry in unit.entries if not held else ():
+            held.setdefault(entry.key, set()).add(entry.shard.tensor)
+        wholes = {part: key for key, matrix in unit.slices.items() for part in matrix.parts}
+        owned = () if unit.exchange is None else unit.exchange.plan.owners
+        found = {key: held.get(key) or held.get(wholes.get(key, key), set()) for key in owned}
+        unit.scratch["matrix_places"] = found
+    return found
