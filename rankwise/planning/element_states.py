@@ -15,7 +15,7 @@ from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.packed_states import PackedLayout, StateRun, PackedValues
+from rankwise.planning.packed_states import PackedLayout, PackedValues, StateRun
 from rankwise.sharding.dtensors import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.sharding.layout_source import real_view
 
