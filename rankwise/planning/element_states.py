@@ -15,7 +15,7 @@ from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
 from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
 from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.packed_states import PackedLayout, PackedRun, PackedValues
+from rankwise.planning.packed_states import PackedLayout, PackedValues, StateRun
 from rankwise.sharding.dtensors import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.sharding.layout_source import real_view
 
@@ -47,7 +47,7 @@ class _Slot:
     packed: PackedLayout | None = None
 
 
-def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[PackedRun], kept: torch.dtype) -> _Slot:
+def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[StateRun], kept: torch.dtype) -> _Slot:
     """The slot of a state; of no run, of a type."""
     # What is decided for a parameter is decided wherever it is stored: one tensor may keep several types.
     types = list(dict.fromkeys(run.dtype for run in runs)) or [kept]
@@ -170,7 +170,7 @@ class ElementStates:
             offsets[entry.index] = position if compact else entry.shard.offset
             position += entry.shard.numel
         runs = [
-            PackedRun(offsets[entry.index], entry.shard.numel, entry.shard.start, self.type_of(name, entry))
+            StateRun(offsets[entry.index], entry.shard.numel, entry.shard.start, self.type_of(name, entry))
             for entry in users
         ]
         return _slot(position if compact else full, compact, offsets, runs, self._dtype)

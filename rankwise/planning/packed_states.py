@@ -25,7 +25,7 @@ from rankwise.kernels.quantization import decode_, encode_
 __all__ = [
     "OPENED",
     "PackedLayout",
-    "PackedRun",
+    "StateRun",
     "PackedValues",
     "may_be_packed",
     "packed_in",
@@ -47,7 +47,7 @@ def may_be_packed(state: Any) -> bool:
     return isinstance(state, Tensor) and state.dim() == 1 and is_narrow(state.dtype)
 
 
-class PackedRun(NamedTuple):
+class StateRun(NamedTuple):
     """An entry's part of a state.
 
     Attributes:
@@ -77,7 +77,7 @@ class PackedLayout:
         numel: Elements of the packed state.
     """
 
-    def __init__(self, dtype: torch.dtype, size: int, runs: Sequence[PackedRun]) -> None:
+    def __init__(self, dtype: torch.dtype, size: int, runs: Sequence[StateRun]) -> None:
         self.dtype, self.size, self.runs = dtype, size, tuple(sorted(runs))
         self.firsts: dict[int, int] = {}
         self.exponents: dict[int, int] = {}
@@ -161,7 +161,7 @@ class PackedLayout:
         end = start + values.numel()
         at = max(bisect_right(self._offsets, start) - 1, 0)
         found: list[Tensor] = []
-        coded: list[tuple[PackedRun, int, int]] = []
+        coded: list[tuple[StateRun, int, int]] = []
         while at < len(self.runs) and self.runs[at].offset < end:
             run = self.runs[at]
             low, high = max(start, run.offset), min(end, run.offset + run.numel)
@@ -182,7 +182,7 @@ class PackedLayout:
         """Keep the values of one run, which begins there, rounded to the nearest."""
         self._write(kept, [(self.runs[bisect_right(self._offsets, start) - 1], 0, values)])
 
-    def _write(self, kept: Tensor, pieces: Sequence[tuple[PackedRun, int, Tensor]]) -> None:
+    def _write(self, kept: Tensor, pieces: Sequence[tuple[StateRun, int, Tensor]]) -> None:
         """Keep values of parts of runs, each of whole blocks, from an element of the run on."""
         coded = [piece for piece in pieces if is_coded(piece[0].dtype)]
         for run, first, values in pieces:
@@ -202,9 +202,9 @@ class PackedLayout:
     def _offsets(self) -> list[int]:
         return [run.offset for run in self.runs]
 
-    def _portions(self) -> Iterator[list[tuple[PackedRun, int, int]]]:
+    def _portions(self) -> Iterator[list[tuple[StateRun, int, int]]]:
         """Parts of runs, of whole blocks: run, first element, elements; not many elements at a time."""
-        some: list[tuple[PackedRun, int, int]] = []
+        some: list[tuple[StateRun, int, int]] = []
         size = 0
         for run in self.runs:
             first = 0
@@ -219,7 +219,7 @@ class PackedLayout:
         if some:
             yield some
 
-    def _codes(self, kept: Tensor, parts: Sequence[tuple[PackedRun, int, int]]) -> LowPrecisionRuns:
+    def _codes(self, kept: Tensor, parts: Sequence[tuple[StateRun, int, int]]) -> LowPrecisionRuns:
         signed, codes, blocks = kept.view(torch.int8), [], []
         for run, first, numel in parts:
             place = run.first + first
@@ -257,7 +257,7 @@ def packed_in(record: Mapping[str, Any], name: str) -> tuple[PackedLayout, tuple
     places = zip(record["runs"], record["states"][name], strict=True)
     held = sorted((offset, end - start, start) for (_, _, start, end, _), offset in places if offset is not None)
     types = [getattr(torch, word) for word in packed["types"]]
-    runs = [PackedRun(*place, dtype) for place, dtype in zip(held, types, strict=True)]
+    runs = [StateRun(*place, dtype) for place, dtype in zip(held, types, strict=True)]
     shape = tuple(packed["shape"])
     narrowest = min(types, key=lambda dtype: dtype.itemsize)
     return PackedLayout(narrowest, prod(shape), runs), shape

@@ -114,7 +114,7 @@ def _resumed(rank: int, world: int, layouts: Sequence[str]) -> list[tuple[Held, 
             whole.step()
         saved = whole.optimizer.state_dict()
         for state in saved["state"].values():
-            assert state.get("error", torch.zeros(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
+            assert state.get("error", torch.zeros(0, dtype=SIGNED)).dtype == SIGNED
         for _ in range(3):
             again.step()
         with torch.no_grad():
