@@ -135,8 +135,8 @@ def watch_builds() -> None:
             timer.cancel()
         return _stock["release"](baton)
 
-    FileBaton.try_acquire = try_acquire  # type: ignore[method-assign]
-    FileBaton.release = release  # type: ignore[method-assign]
+    for replacement in (try_acquire, release):
+        setattr(FileBaton, replacement.__name__, replacement)
 
 
 def unwatch_builds() -> None:

@@ -120,7 +120,7 @@ class Number(Check):
         if number < self.low or (self.above and number == self.low):
             raise InvalidError(f"it must be {self.range}")
         if number > LARGEST:
-            raise InvalidError(f"it must be <= {LARGEST:g}, beyond which products leave the range of float32")
+            raise InvalidError(f"it must be <= {LARGEST:g}")
         return value
 
     @property

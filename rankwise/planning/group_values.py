@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ class GroupValues:
             if self._values_of(group) in self._accepted:
                 continue
             self.refuse_incomplete(position, group)
-            self.validate(group, rate_too=False)
+            self.validate(cast("MutableMapping[str, Any]", group), rate_too=False)
             if len(self._accepted) >= _MOST_ACCEPTED:
                 self._accepted.clear()
             self._accepted.add(self._values_of(group))
