@@ -8,7 +8,10 @@ from pathlib import Path
 from benchmarks.peers.results import Row, merge
 from benchmarks.peers.suites import run_suite
 
-__all__ = ["run", "torch_rows"]
+__all__ = ["WRONG", "run", "torch_rows"]
+
+WRONG = "wrong_options"
+"""Beside the checks: each wrong input of a record is a case of its own."""
 
 
 def torch_rows(types: Sequence[str] = (), checks: Sequence[str] = ()) -> Iterator[Row]:
@@ -19,7 +22,7 @@ def torch_rows(types: Sequence[str] = (), checks: Sequence[str] = ()) -> Iterato
         checks: Names; none: all.
 
     Yields:
-        A row of every type and check.
+        A row of every type and check, and of every wrong input.
     """
     import torch
 
@@ -29,19 +32,16 @@ def torch_rows(types: Sequence[str] = (), checks: Sequence[str] = ()) -> Iterato
     version = torch.__version__.partition("+")[0]
     for name in types or RECORDS:
         info = record_of(name)
-        for check in checks or (*CHECKS, "wrong_options"):
-            found = list(check_errors(info) if check == "wrong_options" else failures(info, CHECKS[check]))
-            message = " ".join("; ".join(f"{given}: {text}" for given, text in found).split())[:400]
-            yield {
-                "suite": "torch",
-                "tests": version,
-                "against": version,
-                "type": name,
-                "case": check,
-                "outcome": "failed" if found else "passed",
-                "placed": True,
-                "message": message,
-            }
+        for check in checks or (*CHECKS, WRONG):
+            if check == WRONG:
+                found = [(f"{WRONG}[{given}]", text) for given, text in check_errors(info)]
+            else:
+                failed = "; ".join(f"{given}: {text}" for given, text in failures(info, CHECKS[check]))
+                found = [(check, failed)]
+            for case, text in found:
+                outcome = "failed" if text else "passed"
+                row = {"suite": "torch", "tests": version, "against": version, "type": name, "case": case}
+                yield {**row, "outcome": outcome, "placed": True, "message": " ".join(text.split())[:300]}
 
 
 def run(

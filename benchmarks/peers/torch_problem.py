@@ -111,7 +111,7 @@ class Problem:
 
     def train(self, steps: int) -> float:
         """Steps with a closure; the last loss before one."""
-        return max([float(self.optimizer.step(self.closure)) for _ in range(steps)][-1:], default=0.0)
+        return max([self.optimizer.step(self.closure).item() for _ in range(steps)][-1:], default=0.0)
 
     def twin(self, **changes: Any) -> Problem:
         """The same with weights of its own, and a fresh optimizer."""
