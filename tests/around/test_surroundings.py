@@ -352,6 +352,7 @@ def test_steps_are_deferred_in_their_own_thread_alone() -> None:
 COMPUTE_NOTHING = {
     "add_param_group": "routes parameters",
     "attach": "keeps a reference",
+    "capture_paused": "switches hooks off, and on again",
     "explain": "counts",
     "extra_state": "host numbers",
     "gradients_unscaled": "keeps a reference",
