@@ -306,8 +306,19 @@ class SavedStates:
             if name == REMAINDER and not self._keeps_remainder(tensor):
                 self._tell_of_lost_bits()
             elif packed is not None:
-                kept = kept or self._planner.kept_in(groups, tensor, group, computed)[1]
-                states[tensor][name] = kept.taken(0, name, value, packed[0])
+                place = self._planner.place_of(tensor)
+                if place is not None:
+                    states[tensor][name] = place[0].states.taken(place[1], name, value, packed[0])
+                    continue
+                try:
+                    kept = kept or self._planner.kept_in(groups, tensor, group, computed)[1]
+                except (LookupError, RuntimeError):
+                    # The framework's weights are not those of its copies yet, but its layout is the one that was saved.
+                    alike = self._spec.asked_type(name) == "int8"
+                    own = value if alike else packed[0].opened(value, packed[1])
+                    states[tensor][name] = own.to(device=tensor.device, copy=alike)
+                else:
+                    states[tensor][name] = kept.taken(0, name, value, packed[0])
             elif isinstance(value, Tensor):
                 device = self._spec.count_device(tensor) if name == "step" else tensor.device
                 value = value if name == "step" else cut_as(value, tensor)
