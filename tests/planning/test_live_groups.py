@@ -61,7 +61,7 @@ def changes_by_rate(case: Case, first: list[str], second: list[str], moves: list
         (
             "weight_deacy",
             0.5,
-            "'weight_deacy' in a param group is invalid: nothing reads it; did you mean 'weight_decay'",
+            "weight_deacy=.* in a param group is invalid: nothing reads it; did you mean 'weight_decay'",
         ),
         (
             "fallback",
