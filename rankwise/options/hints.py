@@ -63,8 +63,8 @@ _ADAM_BETAS = (("betas_1d", "set 'betas_1d', those of the AdamW fallback"), ("be
 _MUON_LR = (
     (
         "scale",
-        "set 'lr', the matrices' rate: the same value with MARS-Shampoo, whose updates have the size of DeepSpeed's "
-        "Muon, and 4 to 5 times AdamW's rate with MARS-M",
+        "set 'lr', the matrices' rate: the same value with MARS-Shampoo, whose updates are as large as those of a Muon "
+        "that scales by max(1, rows / columns) ** 0.5, and 4 to 5 times AdamW's rate with MARS-M",
     ),
     ("lr", "set 'lr', at about AdamW's rate"),
 )
