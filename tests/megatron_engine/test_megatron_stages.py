@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import package_info
 from megatron.core import parallel_state as mpu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
@@ -212,6 +214,10 @@ def _predicting(rank: int, world: int) -> tuple[str, bool]:
             return str(error.value), built.result is not None
 
 
+@pytest.mark.skipif(
+    package_info.MINOR >= 20 and not find_spec("transformer_engine"),
+    reason="this Megatron builds it with Transformer Engine alone",
+)
 def test_a_second_copy_of_the_embedding_is_refused_by_the_flag_that_makes_it() -> None:
     for message, works_untied in run_ranks(2, _predicting):
         assert "--mtp-num-layers" in message and "--untie-embeddings-and-output-weights" in message
