@@ -306,10 +306,6 @@ class SavedStates:
             if name == REMAINDER and not self._keeps_remainder(tensor):
                 self._tell_of_lost_bits()
             elif packed is not None:
-                place = self._planner.place_of(tensor)
-                if place is not None:
-                    states[tensor][name] = place[0].states.taken(place[1], name, value, packed[0])
-                    continue
                 try:
                     kept = kept or self._planner.kept_in(groups, tensor, group, computed)[1]
                 except (LookupError, RuntimeError):
