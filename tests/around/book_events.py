@@ -161,6 +161,15 @@ def _overflow(run: Run) -> None:
     run.clear()
 
 
+@event("a NaN step that is skipped", "loop")
+def _skipped(run: Run) -> None:
+    """By `skip_nonfinite`, where the type has it; else by the user, who looks at the loss."""
+    run.backward(OTHER, float("nan"))
+    if run.kind.options.get("skip_nonfinite"):
+        run.step()
+    run.clear()
+
+
 @event("a frozen layer, then unfrozen")
 def _frozen_for_a_step(run: Run) -> None:
     frozen = [run.named()[run.middle]]

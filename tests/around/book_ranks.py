@@ -23,7 +23,7 @@ from ranks import run_ranks
 
 __all__ = ["cells", "play"]
 
-PATIENCE = 60.0
+PATIENCE = 90.0
 """Seconds that a cell may take with its references."""
 Job = tuple[Kind, Cell]
 

@@ -73,7 +73,25 @@ REFUSED = [
 ]
 """What raises instead of doing as AdamW does, on purpose."""
 
-KNOWN: list[Listed] = []
+_HEARD = "MKOR's hooks hear what no step follows"
+_LOOPS, _ENGINES = "plain|DDP|FSDP2", "ZeRO 0|ZeRO 1|ZeRO 2|ZeRO 3"
+KNOWN: list[Listed] = [
+    Listed(_MKOR, "torch.autograd.grad|a loss through frozen weights", why=_HEARD, frameworks="plain"),
+    Listed(_MKOR, "a second optimizer of the same weights, for a step", why=_HEARD, frameworks=_LOOPS),
+    Listed(_MKOR, "a batch thrown away by model.zero_grad(*|a batch thrown away by p.grad*", why=_HEARD),
+    Listed(
+        _MKOR, "a NaN batch thrown away by model.zero_grad(set*|a NaN batch thrown away by p.grad.zero_()", why=_HEARD
+    ),
+    Listed(_MKOR, "*batch thrown away by*engine*zero_grad()", why=_HEARD, frameworks=_ENGINES),
+    Listed(_MKOR, "GradScaler finds an overflow", why="what a scaler divided by outlives the step that it skipped"),
+    Listed(
+        _MKOR,
+        "a parameter moved to another group",
+        why="a weight that joins its bias's group gets a factor of another shape, and the advice does not help",
+    ),
+    Listed("ldadam*|mkor*", "state.clear()|state = defaultdict(dict)", why="matrix states outlive `optimizer.state`"),
+    Listed("*", "a parameter exchanged", why="a parameter exchanged in a group is refused with another's advice"),
+]
 """Faults that stand, by their heading; a cell that is none any more has to leave the list."""
 
 

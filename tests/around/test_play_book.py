@@ -59,7 +59,7 @@ def column(name: str, kinds: Sequence[Kind], whole: bool = False) -> list[dict[s
         for cell in chosen:
             word, why = verdict(name, kind, cell, found[kind, cell], found[ADAMW, cell])
             known = listed(KNOWN, name, kind, cell)
-            if known is not None:
+            if known is not None and word != "not applicable":
                 word, why = ("known fault", known.why) if word == "fault" else ("no fault any more", known.why)
             row = {"framework": name, "type": kind.name, "event": cell[0], "entry": cell[1], "is": word, "why": why}
             rows.append(row)
