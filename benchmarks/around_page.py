@@ -11,7 +11,7 @@ __all__ = ["DATA", "around_page", "merged", "recorded"]
 
 Row = Mapping[str, Any]
 DATA = Path(__file__).resolve().parent.parent / "docs/data/around.json"
-_FIRST = ("nothing", "step()")
+_FIRST, _EARLY = ("nothing", "step()"), "the first step()"
 _HEAD = """# What happens between two steps
 
 This page says what an optimizer of rankwise does when something happens before a step or around it: a batch is thrown
@@ -50,10 +50,12 @@ def around_page(rows: Sequence[Row]) -> str:
     """The whole page."""
     types = list(dict.fromkeys(row["type"] for row in rows))
     events = [row for row in rows if row["entry"] == _FIRST[1]]
-    entries = [row for row in rows if row["event"] == _FIRST[0] and row["entry"] != _FIRST[1]]
+    entries = [row for row in rows if row["event"] == _FIRST[0] and row["entry"] not in (_FIRST[1], _EARLY)]
     listed = ", ".join(f"`{name}`" for name in types)
     parts = [_HEAD, f"The types of this table: {listed}. All others, and all options, are played by hand.\n"]
+    firsts = [row for row in rows if row["entry"] == _EARLY]
     parts += ["\n## What happens before the next steps\n\n", _table(events, "event")]
+    parts += ["\n## What happens before the first step\n\n", _table(firsts, "event")]
     parts += ["\n## What is called before the next steps\n\n", _table(entries, "entry")]
     return "".join(parts)
 

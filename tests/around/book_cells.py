@@ -24,7 +24,7 @@ __all__ = ["Cell", "Outcome", "Player", "cells_of"]
 
 Cell = tuple[str, str]
 """An event and an entry point."""
-NOTHING, STEP = "nothing", "step()"
+NOTHING, STEP, FIRST = "nothing", "step()", "the first step()"
 BEFORE, AFTER = (0, 1), (2, 3)
 NEARNESS = ("same bits", "rounded otherwise", "elsewhere")
 ROUNDING = 1e-6
@@ -137,11 +137,11 @@ class Player:
             yield "as without the event", (NOTHING, entry, "")
             if event != "a step":
                 yield "as a plain step", ("a step", entry, "")
-        if entry != STEP:
+        if entry not in (STEP, FIRST):
             yield "as without the entry point", (event, STEP, "")
             yield "as another step", (event, "another step", "")
-        yield "as a fresh optimizer", (event, STEP, "fresh")
-        if entry == STEP:
+        yield "as a fresh optimizer", (event, FIRST if entry == FIRST else STEP, "fresh")
+        if entry in (STEP, FIRST):
             yield "as loaded into new objects", (event, entry, "rebuilt")
 
     def _play(self, event: str, entry: str, ending: str = "") -> _Played:
@@ -155,7 +155,7 @@ class Player:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = self.framework(self.kind)
-            for index in BEFORE:
+            for index in () if entry == FIRST else BEFORE:
                 run.train(index)
             phases: list[tuple[str, Callable[[Run], Any]]] = [
                 ("event", self.events[event].act),
@@ -210,10 +210,15 @@ def _apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 
 def cells_of(framework: type[Run], kind: Kind, whole: bool) -> list[Cell]:
-    """The cells of a framework: each event before a step and each entry point after nothing; the product if whole."""
+    """The cells of a framework: each event before a step and each entry point after nothing; the product if whole.
+
+    In one process each event before the first step, too.
+    """
     run = framework(kind)
     events = list(events_of(run))
     run.close()
     if whole:
         return [(event, entry) for event in events for entry in ENTRIES]
-    return [*((event, STEP) for event in events), *((NOTHING, entry) for entry in ENTRIES if entry != STEP)]
+    firsts = [(event, FIRST) for event in events] if framework.world == 1 else []
+    others = [(NOTHING, entry) for entry in ENTRIES if entry not in (STEP, FIRST)]
+    return [*((event, STEP) for event in events), *firsts, *others]

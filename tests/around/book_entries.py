@@ -37,6 +37,11 @@ def _step(run: Run) -> None:
     """The steps that follow in every cell."""
 
 
+@entry("the first step()")
+def _first(run: Run) -> None:
+    """As `step()`, but nothing is trained before the event."""
+
+
 @entry("another step")
 def _another(run: Run) -> None:
     run.train(NEXT)

@@ -23,7 +23,7 @@ class Listed(NamedTuple):
 
     types: str
     events: str = "*"
-    entries: str = "step()"
+    entries: str = "step()|the first step()"
     frameworks: str = "*"
     why: str = ""
     fragment: str = ""
@@ -87,9 +87,15 @@ KNOWN: list[Listed] = [
     Listed(
         _MKOR,
         "a parameter moved to another group",
+        "step()",
         why="a weight that joins its bias's group gets a factor of another shape, and the advice does not help",
     ),
-    Listed("ldadam*|mkor*", "state.clear()|state = defaultdict(dict)", why="matrix states outlive `optimizer.state`"),
+    Listed(
+        "ldadam*|mkor*",
+        "state.clear()|state = defaultdict(dict)",
+        "step()",
+        why="matrix states outlive `optimizer.state`",
+    ),
     Listed("*", "a parameter exchanged", why="a parameter exchanged in a group is refused with another's advice"),
 ]
 """Faults that stand, by their heading; a cell that is none any more has to leave the list."""
