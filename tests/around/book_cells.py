@@ -25,7 +25,7 @@ __all__ = ["Cell", "Outcome", "Player", "cells_of"]
 Cell = tuple[str, str]
 """An event and an entry point."""
 NOTHING, STEP, FIRST = "nothing", "step()", "the first step()"
-BEFORE, AFTER = (0, 1), (2, 3)
+AFTER = (2, 3)
 NEARNESS = ("same bits", "rounded otherwise", "elsewhere")
 ROUNDING = 1e-6
 """What AdamW's own compiled step is off by, at most; what an event does to a run shows as a thousandth or more."""
@@ -155,7 +155,7 @@ class Player:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = self.framework(self.kind)
-            for index in () if entry == FIRST else BEFORE:
+            for index in () if entry == FIRST else self.framework.before:
                 run.train(index)
             phases: list[tuple[str, Callable[[Run], Any]]] = [
                 ("event", self.events[event].act),

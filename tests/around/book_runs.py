@@ -46,6 +46,8 @@ class Run:
     world: ClassVar[int] = 1
     offers: ClassVar[frozenset[str]] = frozenset({"loop", "whole", "copies", "groups", "state", "alone", "dcp"})
 
+    before: ClassVar[tuple[int, ...]] = (0, 1)
+    """Steps before an event."""
     middle: ClassVar[str] = "mid.weight"
     """A matrix without a bias."""
 
