@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from book_entries import ENTRIES
-from book_events import events_of
+from book_events import HOMES, Event, events_of
 from book_kinds import Kind
 from book_runs import Run
 
@@ -209,16 +209,22 @@ def _apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel())
 
 
+def _own(rows: Mapping[str, Event], framework: type[Run]) -> list[str]:
+    """Without what there is under another framework alone, whose module happens to be imported."""
+    return [name for name, row in rows.items() if not (HOMES & set(row.needs)) - framework.offers]
+
+
 def cells_of(framework: type[Run], kind: Kind, whole: bool) -> list[Cell]:
     """The cells of a framework: each event before a step and each entry point after nothing; the product if whole.
 
     In one process each event before the first step, too.
     """
     run = framework(kind)
-    events = list(events_of(run))
+    events = _own(events_of(run), framework)
     run.close()
+    entries = _own(ENTRIES, framework)
     if whole:
-        return [(event, entry) for event in events for entry in ENTRIES]
+        return [(event, entry) for event in events for entry in entries]
     firsts = [(event, FIRST) for event in events] if framework.world == 1 else []
-    others = [(NOTHING, entry) for entry in ENTRIES if entry not in (STEP, FIRST)]
+    others = [(NOTHING, entry) for entry in entries if entry not in (STEP, FIRST)]
     return [*((event, STEP) for event in events), *firsts, *others]

@@ -18,7 +18,7 @@ import torch
 from book_runs import Run, through_a_file
 from torch import nn
 
-__all__ = ["EVENTS", "WORDS", "Event", "events_of"]
+__all__ = ["EVENTS", "HOMES", "WORDS", "Event", "events_of"]
 
 WORDS = {
     "loop": "the user has no optimizer in hand: the framework steps it",
@@ -34,6 +34,8 @@ WORDS = {
     "broken": "nothing is broken",
     "megatron": "it is Megatron's own",
 }
+HOMES = {"engine", "megatron", "broken"}
+"""Words of what there is in one framework alone."""
 OTHER = 50
 """Number of a batch that belongs to an event."""
 
