@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from book_cells import Player
 from book_kinds import ADAMW, KINDS, Kind, variants
 from book_ranks import cells, play
 from book_runs import DDP, FSDP2, Run
@@ -159,3 +160,23 @@ def test_a_hang_and_a_death_are_named() -> None:
     assert told["one rank waits"].startswith("hangs: ranks [0] wait")
     assert told["one rank ends"].startswith("dies: ")
     assert told["a step"] == ""
+
+
+FAULTS = {
+    ("nothing", "zero_grad()"): "as AdamW",
+    ("a step within torch.autocast", "step()"): "as AdamW",
+    ("a checkpoint loaded, of a step ago", "step()"): "fault",
+    ("nothing", "save, load into new objects"): "fault",
+    ("the optimizer copied alone", "step()"): "fault",
+    ("another optimizer's state_dict loaded", "step()"): "AdamW fails too",
+}
+
+
+@pytest.mark.parametrize("cell", FAULTS)
+def test_a_fault_is_seen(cell: tuple[str, str]) -> None:
+    """Of an optimizer that loads nothing, and raises what no row of refusals says."""
+    from book_broken import Careless
+
+    careless = Careless("careless", "careless")
+    ours, adamw = (Player(Run, kind).outcome(cell) for kind in (careless, ADAMW))
+    assert verdict("plain", careless, cell, ours, adamw)[0] == FAULTS[cell]
