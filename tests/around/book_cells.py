@@ -170,9 +170,9 @@ class Player:
                     run = result if isinstance(result, Run) else run
                 except Exception as error:  # noqa: BLE001 - what is raised is what is looked for
                     return self._raised(run, phase, error, before)
-            middle = _digest(run.weights())
             before = _fingerprint(run)
             try:
+                middle = _digest(run.weights())
                 for index in AFTER:
                     before = _fingerprint(run)
                     run.train(index)
