@@ -193,14 +193,18 @@ class Player:
         return _Played(error=text, harm=", ".join(changed), trace=trace)
 
     def _goes_on(self, run: Run) -> list[str]:
-        """What keeps the next good step from working, once what refusals advise has been done: a capture."""
-        try:
-            run.clear()
-            run.capture()
-            run.train(AFTER[0])
-        except Exception as error:  # noqa: BLE001
-            return [f"the next good step fails: {error}"]
-        return []
+        """What keeps the next good step from working, once what refusals advise is done: capture, or build anew."""
+        told = ""
+        for advice in (run.capture, run.fresh):
+            try:
+                run.clear()
+                advice()
+                run.train(AFTER[0])
+            except Exception as error:  # noqa: BLE001
+                told = f"the next good step fails: {error}"
+            else:
+                return []
+        return [told]
 
 
 def _apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:

@@ -43,6 +43,13 @@ _MKOR = "mkor|mkor-h|mkor [!r]*|mkor rule=[!s]*|mkor rescale*|mkor-h *"
 """MKOR with statistics of the model's layers."""
 REFUSED = [
     Listed(
+        "*",
+        "a parameter exchanged",
+        "*",
+        why="a parameter in a group is another tensor than the optimizer was built on; build a new optimizer",
+        fragment="in the place of 'mid.weight' that the optimizer was not built on: parameters must stay the tensors",
+    ),
+    Listed(
         _MKOR,
         "a group added",
         "*",
@@ -73,17 +80,7 @@ REFUSED = [
 ]
 """What raises instead of doing as AdamW does, on purpose."""
 
-_HEARD = "MKOR's hooks hear what no step follows"
-_LOOPS = "plain|DDP|FSDP2"
 KNOWN: list[Listed] = [
-    Listed(_MKOR, "torch.autograd.grad|a loss through frozen weights", why=_HEARD, frameworks="plain"),
-    Listed(_MKOR, "a second optimizer of the same weights, for a step", why=_HEARD, frameworks=_LOOPS),
-    Listed(_MKOR, "a batch thrown away by model.zero_grad(*|a batch thrown away by p.grad*", why=_HEARD),
-    Listed(
-        _MKOR, "a NaN batch thrown away by model.zero_grad(set*|a NaN batch thrown away by p.grad.zero_()", why=_HEARD
-    ),
-    Listed(_MKOR, "*batch thrown away by engine.zero_grad()", why=_HEARD, frameworks="ZeRO 0"),
-    Listed(_MKOR, "*batch thrown away by*engine*zero_grad()", why=_HEARD, frameworks="ZeRO [123]"),
     Listed(_MKOR, "GradScaler finds an overflow", why="what a scaler divided by outlives the step that it skipped"),
     Listed(
         _MKOR,
@@ -97,7 +94,13 @@ KNOWN: list[Listed] = [
         "step()",
         why="matrix states outlive `optimizer.state`",
     ),
-    Listed("*", "a parameter exchanged", why="a parameter exchanged in a group is refused with another's advice"),
+    Listed(
+        "ldadam*|mkor*",
+        "a weight's state popped",
+        "step()",
+        "FSDP2",
+        why="matrix states outlive `optimizer.state`",
+    ),
 ]
 """Faults that stand, by their heading; a cell that is none any more has to leave the list."""
 

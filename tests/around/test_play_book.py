@@ -3,13 +3,15 @@
 Rows come from the events' declarations and from the ways of each framework, columns from the entry points'
 declarations, types from `rankwise.names` and from the fields of the options. In CI each framework plays every event
 before a step, and every entry point after nothing, with an element-wise type, a matrix type and MKOR; the product, all
-types and all options are exhaustive. `RANKWISE_AROUND_ROWS` names a file for ``python -m benchmarks around``.
+types and all options are exhaustive. `RANKWISE_AROUND_ROWS` names a file for ``python -m benchmarks around``; with it `RANKWISE_AROUND_ONLY`, a
+pattern of events and entry points, plays a part of the table.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from rankwise.options.validation import OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = os.environ.get("RANKWISE_AROUND_ROWS")
+ONLY = re.compile(os.environ.get("RANKWISE_AROUND_ONLY", ""))
 USUAL = ("mars-adamw", "ldadam", "mkor")
 FRAMEWORKS = ("plain", "DDP", "FSDP2", *(f"ZeRO {stage}" for stage in range(4)), "Megatron DDP")
 FRAMEWORKS = (*FRAMEWORKS, "Megatron distributed optimizer")
@@ -53,7 +56,7 @@ def framework(name: str) -> type[Run]:
 def column(name: str, kinds: Sequence[Kind], whole: bool = False) -> list[dict[str, Any]]:
     """Rows of a framework: what each type does in each cell. Ranks are started once for all of them."""
     runs = framework(name)
-    chosen = cells(runs, ADAMW, whole)
+    chosen = [cell for cell in cells(runs, ADAMW, whole) if ONLY.search("; ".join(cell))]
     # Where rows are recorded, each type has ranks of its own: what is seen until an interruption is kept.
     parts = [[kind] for kind in (ADAMW, *kinds)] if ROWS else [[ADAMW, *kinds]]
     rows: list[dict[str, Any]] = []
