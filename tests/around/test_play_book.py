@@ -3,8 +3,8 @@
 Rows come from the events' declarations and from the ways of each framework, columns from the entry points'
 declarations, types from `rankwise.names` and from the fields of the options. In CI each framework plays every event
 before a step, and every entry point after nothing, with an element-wise type, a matrix type and MKOR; the product, all
-types and all options are exhaustive. `RANKWISE_AROUND_ROWS` names a file for ``python -m benchmarks around``; with it `RANKWISE_AROUND_ONLY`, a
-pattern of events and entry points, plays a part of the table.
+types and all options are exhaustive. `RANKWISE_AROUND_ROWS` names a file for ``python -m benchmarks around``; with it
+`RANKWISE_AROUND_ONLY`, a pattern of events and entry points, plays a part of the table.
 """
 
 from __future__ import annotations
