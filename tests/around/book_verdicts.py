@@ -81,7 +81,6 @@ REFUSED = [
 """What raises instead of doing as AdamW does, on purpose."""
 
 KNOWN: list[Listed] = [
-    Listed(_MKOR, "GradScaler finds an overflow", why="what a scaler divided by outlives the step that it skipped"),
     Listed(
         _MKOR,
         "a parameter moved to another group",
