@@ -80,6 +80,17 @@ REFUSED = [
 ]
 """What raises instead of doing as AdamW does, on purpose."""
 
+BETTER = [
+    Listed(
+        "*",
+        "nothing",
+        "state_dict and load_state_dict of Megatron's optimizer",
+        "Megatron distributed optimizer",
+        why="Megatron's own dictionary lacks AdamW's averages, which its distributed optimizer saves apart; ours has all",
+    ),
+]
+"""Where AdamW loses something that ours keep: the relation differs, and that is meant."""
+
 KNOWN: list[Listed] = [
     Listed(
         _MKOR,
@@ -113,7 +124,7 @@ def verdict(framework: str, kind: Kind, cell: Cell, ours: Outcome, adamw: Outcom
     """What a cell is, in a word, and why.
 
     Returns:
-        "as AdamW", "refused", "not applicable", "AdamW fails too" or "fault".
+        "as AdamW", "more than AdamW", "refused", "not applicable", "AdamW fails too" or "fault".
     """
     if ours.lacks:
         return "not applicable", ours.lacks
@@ -129,6 +140,9 @@ def verdict(framework: str, kind: Kind, cell: Cell, ours: Outcome, adamw: Outcom
         found = ours.relation.get(name, expected)
         exact = NEARNESS[2] in (found, expected)
         if found != expected and (exact or NEARNESS.index(found) > NEARNESS.index(expected)):
+            better = listed(BETTER, framework, kind, cell)
+            if better is not None and found == NEARNESS[0]:
+                return "more than AdamW", better.why
             told = ours.known.get(name, float("nan"))
             return "fault", f"{name}: {found} (by {told:.1e}), where AdamW has: {expected}"
     return "as AdamW", ""
