@@ -73,7 +73,8 @@ def _fingerprint(run: Run) -> dict[str, str]:
         if isinstance(value, torch.Tensor):
             local = value.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
-            return local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            # A copy: FSDP2 could not free memory that numpy has seen.
+            return local.clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         if isinstance(value, Mapping):
             return b"".join(str(key).encode() + of(item) for key, item in sorted(value.items(), key=str))
         return repr(value).encode()

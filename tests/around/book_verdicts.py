@@ -86,7 +86,7 @@ BETTER = [
         "nothing",
         "state_dict and load_state_dict of Megatron's optimizer",
         "Megatron distributed optimizer",
-        why="Megatron's own dictionary lacks AdamW's averages, which its distributed optimizer saves apart; ours has all",
+        why="Megatron's own dictionary lacks AdamW's averages, which are saved apart; ours has all",
     ),
 ]
 """Where AdamW loses something that ours keep: the relation differs, and that is meant."""
@@ -96,20 +96,8 @@ KNOWN: list[Listed] = [
         _MKOR,
         "a parameter moved to another group",
         "step()",
+        "plain|DDP|FSDP2",
         why="a weight that joins its bias's group gets a factor of another shape, and the advice does not help",
-    ),
-    Listed(
-        "ldadam*|mkor*",
-        "state.clear()|state = defaultdict(dict)",
-        "step()",
-        why="matrix states outlive `optimizer.state`",
-    ),
-    Listed(
-        "ldadam*|mkor*",
-        "a weight's state popped",
-        "step()",
-        "FSDP2",
-        why="matrix states outlive `optimizer.state`",
     ),
 ]
 """Faults that stand, by their heading; a cell that is none any more has to leave the list."""
