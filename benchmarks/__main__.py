@@ -484,6 +484,20 @@ def routing(page: Annotated[Path, typer.Argument(help="Markdown page to write.")
 
 
 @app.command()
+def around(
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines written by the tests of the play-book.", exists=True)],
+    page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/around.md"),
+) -> None:
+    """Turn what tests/around saw (RANKWISE_AROUND_ROWS names the file) into a page; cells not played again stay."""
+    from benchmarks.around_page import DATA, around_page, merged, recorded
+
+    found = [json.loads(line) for file in rows for line in file.read_text().splitlines()]
+    kept = merged(recorded(), found)
+    DATA.write_text("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in kept) + "\n]\n")
+    page.write_text(around_page(kept))
+
+
+@app.command()
 def plans(page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/model-plans.md")) -> None:
     """Plan every packaged configuration for a model; takes some minutes."""
     import subprocess

@@ -342,6 +342,7 @@ class Collector:
         scale = source.loss_scale() if self._loss_scale is None else self._loss_scale()
         if scale is not None:
             return ranks * float(scale)
-        if self._unscaled_by is not None:
+        # Not what a scaler divided by before a step that it skipped.
+        if self._unscaled_by is not None and self.hooks is not None and self.hooks.is_over is not None:
             return ranks * self._unscaled_by.to(unit.device)
         return ranks
