@@ -87,8 +87,9 @@ def _sharded_or_not(rank: int, world: int, framework: str) -> tuple[list[str], s
     """Events that change MKOR's weights and not AdamW's; and those that do not change AdamW's."""
     make = {"DDP": _ddp, "FSDP2": _fsdp}[framework]
     events: dict[str, Event] = {**DISCARDS, **WITHOUT_GRADIENTS}
-    # A copy of sharded modules is torch's own matter; DDP wants gradients of the weights.
-    for name in ("copied", "gradients asked for") if framework == "FSDP2" else ("frozen", "inputs", "penalty"):
+    # Shards have no copies, nor second derivatives once weights are cut again; DDP wants gradients of the weights.
+    sharded = framework == "FSDP2"
+    for name in ("copied", "gradients asked for", "penalty") if sharded else ("frozen", "inputs", "penalty"):
         events.pop(name)
     if framework == "DDP":
         events["gradients asked for"] = _aside
