@@ -33,10 +33,10 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "LDAdam, rank 256, buffer int8, gradients kept": ((49.4, 104, 0), (49.8, 245, 0)),
     "MARS-AdamW, states int8": ((23.2, 12, 0), (23.2, 12, 0)),
     "MARS-Lion, states int8": ((21.2, 12, 0), (21.2, 12, 0)),
-    "MARS-M, states int8": ((42.5, 669, 0), (49.6, 3032, 0)),
+    "MARS-M, states int8": ((42.5, 669, 0), (49.6, 3034, 0)),
     "SONew, tridiagonal, states int8": ((83.5, 339, 0), (86.5, 1619, 0)),
-    "LDAdam, rank 256, states int8": ((49.3, 255, 0), (51.6, 607, 0)),
-    "MKOR, states int8": ((21.4, 207, 0), (22.1, 622, 0)),
+    "LDAdam, rank 256, states int8": ((49.3, 255, 0), (51.6, 609, 0)),
+    "MKOR, states int8": ((21.4, 207, 0), (22.1, 624, 0)),
     "MKOR": ((33.4, 206, 0), (34.0, 624, 0)),
     "MKOR, factor step": ((52.0, 422, 0), (50.0, 1681, 0)),
 }
