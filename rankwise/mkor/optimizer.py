@@ -314,16 +314,15 @@ class MKOR(ShardedOptimizer):
         return {**super().extra_state(), **own}
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`extra_state` gave; statistics gathered since the last step are dropped.
+        """Take over what :meth:`extra_state` gave; of nothing, every matrix is due at its first step.
 
-        From nothing, every matrix is due at its first step, and the hybrid switch has seen no loss; statistics stay.
+        Statistics gathered since the last step stay, as the gradients do that they belong to.
         """
         super().load_extra_state(state_dict)
         if not state_dict:
             self.factor_steps.load_schedule({}, self.param_groups)
             self.switch.begin_anew()
             return
-        self.statistics.clear()
         self.switch.losses.clear()
         self.factor_steps.load_schedule(state_dict.get("factor_schedule", {}), self.param_groups)
         self.switch.load_state_dict(state_dict.get("hybrid", {}))

@@ -130,6 +130,11 @@ def failed(loop: Loop, number: int) -> None:
         loop.clear["model"]()
 
 
+def loaded(loop: Loop, number: int) -> None:
+    """What has just been saved is loaded: gradients stay, and so must what was seen of them."""
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
 class _StopError(RuntimeError):
     pass
 
@@ -146,6 +151,7 @@ WITHOUT_GRADIENTS: dict[str, Event] = {
     "inputs": for_the_input,
     "evaluated": evaluated,
     "copied": of_a_copy,
+    "loaded": loaded,
 }
 """They leave gradients as they are, and may come between two micro-batches."""
 
