@@ -75,6 +75,8 @@ class FactorSteps:
         self._options, self._table, self._planner = options, table, planner
         self._statistics, self._matrix_states = statistics, matrix_states
         self._frozen: set[str] = set()
+        # Whether the gradient of its bias rides along with a matrix, as planned last.
+        self._rides_along: dict[str, bool] = {}
         # Of matrices that begin anew, those of which nothing was gathered for this step.
         self._unheard: set[str] = set()
         self._news: list[_News] = []
@@ -148,7 +150,13 @@ class FactorSteps:
     # --- when ---------------------------------------------------------------------------------------------------
 
     def watch(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> None:
-        """Plan which statistics the unit's steps look at: those of its matrices, and of layers not heard of yet."""
+        """Plan which statistics the unit's steps look at: those of its matrices, and of layers not heard of yet.
+
+        A weight that has joined its bias's param group, or left it, starts its factors anew: they have other sides.
+        """
+        rode = {task.key: self._rides_along.get(task.key, task.signature.has_bias) for task in tasks}
+        self._matrix_states.drop([task.key for task in tasks if rode[task.key] != task.signature.has_bias])
+        self._rides_along.update((task.key, task.signature.has_bias) for task in tasks)
         left_out = self.schedule.left_out.intersection(unit.layout.shapes, self._statistics.records)
         keys = sorted({task.key for task in tasks} | left_out)
         places = dict(unit.key_tensors)

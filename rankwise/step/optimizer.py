@@ -416,6 +416,10 @@ class ShardedOptimizer(Optimizer, ABC):
         self.follow_resets()
         self.followed.drop_orphans(self.state)
         self.group_changes.replace_parameters(self.param_groups, self.state)
+        regrouped = len(self.planner.units) > 0 and self.planner.find(self.param_groups) is None
+        if regrouped and self.planner.is_plain and self.spec.matrix_state_names and not self.saved.is_consolidated:
+            # Of parameters that were moved, what the next step would begin anew is not saved.
+            self._unit()
         result = super().state_dict()
         result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
         beside = self.saved.beside_torch(result, self.param_groups)

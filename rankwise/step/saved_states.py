@@ -158,7 +158,7 @@ class SavedStates:
             return
         own: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
-            own |= owned_parts(unit, optimizer.step_costs(unit), self._waiting)
+            own |= owned_parts(self._spec.identity, unit, optimizer.step_costs(unit), self._waiting)
         self._matrix_states.load(own)
         self._waiting = {}
 
@@ -208,6 +208,11 @@ class SavedStates:
         source = self._planner.source
         shared = source.saved_by_some and source.group is not None and source.group.size() > 1
         return shared and self._consolidated is None
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether one rank alone may ask for the states of all."""
+        return self._consolidated is not None
 
     def consolidate(self) -> None:
         """Keep the matrix states of all ranks, until the next step; a collective."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.planning.checkpoint_mismatch import check_shape
 from rankwise.planning.matrix_states import MatrixState
 from rankwise.planning.step_costs import StepCosts
 from rankwise.planning.step_unit import StepUnit
@@ -121,14 +122,25 @@ def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
     return found
 
 
-def owned_parts(unit: StepUnit, work: StepCosts, saved: Mapping[str, MatrixState]) -> dict[str, MatrixState]:
+def owned_parts(
+    owner: str, unit: StepUnit, work: StepCosts, saved: Mapping[str, MatrixState]
+) -> dict[str, MatrixState]:
     """What this rank owns of saved states; a collective.
 
     Args:
+        owner: Owner of the message: the optimizer.
         unit: Planned.
         work: How slices share their states.
         saved: By matrix, the same names on all ranks.
+
+    Raises:
+        MisfitError: A state has another shape than its matrix asks for; alike on all ranks, before anything is sent.
     """
+    for key, tasks in _tasks(unit).items():
+        initial = work.matrix_state(tasks[0], torch.device("meta")) if key in saved else {}
+        for name in initial.keys() & saved.get(key, {}).keys():
+            expected = _parts(unit, work, name, tasks)[0].shape(initial[name].shape)
+            check_shape(owner, key, name, saved[key][name].shape, [tuple(expected)])
     owners = unit.exchange.plan.owners if unit.exchange is not None else {}
     found: dict[str, MatrixState] = {}
     for key, tasks in _tasks(unit).items():

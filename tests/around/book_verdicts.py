@@ -91,15 +91,7 @@ BETTER = [
 ]
 """Where AdamW loses something that ours keep: the relation differs, and that is meant."""
 
-KNOWN: list[Listed] = [
-    Listed(
-        _MKOR,
-        "a parameter moved to another group",
-        "step()",
-        "plain|DDP|FSDP2",
-        why="a weight that joins its bias's group gets a factor of another shape, and the advice does not help",
-    ),
-]
+KNOWN: list[Listed] = []
 """Faults that stand, by their heading; a cell that is none any more has to leave the list."""
 
 

@@ -22,8 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from rankwise import MARS
+from rankwise import MARS, MKOR
 from rankwise.planning import optimizer_spec as spec
 
 BEFORE, AFTER = 3, 2
@@ -330,3 +333,40 @@ def test_mkor_h_goes_on_after_its_switch(tmp_path: Path) -> None:
     )
     assert _difference(second.train(3).weights(), first.train(3).weights()) == 0.0
     assert not second.optimizer.matrix_states
+
+
+def _other_sides(rank: int, world: int) -> str:
+    """Load a factor of another shape than the matrix's, and take a step."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def built() -> tuple[nn.Module, MKOR]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 8)), mesh=mesh)
+        optimizer = MKOR(model.named_parameters(), lr=1e-2)
+        optimizer.capture(model)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: MKOR) -> None:
+        model(torch.ones(4, 10)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run, other = built(), built()
+    step(*run)
+    saved = run[1].state_dict()
+    own = saved["state"][0]
+    (name,) = (name for name in own if "right" in name)
+    own[name] = distribute_tensor(torch.eye(10), mesh, [Shard(0)])
+    other[1].load_state_dict(saved)
+    try:
+        step(*other)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_factors_of_another_shape_are_refused_on_all_ranks() -> None:
+    """Not by their owner alone, for which the others would wait."""
+    texts = run_ranks(2, _other_sides)
+    assert len(set(texts)) == 1
+    assert "the state 'right' of '0.weight' has the shape (10, 10)" in texts[0]
