@@ -255,10 +255,8 @@ class Capture:
                 hooked.register_hook(partial(self._on_output_grad, call, rows))
 
     def _in_use(self, module: nn.Module, parameter: Parameter) -> Tensor:
-        """What the module multiplies by: the whole weight that is put in the place of a shard, or the weight."""
-        if not is_sharded(parameter):
-            return parameter
-        used = getattr(module, self._names[parameter], parameter)
+        """What the module multiplies by: what has been put in the weight's place since, for a pass or for good."""
+        used = getattr(module, self._names.get(parameter, ""), parameter)
         return used if isinstance(used, Parameter) else parameter
 
     def _on_output_grad(self, call: ModuleCall, rows: slice | None, grad: Tensor | None) -> None:
