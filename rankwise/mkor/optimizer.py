@@ -118,8 +118,9 @@ class MKOR(ShardedOptimizer):
             model: The model whose parameters this optimizer updates. A ``DistributedDataParallel`` model also tells
                 the optimizer its process group, over which statistics are then reduced and matrices distributed; one
                 that is put around the model later is met in the forward pass, and joined as the first step begins.
-            window: Callable that identifies the current accumulation window, so that statistics of a step the
-                framework skipped are dropped; by default a window ends with ``step()`` or ``zero_grad()``.
+            window: Callable that identifies the current accumulation window, for a loop that moves gradients elsewhere
+                between micro-batches: statistics last as long as the window. By default they last as long as the
+                gradients that they belong to, until ``step()``.
             loss_scale: What the loss is multiplied by before ``backward()``, where gradients are unscaled before the
                 step. An engine's own scale is known, and ``torch.amp.GradScaler`` tells its own.
             last_micro_batch: Whether the present backward pass is the last before the step; the statistics then travel

@@ -61,6 +61,7 @@ class Collector:
         self.hooks: Capture | None = None
         self.records: dict[str, Record] = {}
         self.early: BackwardReduction | None = None
+        self._names_window = False
         self._loss_scale: Callable[[], float] | None = None
         self._last_micro_batch: Callable[[], bool] | None = None
         self._unscaled_by: Tensor | None = None
@@ -119,8 +120,8 @@ class Collector:
         def views(module: nn.Module) -> list[LinearView]:
             return seen_by(views_of(module, describe(module)), alike)
 
-        # The source may be another one later.
-        self.hooks = Capture(model, wanted, window, views, lambda weight: self._planner.source.keeps_gradient(weight))
+        self._names_window = window is not None
+        self.hooks = Capture(model, wanted, window, views, self._keeps)
         self.hooks.paused = self._pauses > 0
         self.hooks.on_training_forward = self._find_replicas
         self.records = {names[id(parameter)]: record for parameter, record in self.hooks.records.items()}
@@ -212,10 +213,16 @@ class Collector:
     def keeps_gradients(self) -> bool:
         """Whether the next backward pass adds to what an earlier one has left of the gradient of a parameter."""
         for parameter in self._table.parameters.values():
-            kept = self._planner.source.keeps_gradient(parameter)
+            kept = self._keeps(parameter)
             if parameter.grad is not None if kept is None else kept:
                 return True
         return False
+
+    def _keeps(self, parameter: Tensor) -> bool | None:
+        """See :meth:`LayoutSource.keeps_gradient`; a loop that names its windows may move gradients elsewhere."""
+        if self._names_window and self._planner.is_plain:
+            return True
+        return self._planner.source.keeps_gradient(parameter)
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
         """See :class:`rankwise.statistics.grad_scalers.HearsOfScalers`."""

@@ -498,9 +498,11 @@ def run_plain(
     else:
         optimizer = build(job.name, groups_of(updated, job), **job.params)
     if getattr(optimizer, "needs_capture", False):
-        optimizer.capture(updated, loss_scale=lambda: regime.scales_of(job, now["step"])[1])
+        # Gradients of micro-batches are added up elsewhere.
+        window = lambda: now["step"]  # noqa: E731
+        optimizer.capture(updated, window, loss_scale=lambda: regime.scales_of(job, now["step"])[1])
         if half:
-            _capture_from(optimizer, hooked)
+            _capture_from(optimizer, hooked, window)
     for step in range(job.steps):
         now["step"] = step
         _hand_over_grads(model, updated, job, step, shares, regime, optimizer)
@@ -608,7 +610,7 @@ def first_statistics(job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, float]
     }
 
 
-def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
+def _capture_from(optimizer: MKOR, model: nn.Module, window: Callable[[], int]) -> None:
     """Take MKOR's statistics from the half-precision twin of the model it updates."""
     from rankwise.statistics.hooks import Capture
 
@@ -616,7 +618,7 @@ def _capture_from(optimizer: MKOR, model: nn.Module) -> None:
     assert captured is not None
     names = {record.name for record in records.values()}
     modules = dict(model.named_modules())
-    twin = Capture(model, lambda module, _: any(modules[name] is module for name in names))
+    twin = Capture(model, lambda module, _: any(modules[name] is module for name in names), window, kept=lambda _: True)
     captured.remove()
     own = {record.name: record for record in twin.records.values()}
     for record in records.values():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from rankwise import MKOR
 from rankwise.statistics.hooks import Capture, has_compiled
 from rankwise.statistics.linear_views import LinearShape, describe_linear
 
@@ -547,3 +548,30 @@ def test_transforms_of_a_captured_model() -> None:
 
 def test_repr() -> None:
     assert repr(Capture(mlp())) == "Capture(4 weights of 4 modules, enabled)"
+
+
+def test_a_named_window_outlasts_gradients_that_are_moved_away() -> None:
+    """A loop that adds micro-batches up elsewhere, with ``zero_grad()`` in between, has the sums of all of them."""
+
+    def trained(moves: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, now = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), {"step": 0}
+        optimizer = MKOR(model.named_parameters(), lr=1e-2, update_interval=1)
+        optimizer.capture(model, window=(lambda: now["step"]) if moves else None)
+        for now["step"] in range(3):
+            sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+            for micro in range(2):
+                if moves:
+                    model.zero_grad()
+                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * now["step"] + micro))
+                model(x).square().mean().backward()
+                if moves:
+                    sums = [total + parameter.grad for total, parameter in zip(sums, model.parameters(), strict=True)]
+            for parameter, total in zip(model.parameters(), sums, strict=True):
+                parameter.grad = total if moves else parameter.grad
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for moved, kept in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(moved, kept)
