@@ -120,7 +120,7 @@ class GroupValues:
             near = nearest(key, valid, OPTION_WORDS, cutoff=0.8)
             hint = f"did you mean '{near}'?" if near else "remove it"
             if key in elsewhere and near is None:
-                own = key in LEFT_OVER or key in ADVICE
+                own = key in LEFT_OVER or any(option in valid for option, _ in ADVICE.get(key, ()))
                 hint = hint_for(key, valid) if own else f"remove it; groups may set {', '.join(spec.group_options)}"
             if near is not None or key in elsewhere:
                 raise OptionError(

@@ -248,7 +248,7 @@ def test_unedited_script_trains_with_our_type(launcher: str, tmp_path: Path) -> 
         )
     assert result.returncode == 0, result.stderr[-4000:]
     assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["MARS 2\n"] * 2
-    assert result.stdout.count("rankwise MARS: 88.9% of 72 weights (1 of 2 tensors)") == 1
+    assert result.stdout.count("rankwise MARS-M: 88.9% of 72 weights (1 of 2 tensors)") == 1
 
 
 MEGATRON_SCRIPT = """
@@ -282,6 +282,10 @@ def add_megatron_arguments(parser):
 
 def parse_args():
     return add_megatron_arguments(argparse.ArgumentParser()).parse_known_args()[0]
+""",
+    "checkpointing.py": """
+def load_checkpoint(ddp_model, optimizer, opt_param_scheduler):
+    pass
 """,
     "training.py": """
 from megatron.core.optimizer import OptimizerConfig

@@ -142,15 +142,15 @@ def test_other_optimizers_stay_as_they_are(name: str, capsys: pytest.CaptureFixt
     [
         (
             "--optimizer ldadam --ldadam-rank 0",
-            "argument --ldadam-rank: LDAdam: rank=0 is invalid: it must be an",
+            "argument --ldadam-rank: ldadam: rank=0 is invalid: it must be an",
         ),
         ("--optimizer ldadam --ldadam-rank 2.5", "argument --ldadam-rank: invalid int value: '2.5'"),
-        ("--optimizer mars-m --mars-gamma -1", "argument --mars-gamma: MARS: gamma=-1.0 is invalid: it must be >= 0"),
-        ("--optimizer sonew --sonew-graft adan", "argument --sonew-graft: SONew: graft='adan' is invalid"),
-        ("--optimizer mkor --mkor-stabilizer 3", "argument --mkor-stabilizer: MKOR: stabilizer=(3.0,) is invalid"),
+        ("--optimizer mars-m --mars-gamma -1", "argument --mars-gamma: mars-m: gamma=-1.0 is invalid: it must be >= 0"),
+        ("--optimizer sonew --sonew-graft adan", "argument --sonew-graft: sonew: graft='adan' is invalid"),
+        ("--optimizer mkor --mkor-stabilizer 3", "argument --mkor-stabilizer: mkor: stabilizer=(3.0,) is invalid"),
         (
             "--optimizer mkor --mkor-backend sgd --mkor-nesterov --mkor-momentum 0",
-            "arguments --mkor-momentum, --mkor-nesterov: MKOR: nesterov=True is invalid",
+            "arguments --mkor-momentum, --mkor-nesterov: mkor: nesterov=True is invalid",
         ),
         (
             "--optimizer ldadam --sonew-band 1",

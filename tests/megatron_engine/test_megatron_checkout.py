@@ -180,7 +180,7 @@ def test_megatrons_own_optimizer_is_left_alone(checkout: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_a_bad_value_ends_before_training(checkout: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="argument --ldadam-rank: LDAdam: rank=0 is invalid"):
+    with pytest.raises(AssertionError, match="argument --ldadam-rank: ldadam: rank=0 is invalid"):
         pretrain(checkout, tmp_path, "--optimizer", "ldadam", "--ldadam-rank", "0")
 
 

@@ -20,7 +20,7 @@ def test_remainders_are_a_setting_of_megatrons() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"optimizer": "ldadam", "rankwise": {"rank": 0}}, "LDAdam: rank=0 is invalid: it must be an integer"),
+        ({"optimizer": "ldadam", "rankwise": {"rank": 0}}, "^ldadam: rank=0 is invalid: it must be an integer"),
         ({"optimizer": "ldadam", "rankwise": {"rnak": 4}}, "has no option 'rnak': did you mean 'rank'?"),
         ({"optimizer": "ldadam", "rankwise": None}, "rankwise=None is invalid: it must be a dictionary"),
         ({"optimizer": "mars-m", "rankwise": {"exact": True}}, "exact=True is invalid with --optimizer mars-m"),
