@@ -112,7 +112,7 @@ class BackwardPasses:
         for record in self._added.pop(task, ()):
             if self._kept(record.parameter) is None:
                 grad = _gradient(record)
-                record.gradient = (grad is not None, 0 if grad is None else _version(grad))
+                record.gradient = (grad is not None, 0 if grad is None else _changes_of(grad))
 
     def thrown_away(self, records: Collection[Record], in_step: bool = False) -> list[Record]:
         """Records with sums whose gradients are gone; at the beginning of a backward pass, or in a step.
@@ -142,14 +142,14 @@ def _gradient(record: Record) -> Tensor | None:
     return record.weight.grad if grad is None and record.weight is not None else grad
 
 
-def _version(grad: Tensor) -> int | None:
+def _changes_of(grad: Tensor) -> int | None:
     """How often a gradient was changed in place; None: tensors of inference mode do not count it."""
     return None if grad.is_inference() else grad._version
 
 
 def _may_have_changed(grad: Tensor, seen: tuple[bool, int | None]) -> bool:
-    version = _version(grad)
-    return version is None or seen != (True, version)
+    changes = _changes_of(grad)
+    return changes is None or seen != (True, changes)
 
 
 def _zeroed(changed: list[tuple[Record, Tensor]]) -> list[Record]:
