@@ -112,7 +112,7 @@ class BackwardPasses:
         for record in self._added.pop(task, ()):
             if self._kept(record.parameter) is None:
                 grad = _gradient(record)
-                record.gradient = (grad is not None, 0 if grad is None else grad._version)
+                record.gradient = (grad is not None, 0 if grad is None else _changes_of(grad))
 
     def thrown_away(self, records: Collection[Record], in_step: bool = False) -> list[Record]:
         """Records with sums whose gradients are gone; at the beginning of a backward pass, or in a step.
@@ -130,7 +130,7 @@ class BackwardPasses:
                 grad = _gradient(record)
                 if grad is None:
                     kept = record.gradient is not None and not record.gradient[0]
-                elif record.gradient is not None and record.gradient != (True, grad._version) and not in_step:
+                elif record.gradient is not None and not in_step and _may_have_changed(grad, record.gradient):
                     changed.append((record, local_view(grad)))
             if kept is False:
                 gone.append(record)
@@ -140,6 +140,16 @@ class BackwardPasses:
 def _gradient(record: Record) -> Tensor | None:
     grad = record.parameter.grad
     return record.weight.grad if grad is None and record.weight is not None else grad
+
+
+def _changes_of(grad: Tensor) -> int | None:
+    """How often a gradient was changed in place; None: tensors of inference mode do not count it."""
+    return None if grad.is_inference() else grad._version
+
+
+def _may_have_changed(grad: Tensor, seen: tuple[bool, int | None]) -> bool:
+    changes = _changes_of(grad)
+    return changes is None or seen != (True, changes)
 
 
 def _zeroed(changed: list[tuple[Record, Tensor]]) -> list[Record]:

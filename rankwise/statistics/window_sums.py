@@ -49,7 +49,7 @@ class Record:
     touched: bool = field(default=False, repr=False)
     changes: int = field(default=0, repr=False)
     weight: Tensor | None = field(default=None, repr=False)
-    gradient: tuple[bool, int] | None = field(default=None, repr=False)
+    gradient: tuple[bool, int | None] | None = field(default=None, repr=False)
     accumulator: tuple[Tensor, Any] | None = field(default=None, repr=False)
 
     @property

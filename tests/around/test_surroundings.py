@@ -355,6 +355,7 @@ COMPUTE_NOTHING = {
     "capture_paused": "switches hooks off, and on again",
     "explain": "counts",
     "extra_state": "host numbers",
+    "follow_resets": "looks which states there are, and puts counts back as they were; what drops states is guarded",
     "gradients_unscaled": "keeps a reference",
     "imagine": "plans without tensors",
     "load_extra_state": "host numbers",

@@ -24,6 +24,8 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.registry import RankwiseConfig
 from megatron_patches.support import SupportError
 from megatron_patches.wrappers import _Distributed
+from rankwise.kernels.native import building
+from rankwise.kernels.native.products import products
 
 AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
 HOST: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -161,6 +163,9 @@ def test_whole_main_weights_become_halves(tmp_path: Path) -> None:
 
 def _watched(rank: int, world: int, names: list[str]) -> list[tuple[dict[str, int], Any]]:
     found = []
+    # What this process was forked from may have loaded the compiled passes.
+    for loaded in (building.library, products):
+        loaded.cache_clear()
     with cpu_megatron(), pytest.MonkeyPatch.context() as patched, apart_devices.apart() as places:
         made = main_weights._on_host
         patched.setattr(main_weights, "_on_host", lambda *args: places.put(made(*args), apart_devices.HOST))
