@@ -116,10 +116,21 @@ def test_all_ranks_begin_afresh(kind: str, how: str, action: str) -> None:
 
 
 @pytest.mark.parametrize("action", ["clear", "pop"])
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("kind", ["LDAdam", "MKOR", "MKOR, sketches"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("LDAdam", "FSDP2"), *((kind, how) for kind in ("MKOR", "MKOR, sketches") for how in ("DDP", "FSDP2"))],
+)
 def test_one_rank_alone_keeps_none_waiting(kind: str, how: str, action: str) -> None:
     (counts, silent), (own, told) = run_ranks(2, _alone, kind, how, action)
     # Ranks step matrices together: the rank counts on, by the others' side, and says so.
     assert counts == own == [STEPS + 25]
     assert silent == "" and "rank 1 alone has removed states" in told
+
+
+@pytest.mark.parametrize("action", ["clear", "pop"])
+def test_ranks_that_step_whole_copies_begin_by_themselves(action: str) -> None:
+    """Under DDP only MKOR shares work between ranks: the rank begins anew by itself, as with AdamW."""
+    (counts, silent), (own, told) = run_ranks(2, _alone, "LDAdam", "DDP", action)
+    assert counts == [STEPS + 25] and own == ([25] if action == "clear" else [25, STEPS + 25])
+    assert silent == told == ""
+    assert [found for found, _ in run_ranks(2, _alone, "AdamW", "DDP", action)] == [counts, own]
