@@ -33,7 +33,8 @@ the tests saw.
 """
 
 _IN_CI = """CI plays these three in one process (plain), and `mkor` under DDP, FSDP2, ZeRO 2 and Megatron's distributed
-optimizer. `python -m pytest -m exhaustive tests/around/test_play_book.py` plays all frameworks and types.
+optimizer, but for the rows of groups and of what a step is within. All frameworks and types are played by
+`python -m pytest -m exhaustive tests/around/test_play_book.py`.
 """
 
 
