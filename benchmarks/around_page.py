@@ -32,6 +32,11 @@ the tests saw.
 
 """
 
+_IN_CI = """CI plays these three in one process (plain), and `mkor` under DDP, FSDP2, ZeRO 2 and Megatron's distributed
+optimizer, but for the rows of groups and of what a step is within. All frameworks and types are played by
+`python -m pytest -m exhaustive tests/around/test_play_book.py`.
+"""
+
 
 def merged(known: Iterable[Row], rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row for each cell and type, the later ones in the places of the earlier, in their order."""
@@ -52,7 +57,7 @@ def around_page(rows: Sequence[Row]) -> str:
     events = [row for row in rows if row["entry"] == _FIRST[1]]
     entries = [row for row in rows if row["event"] == _FIRST[0] and row["entry"] not in (_FIRST[1], _EARLY)]
     listed = ", ".join(f"`{name}`" for name in types)
-    parts = [_HEAD, f"The types of this table: {listed}. All others, and all options, are played by hand.\n"]
+    parts = [_HEAD, f"The types of this table: {listed}. All others, and all options, are played by hand.\n", _IN_CI]
     firsts = [row for row in rows if row["entry"] == _EARLY]
     parts += ["\n## What happens before the next steps\n\n", _table(events, "event")]
     parts += ["\n## What happens before the first step\n\n", _table(firsts, "event")]

@@ -133,7 +133,7 @@ def _faults(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 1, 3])
 def test_engines(stage: int) -> None:
     for faults, harmless in run_ranks(2, _faults, stage, timeout=500.0):
         assert faults == []

@@ -6,7 +6,7 @@ import copy
 import gc
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,13 +26,28 @@ from rankwise.step.working_tensors import are_deferred, deferred_steps
 
 _SLOW = ("profiled",)
 """What takes long, and is tried with the compiled form alone."""
-_USUAL = ("compiled", "lists", "int8 states", "remainders")
+_USUAL = {
+    "compiled": tuple(TYPES),
+    "lists": ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR, sketch"),
+    "int8 states": ("LDAdam",),
+    "remainders": ("MARS-AdamW",),
+}
+"""Types of each form that are tried by default; the others of it, and the other forms, are exhaustive."""
+
+
+def usual(kinds: Iterable[str], chosen: Container[str]) -> list[Any]:
+    """Types for a test, those that are not chosen with its mark."""
+    return [kind if kind in chosen else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
 
 
 @pytest.mark.parametrize(
-    "form", [form if form in _USUAL else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
+    ("kind", "form"),
+    [
+        pytest.param(kind, form, marks=() if kind in _USUAL.get(form, ()) else pytest.mark.exhaustive)
+        for form in FORMS
+        for kind in TYPES
+    ],
 )
-@pytest.mark.parametrize("kind", TYPES)
 def test_every_surrounding_leaves_the_same_bits(kind: str, form: str) -> None:
     """Constructor, capture, steps, saving, loading, reports: all are called inside it."""
     wanted, wrong = plain_run(kind, form), {}
@@ -160,7 +175,7 @@ def test_what_surrounds_is_as_before_a_step_that_raises() -> None:
 
 
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
-@pytest.mark.parametrize("kind", ["MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR, sketch"])
+@pytest.mark.parametrize("kind", usual(["MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR, sketch"], ("MKOR, sketch",)))
 def test_going_on_from_adamw_and_to_it(kind: str, surrounding: str) -> None:
     def trained(around: Any) -> Any:
         model = network()
@@ -268,14 +283,18 @@ def fresh_compiler() -> Any:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    "kind", usual(TYPES, ("MARS-AdamW, exact", "MARS-M", "SONew", "LDAdam", "MKOR, sketch", "MKOR-H"))
+)
 def test_a_compiled_step_is_the_step(kind: str) -> None:
     found = run(TYPES[kind], FORMS["compiled"], take=lambda live: torch.compile(live.optimizer.step, backend="eager"))
     assert same_bits(found, plain_run(kind, "compiled")) == []
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", ["MARS-M", "SONew", "LDAdam", "MKOR", "MKOR-H", "MKOR, sketch"])
+@pytest.mark.parametrize(
+    "kind", usual(["MARS-M", "SONew", "LDAdam", "MKOR", "MKOR-H", "MKOR, sketch"], ("LDAdam", "MKOR-H"))
+)
 def test_a_step_in_a_compiled_function(kind: str) -> None:
     """With all that a loop calls besides; also where the compiler has given up compiling the function again."""
 

@@ -50,7 +50,6 @@ EXACT = (
 FEWEST = (1, 85)
 LAYOUTS = ("flat", "cut", "views", "narrowed")
 Held = list[tuple[Slice, Tensor]]
-Alone = dict[tuple[str, torch.dtype, int], dict[str, Tensor]]
 
 
 def _follow(
@@ -74,34 +73,40 @@ def _as_before() -> Any:
     spec.FEWEST_CODED = before
 
 
-@pytest.fixture(scope="module")
-def alone() -> Alone:
-    found: Alone = {}
-    for fewest in FEWEST:
-        for cases, dtype in ((CASES, torch.float64), (EXACT, torch.float32)):
-            for case, held in zip(cases, _follow(0, 1, cases, dtype, ["replicated"], fewest), strict=True):
-                found[case.name, dtype, fewest] = {piece.name: values for piece, values in held}
-    return found
+_ALONE: dict[tuple[str, torch.dtype, int], dict[str, Tensor]] = {}
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (3, 4))])
-@pytest.mark.parametrize("fewest", FEWEST)
-def test_a_layout_follows_one_process(world: int, fewest: int, alone: Alone) -> None:
+def _alone(case: Case, dtype: torch.dtype, fewest: int) -> dict[str, Tensor]:
+    """What one process makes of a case, by parameter."""
+    key = (case.name, dtype, fewest)
+    if key not in _ALONE:
+        (held,) = _follow(0, 1, [case], dtype, ["replicated"], fewest)
+        _ALONE[key] = {piece.name: values for piece, values in held}
+    return _ALONE[key]
+
+
+def _sizes(*usual: tuple[int, int]) -> list[Any]:
+    """Ranks and fewest elements; what is not usual is exhaustive."""
+    every = [(world, fewest) for fewest in FEWEST for world in (1, 2, 3, 4)]
+    return [pytest.param(*size, marks=() if size in usual else pytest.mark.exhaustive) for size in every]
+
+
+@pytest.mark.parametrize(("world", "fewest"), _sizes((1, 1), (2, 1)))
+def test_a_layout_follows_one_process(world: int, fewest: int) -> None:
     arguments = (CASES, torch.float64, LAYOUTS, fewest)
     outcomes = [_follow(0, 1, *arguments)] if world == 1 else run_ranks(world, _follow, *arguments)
     for at, (case, layout) in enumerate((case, layout) for case in CASES for layout in LAYOUTS):
-        expected = alone[case.name, torch.float64, fewest]
+        expected = _alone(case, torch.float64, fewest)
         held = [each for outcome in outcomes for each in outcome[at]]
         error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
         assert error <= 1e-10, (case.name, layout, error)
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (3, 4))])
-@pytest.mark.parametrize("fewest", FEWEST)
-def test_where_nothing_is_summed_bit_for_bit(world: int, fewest: int, alone: Alone) -> None:
+@pytest.mark.parametrize(("world", "fewest"), _sizes((1, 1), (2, 1), (2, 85)))
+def test_where_nothing_is_summed_bit_for_bit(world: int, fewest: int) -> None:
     arguments = (EXACT, torch.float32, LAYOUTS, fewest)
     outcomes = [_follow(0, 1, *arguments)] if world == 1 else run_ranks(world, _follow, *arguments)
     for at, (case, layout) in enumerate((case, layout) for case in EXACT for layout in LAYOUTS):
-        expected = alone[case.name, torch.float32, fewest]
+        expected = _alone(case, torch.float32, fewest)
         for piece, values in (each for outcome in outcomes for each in outcome[at]):
             assert torch.equal(values, run_of(expected[piece.name], piece)), (case.name, layout)

@@ -102,6 +102,7 @@ def _kinds(tp: int, names: tuple[str, ...]) -> list[Job]:
 # Ranks and tensor-parallel ways.
 SIZES = {"one": (1, 1), "two": (2, 2), "four": (4, 4), "two of four": (4, 2)}
 MOVES = [("one", "two"), ("two", "one"), ("four", "two"), ("two of four", "one"), ("one", "four")]
+USUAL_MOVE = ("two", "one")
 
 
 @once
@@ -147,12 +148,17 @@ def _moves(folder: Path, start: str, end: str, names: tuple[str, ...]) -> None:
         assert gap <= LARGEST, (str(job), name)
 
 
-@pytest.mark.parametrize("size", ["two", "four", "two of four"])
+@pytest.mark.parametrize(
+    "size", ["two", *(pytest.param(size, marks=pytest.mark.exhaustive) for size in ("four", "two of four"))]
+)
 def test_every_size_follows_one_process(folder: Path, size: str) -> None:
     _follows(folder, size, USUAL)
 
 
-@pytest.mark.parametrize(("start", "end"), MOVES)
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [pytest.param(*move, marks=() if move == USUAL_MOVE else pytest.mark.exhaustive) for move in MOVES],
+)
 def test_checkpoints_go_to_every_size(folder: Path, start: str, end: str) -> None:
     _moves(folder, start, end, USUAL)
 
