@@ -74,6 +74,8 @@ class GroupValues:
         # Those of the class: what a backend does not read is for the options to refuse, with the reason.
         variable = [name for name in options.per_group() if name in group and (rate_too or name != "lr")]
         values.update({name: group[name] for name in variable})
+        if not rate_too:
+            values["lr"] = 0.0
         with called(spec.name):
             judged = type(options)(**values)
         group.update({name: getattr(judged, name) for name in variable})
