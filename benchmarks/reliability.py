@@ -41,6 +41,8 @@ stages.
 
 The unit tests of DeepSpeed, Megatron and PyTorch run with our types in Adam's place: [what they report](peers.md).
 
+What happens when a user changes something between two steps is a page of its own: [around.md](around.md).
+
 ## Faults
 
 Each outcome is followed by the faults that lead to it. Where a test's name is given, that test shows it.

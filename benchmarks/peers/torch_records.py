@@ -22,6 +22,7 @@ if importlib.util.find_spec("expecttest") is None:
     sys.modules["expecttest"] = ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 
+_frozen = torch.backends.flags_frozen()
 from torch.testing._internal.common_optimizers import (  # noqa: E402 - see above
     ErrorOptimizerInput,
     OptimizerErrorEnum,
@@ -30,6 +31,9 @@ from torch.testing._internal.common_optimizers import (  # noqa: E402 - see abov
     get_error_inputs_for_all_optims,
     optim_db,
 )
+
+# The import forbids the process to set flags of torch.backends, which its other code goes on setting.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = not _frozen
 
 __all__ = ["RECORDS", "OptimizerErrorEnum", "OptimizerInfo", "record_of"]
 

@@ -284,8 +284,8 @@ class MARS(ShardedOptimizer):
         if self.options.exact and not self._recorded and any(tensor.grad is not None for tensor in unit.tensors):
             raise RuntimeError(
                 f"{self.spec.name}: step() with exact=True must follow record_reference(), which has not been called "
-                "since the last step; call record_reference() with the next batch's gradient before computing the present "
-                "batch's"
+                "since the last step; call record_reference() with the next batch's gradient before computing that of "
+                "the present one"
             )
 
     def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:

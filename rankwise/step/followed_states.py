@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -129,10 +130,14 @@ class FollowedStates:
                 step can go on with; nothing has changed then.
         """
         self._rounds += 1
+        present = (stepped, _objects(states))
+        if present == unit.scratch.get("followed"):
+            return []
         seen: dict[int, tuple[int, ...]] = unit.scratch.setdefault("seen", {})
         tensors = unit.tensors
         changed = [at for at in stepped if tuple(map(id, states[tensors[at]].values())) != seen.get(at)]
         if not changed:
+            unit.scratch["followed"] = present
             return []
         fresh = [at for at in changed if "step" not in states[tensors[at]]]
         kept = sorted(set(changed).difference(fresh))
@@ -202,7 +207,8 @@ class FollowedStates:
             own, seen = states[unit.tensors[at]], unit.scratch["seen"]
             seen.pop(at, None)
             for name in unit.states.shapes(at):
-                if name != REMAINDER:
+                # Nor what has been recorded for this very step.
+                if name != REMAINDER and name not in self._spec.optional_states:
                     own.pop(name, None)
             self._names.pop(unit.tensors[at], None)
         if not agreed:
@@ -226,6 +232,11 @@ class FollowedStates:
                 told.append(key)
         self._matrix_states.drop(gone)
         return told
+
+
+def _objects(states: States) -> tuple[int, ...]:
+    """What tells states from others that were put in their places, in a few calls for however many tensors."""
+    return tuple(map(id, chain.from_iterable(map(dict.values, states.values()))))
 
 
 def _places(unit: StepUnit) -> dict[str, set[int]]:
