@@ -103,7 +103,9 @@ class MARS(ShardedOptimizer):
             RuntimeError: The optimizer was not built with ``exact=True``.
         """
         if not self.options.exact:
-            raise RuntimeError(f"{self.spec.name}: record_reference() belongs to exact mode; build it with exact=True")
+            raise RuntimeError(
+                f"{self.spec.name}: record_reference() belongs to exact mode; build {self.spec.name} with exact=True"
+            )
         unit = self._unit()
         for entry in unit.entries:
             tensor = unit.tensors[entry.shard.tensor]
