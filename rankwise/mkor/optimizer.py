@@ -73,15 +73,7 @@ class MKOR(ShardedOptimizer):
     options: MKOROptions
     spec_class = MKORSpec
     spec: MKORSpec
-    held = (
-        *ShardedOptimizer.held,
-        "needs_capture",
-        "statistics",
-        "factor_steps",
-        "switch",
-        "_first_order",
-        "_factors",
-    )
+    held = (*ShardedOptimizer.held, "needs_capture", "statistics", "factor_steps", "switch", "_first_order", "_factors")
 
     @options_as_keywords(MKOROptions)
     def __init__(self, params: Any, options: MKOROptions) -> None:
