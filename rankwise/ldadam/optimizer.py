@@ -154,7 +154,7 @@ class LDAdam(ShardedOptimizer):
             return
         owned = {task.key: (task.signature.short, task.signature.long) for task in unit.exchange.owned()}
         if self._unstepped.isdisjoint(owned) and owned.keys() <= self.matrix_states.keys():
-            followed = unit.scratch.setdefault("followed", set())
+            followed = unit.scratch.setdefault("moved shapes", set())
             if not followed.issuperset(owned.values()):
                 graphs.refuse_capture(unit.device, "the first step that moves a basis")
 
@@ -163,7 +163,7 @@ class LDAdam(ShardedOptimizer):
 
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
-        followed = unit.scratch.setdefault("followed", set())
+        followed = unit.scratch.setdefault("moved shapes", set())
         kept = LowPrecisionSubspaces(self.spec)
         subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, kept, followed, unstepped)
 

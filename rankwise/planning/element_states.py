@@ -151,16 +151,17 @@ class ElementStates:
         self._by_tensor: list[list[Entry]] = [[] for _ in tensors]
         for entry in entries:
             self._by_tensor[entry.shard.tensor].append(entry)
-        self._slots: dict[tuple[int, str], _Slot] = {}
+        # By tensor, and by name of the state.
+        self._slots: list[dict[str, _Slot]] = [{} for _ in tensors]
         self._dtype = dtype
         for index, stored in enumerate(self._by_tensor):
             for name in dict.fromkeys(name for entry in stored for name in spec[entry.index]):
                 numel = real_view(local_view(tensors[index])).numel()
-                self._slots[(index, name)] = self._slot(numel, stored, name)
+                self._slots[index][name] = self._slot(numel, stored, name)
         self._empty = tuple(of_empty or ())
         for index, states in (of_empty or {}).items():
             for name, kept in states.items():
-                self._slots[(index, name)] = _slot(0, False, {}, (), dtype if kept is None else kept)
+                self._slots[index][name] = _slot(0, False, {}, (), dtype if kept is None else kept)
 
     def _slot(self, full: int, stored: Sequence[Entry], name: str) -> _Slot:
         users = [entry for entry in stored if name in self._spec[entry.index]]
@@ -192,7 +193,7 @@ class ElementStates:
 
     def _plan(self, name: str, entries: Iterable[Entry]) -> _StateRuns:
         def kind(entry: Entry) -> torch.dtype | None:
-            packed = self._slots[(entry.shard.tensor, name)].packed is not None
+            packed = self._slots[entry.shard.tensor][name].packed is not None
             return self.type_of(name, entry if entry.stored is None else entry.stored) if packed else None
 
         return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
@@ -203,7 +204,7 @@ class ElementStates:
 
     def type_now(self, name: str, entry: Entry, state: Tensor) -> torch.dtype:
         """In which type a stored entry's part of a state is at the moment: it may be opened."""
-        packed = self._slots[(entry.shard.tensor, name)].packed
+        packed = self._slots[entry.shard.tensor][name].packed
         return self.type_of(name, entry) if packed is not None and packed.fits(state) else state.dtype
 
     def codes(self, states: States, name: str, plan: CodesPlan) -> tuple[RunViews, RunViews]:
@@ -223,7 +224,7 @@ class ElementStates:
         exponents: list[list[RunPlace]] = []
         for entry, part in parts:
             index, start = entry.shard.tensor, entry.shard.start
-            slot = self._slots[(index, name)]
+            slot = self._slots[index][name]
             assert slot.packed is not None
             if not tensors or tensors[-1] != index:
                 tensors.append(index)
@@ -237,12 +238,11 @@ class ElementStates:
 
     def allocate(self, states: States, index: int) -> None:
         """Make the states of one tensor that it does not have yet, each in the form that steps change."""
-        for (at, name), slot in self._slots.items():
-            if at == index:
-                if slot.packed is None:
-                    self._stored(states, index, name, slot)
-                else:
-                    self._packed(states, index, name)
+        for name, slot in self._slots[index].items():
+            if slot.packed is None:
+                self._stored(states, index, name, slot)
+            else:
+                self._packed(states, index, name)
 
     def allocate_empty(self, states: States, tensor: Tensor) -> None:
         """Make the states of a sharded tensor of which this rank has an empty part."""
@@ -256,11 +256,11 @@ class ElementStates:
         if packed is None:
             return state
         owner = self._tensors[index]
-        return sharded_like(owner, packed.opened(state, self._local_shape(owner, self._slots[(index, name)])))
+        return sharded_like(owner, packed.opened(state, self._local_shape(owner, self._slots[index][name])))
 
     def _layout_of(self, index: int, name: str, state: Any) -> PackedLayout | None:
         """How a state of one tensor is packed; None where it is not, or not any more."""
-        slot = self._slots.get((index, name))
+        slot = self._slots[index].get(name)
         packed = None if slot is None else slot.packed
         return packed if packed is not None and isinstance(state, Tensor) and packed.fits(state) else None
 
@@ -273,7 +273,7 @@ class ElementStates:
             state: As it was packed; it stays so.
             layout: How.
         """
-        owner, slot = self._tensors[index], self._slots.get((index, name))
+        owner, slot = self._tensors[index], self._slots[index].get(name)
         if slot is None:
             return layout.opened(state, (layout.size,))
         if slot.packed is None:
@@ -284,14 +284,14 @@ class ElementStates:
 
     def flat(self, states: States, index: int, name: str) -> Tensor | None:
         """A state of one tensor in a row, allocated on first use; None if the tensor keeps no such state."""
-        return self._flat(states, index, name) if (index, name) in self._slots else None
+        return self._flat(states, index, name) if name in self._slots[index] else None
 
     def _flat(self, states: States, index: int, name: str) -> Tensor:
-        stored = self._stored(states, index, name, self._slots[(index, name)])
+        stored = self._stored(states, index, name, self._slots[index][name])
         return stored if stored.dim() == 1 else stored.view(-1)
 
     def _first(self, entry: Entry, name: str) -> int:
-        slot, stored = self._slots[(entry.shard.tensor, name)], entry if entry.stored is None else entry.stored
+        slot, stored = self._slots[entry.shard.tensor][name], entry if entry.stored is None else entry.stored
         offset = slot.offsets[stored.index]
         first = offset if slot.packed is None else slot.packed.firsts[offset]
         return first + entry.shard.offset - stored.shard.offset
@@ -309,10 +309,10 @@ class ElementStates:
             RuntimeError: One is no tensor, or has another shape.
         """
         owner, own = self._tensors[index], states[self._tensors[index]]
-        for (at, name), slot in self._slots.items():
-            state = own.get(name) if at == index else None
-            if state is None and (at != index or name not in own):
+        for name, slot in self._slots[index].items():
+            if name not in own:
                 continue
+            state = own[name]
             if not isinstance(state, Tensor):
                 found = "is no tensor"
             elif slot.packed is not None and slot.packed.fits(state):
@@ -331,8 +331,8 @@ class ElementStates:
     def lay_in_rows(self, states: States, index: int) -> None:
         """Lay states in a row that users have put there in another order of memory, as :meth:`views` expects them."""
         own = states[self._tensors[index]]
-        for at, name in self._slots:
-            state = own.get(name) if at == index else None
+        for name in self._slots[index]:
+            state = own.get(name)
             if state is not None and type(state) in PLAIN and not state.is_contiguous():
                 own[name] = state.contiguous()
 
@@ -366,7 +366,7 @@ class ElementStates:
         return stored.to(owner.device, slot.dtype)
 
     def _packed(self, states: States, index: int, name: str) -> Tensor:
-        owner, slot = self._tensors[index], self._slots[(index, name)]
+        owner, slot = self._tensors[index], self._slots[index][name]
         layout, state = slot.packed, states[owner]
         assert layout is not None
         kept: Tensor | None = state.get(name)
@@ -401,11 +401,11 @@ class ElementStates:
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """The shape of every state of one tensor."""
         owner = self._tensors[index]
-        return {name: self._shape(owner, slot) for (at, name), slot in self._slots.items() if at == index}
+        return {name: self._shape(owner, slot) for name, slot in self._slots[index].items()}
 
     def offset(self, name: str, entry: Entry) -> int | None:
         """Where the entry's part of an opened state begins; None if its rule keeps no such state."""
-        slot = self._slots.get((entry.shard.tensor, name))
+        slot = self._slots[entry.shard.tensor].get(name)
         return None if slot is None else slot.offsets.get(entry.index)
 
     def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
@@ -416,7 +416,7 @@ class ElementStates:
         ]
 
     def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
-        index, slot = entry.shard.tensor, self._slots[(entry.shard.tensor, name)]
+        index, slot = entry.shard.tensor, self._slots[entry.shard.tensor][name]
         if slot.packed is None:
             return self._open_view(states, name, entry)
         kept = self._packed(states, index, name)
@@ -431,7 +431,7 @@ class ElementStates:
 
     def _open_view(self, states: States, name: str, entry: Entry) -> Tensor:
         """A view of a stored entry's part of a state that is, and stays, opened until the next step."""
-        offset = self._slots[(entry.shard.tensor, name)].offsets[entry.index]
+        offset = self._slots[entry.shard.tensor][name].offsets[entry.index]
         return self._flat(states, entry.shard.tensor, name)[offset : offset + entry.shard.numel]
 
     def of_parameter(self, states: States, index: int, name: str, state: str) -> list[tuple[int, Tensor]]:
@@ -461,7 +461,7 @@ class ElementStates:
         for name, state in held.items():
             layout = self._layout_of(index, name, state)
             if layout is not None:
-                packed[name] = layout.record(self._local_shape(owner, self._slots[(index, name)]))
+                packed[name] = layout.record(self._local_shape(owner, self._slots[index][name]))
         return {
             "runs": [[part.key, list(part.shape), part.start, part.end, part.offset] for part in shards],
             "states": {name: [self.offset(name, entry) for entry in entries] for name in held},
