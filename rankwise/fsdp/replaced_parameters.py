@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from rankwise.options.validation import OptionError
+from rankwise.routing.living_modules import living_modules
 from rankwise.sharding.dtensors import is_sharded
 
 __all__ = ["refuse_replaced"]
 
 
 def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
-    """Look through all living modules; asked once, where a step finds parameters without gradients, or others.
+    """Look through all sharded modules; asked once, where a step finds parameters without gradients, or others.
 
     Args:
         owner: Owner of the message: the optimizer.
@@ -33,58 +34,77 @@ def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    owned = {id(parameter) for module in modules for parameter in module._parameters.values()}
-    lost = {name: parameter for name, parameter in named.items() if id(parameter) not in owned}
-    for module in modules:
+    reasons: dict[str, str] = {}
+    for module in living_modules([FSDPModule, FullyShardedDataParallel]):
         if issubclass(type(module), FSDPModule):
             present = {_plain(name): own for name, own in module.named_parameters(remove_duplicate=False)}
-            _refuse_gathered(owner, lost, module)
-            _refuse(owner, lost, present)
             _refuse_misplaced(owner, named, present)
-        elif lost and issubclass(type(module), FullyShardedDataParallel):
-            _refuse_flattened(owner, lost, module)
+            reasons |= _replaced(named, present) | _gathered(named, module)
+        else:
+            reasons |= _flattened(named, module)
+    owned = _owned(named[name] for name in reasons)
+    for name, reason in reasons.items():
+        if id(named[name]) not in owned:
+            raise OptionError(f"{owner}: the parameter '{name}' is invalid{reason}")
 
 
-def _refuse_flattened(owner: str, lost: Mapping[str, Tensor], module: Any) -> None:
-    """FSDP1 has put one flat parameter in the place of several, of which it knows the shapes."""
-    shapes = set() if module._flat_param is None else set(module._flat_param._shapes)
-    for name, parameter in lost.items():
-        if parameter.shape in shapes:
-            raise OptionError(
-                f"{owner}: the parameter '{name}' is invalid, because FSDP has flattened it since: it must be the "
-                "model's; shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead of "
-                "FullyShardedDataParallel (accelerate: fsdp_version 2)"
-            )
+def _owned(parameters: Iterable[Tensor]) -> set[int]:
+    """Identities of the parameters that modules have: they may be those of another model, which is not sharded."""
+    wanted = {id(parameter): parameter for parameter in parameters}
+    holders = [each for each in gc.get_referrers(*wanted.values()) if type(each) is dict]
+    of_modules: set[int] = set()
+    for each in gc.get_referrers(*holders):
+        # A module, or the dictionary of its attributes.
+        attributes = vars(each) if isinstance(each, nn.Module) else each
+        if type(attributes) is dict:
+            of_modules.add(id(attributes.get("_parameters")))
+    return {
+        id(value) for holder in holders if id(holder) in of_modules for value in holder.values() if id(value) in wanted
+    }
 
 
-def _refuse_gathered(owner: str, lost: Mapping[str, Tensor], module: Any) -> None:
-    """The optimizer was built on what fully_shard gathers for a forward pass, and frees or keeps after it."""
+def _replaced(named: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[str, str]:
+    """Why parameters would be invalid that are no module's, by name: another has its name in a sharded module."""
+    # A part that is gathered at the moment is no module's either.
+    return {
+        name: ", because it is no longer the model's: it must be the one that fully_shard has put in its place; build "
+        "the optimizer after the model is sharded"
+        for name, parameter in named.items()
+        if name in present
+        and present[name] is not parameter
+        and present[name].shape == parameter.shape
+        and not is_sharded(parameter)
+    }
+
+
+def _gathered(named: Mapping[str, Tensor], module: Any) -> dict[str, str]:
+    """The optimizer was built on what ``fully_shard`` gathers for a forward pass, and frees or keeps after it."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
     gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
-    for name, parameter in lost.items():
-        if id(parameter) in gathered:
-            raise OptionError(
-                f"{owner}: the parameter '{name}' is invalid: it is a copy that fully_shard had gathered for a forward "
-                "pass when the optimizer was built, and must be the sharded one; call model.reshard() before the "
-                "optimizer is built, or build it before the first forward pass"
-            )
+    return {
+        name: ": it is a copy that fully_shard had gathered for a forward pass when the optimizer was built, and must "
+        "be the sharded one; call model.reshard() before the optimizer is built, or build it before the first forward "
+        "pass"
+        for name, parameter in named.items()
+        if id(parameter) in gathered
+    }
+
+
+def _flattened(named: Mapping[str, Tensor], module: Any) -> dict[str, str]:
+    """FSDP1 has put one flat parameter in the place of several, of which it knows the shapes."""
+    shapes = set() if module._flat_param is None else set(module._flat_param._shapes)
+    return {
+        name: ", because FSDP has flattened it since: it must be the model's; shard the model with "
+        "torch.distributed.fsdp.fully_shard (FSDP2) instead of FullyShardedDataParallel (accelerate: fsdp_version 2)"
+        for name, parameter in named.items()
+        if parameter.shape in shapes
+    }
 
 
 def _plain(name: str) -> str:
     """Without what activation checkpointing and ``torch.compile`` put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def _refuse(owner: str, lost: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
-    for name, parameter in lost.items():
-        # A part that is gathered at the moment is no module's either.
-        if name in present and present[name].shape == parameter.shape and not is_sharded(parameter):
-            raise OptionError(
-                f"{owner}: the parameter '{name}' is invalid, because it is no longer the model's: it must be the one "
-                "that fully_shard has put in its place; build the optimizer after the model is sharded"
-            )
 
 
 def _refuse_misplaced(owner: str, named: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:

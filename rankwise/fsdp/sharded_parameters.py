@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
 from rankwise.options.validation import OptionError
+from rankwise.routing.living_modules import living_modules
 from rankwise.sharding import LayoutError, gather_together, host_group, local_group
 from rankwise.sharding.dtensors import is_sharded, local_view
 from rankwise.sharding.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
@@ -241,8 +241,7 @@ def _coordinates(ranks: Tensor) -> Iterator[tuple[int, ...]]:
 
 def _managed_parameters() -> set[int]:
     """Identities of the parameters that ``fully_shard`` reduces gradients of, which are missing on all ranks alike."""
-    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
-    return {id(parameter.sharded_param) for group in _groups_of(modules) for parameter in group.fsdp_params}
+    return {id(parameter.sharded_param) for group in _groups_of(None) for parameter in group.fsdp_params}
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
@@ -250,13 +249,14 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
     return _groups_of(model.modules())
 
 
-def _groups_of(modules: Iterable[nn.Module]) -> list[Any]:
+def _groups_of(modules: Iterable[nn.Module] | None) -> list[Any]:
+    """Those of all living modules, where none are given."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = []
-    for module in modules:
+    for module in living_modules([FSDPModule]) if modules is None else modules:
         if issubclass(type(module), FSDPModule):
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.10 has one

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from types import MappingProxyType
 from typing import Literal
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from rankwise.routing.fused_layers import fused_parts
 from rankwise.routing.fused_shape import FusedShape
+from rankwise.routing.living_modules import living_modules
 from rankwise.routing.name_roles import Role, is_head, is_router, role_by_name, unwrapped
 from rankwise.routing.weight_view import Surroundings
 
@@ -35,8 +36,8 @@ __all__ = [
 Rule = Literal["matrix", "fallback"]
 _ATTRIBUTE = "_rankwise_info"
 _TWIN = "@group"
-_annotated = False
-"""Whether any model has been annotated in this process."""
+_annotated: WeakSet[type[nn.Module]] = WeakSet()
+"""Classes of the modules that have been annotated in this process."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +189,13 @@ def annotate(
 
     And to the modules: copies of these, and what takes a parameter's place, are known by them, see :func:`recall`.
     """
-    global _annotated
-    _annotated = True
     found = describe(model, shape_of)
     for parameter, info in found.items():
         setattr(parameter, _ATTRIBUTE, info)
     for module in model.modules():
         own = {local: found.get(parameter) for local, parameter in module._parameters.items() if parameter is not None}
         vars(module)[_ATTRIBUTE] = {local: info for local, info in own.items() if info is not None}
+        _annotated.add(type(module))
 
 
 def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
@@ -221,10 +221,7 @@ def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
 
 def annotated_modules() -> list[nn.Module]:
     """All living modules that :func:`annotate` has seen, and copies of such."""
-    if not _annotated:
-        return []
-    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
-    return [module for module in modules if _ATTRIBUTE in vars(module)]
+    return [module for module in living_modules(_annotated) if _ATTRIBUTE in vars(module)] if _annotated else []
 
 
 def assign_role(parameters: Iterable[Tensor], role: Role) -> None:
