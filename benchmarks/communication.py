@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.contenders import OURS, Contender, selected
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import environment, timed
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 
 __all__ = ["FlatPiece", "Waits", "measure_communication"]
 
@@ -125,7 +125,7 @@ class FlatPiece(LayoutSource):
         self._contents = TensorContents(0, tuple(slices))
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.sharding.layout_source.LayoutSource`."""
+        """See :class:`rankwise.layout.layout_source.LayoutSource`."""
         return self._contents
 
 

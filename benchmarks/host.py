@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import rankwise
 from benchmarks.launches import Records, recorded_launches
 from benchmarks.step import environment
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.mkor import factor_steps
-from rankwise.sharding import MatrixExchange
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 __all__ = ["CONTENDERS", "as_on_a_device", "calls_of", "host_times"]
 

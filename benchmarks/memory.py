@@ -24,8 +24,9 @@ from benchmarks.models import layer_set
 from rankwise.estimate import estimate, imagined_contents
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
-from rankwise.sharding import EvenCuts, Shard
-from rankwise.sharding.layout_source import LayoutSource, TensorContents
+from rankwise.layout.even_cuts import EvenCuts
+from rankwise.layout.layout import Shard
+from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["StepMemory", "counted_memory", "memory_page"]

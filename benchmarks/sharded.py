@@ -38,8 +38,8 @@ from benchmarks.performance import markdown
 from benchmarks.step import environment
 from rankwise.kernels import lists
 from rankwise.kernels.dispatch import using
-from rankwise.sharding import EvenCuts
-from rankwise.sharding.layout_source import LayoutSource, TensorContents
+from rankwise.layout.even_cuts import EvenCuts
+from rankwise.layout.layout_source import LayoutSource, TensorContents
 
 __all__ = ["CONTENDERS", "OURS", "StepCosts", "costs_of", "measure_sharded", "sharded_page"]
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard, tensor_parallel_shard
+from rankwise.layout.agreement import together
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import TensorParallel
 from rankwise.routing.roles import ParameterInfo, Role, attach_info, describe, info_of
-from rankwise.sharding import LayoutError, together
-from rankwise.sharding.layout_source import TensorParallel
 from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, views_of
 
 __all__ = ["Uncut", "is_cut", "linear_views", "recall", "shards", "tensor_parallel", "tensor_ranks", "uncut"]

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from deepspeed_plugin import auto_tp
 from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard
-from rankwise.sharding import LayoutError, host_group
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.comm.local_groups import host_group
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer
@@ -90,7 +91,7 @@ class DeepSpeedLayout(LayoutSource):
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.sharding.layout_source.LayoutSource`."""
+        """See :class:`rankwise.layout.layout_source.LayoutSource`."""
 
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:

@@ -36,8 +36,8 @@ from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise.abandoned_locks import unwatch_builds, watch_builds
 from rankwise.names import CLASSES
 from rankwise.options.validation import OptionError, called
-from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
+from rankwise.states.parameter_table import idle_allowed
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.working_tensors import deferred_steps
 

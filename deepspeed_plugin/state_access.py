@@ -19,7 +19,7 @@ from deepspeed.utils import get_full_hp_param, set_full_hp_param
 from torch import Tensor
 
 from deepspeed_plugin.layouts import DeepSpeedLayout, logical_shape
-from rankwise.planning.param_remainders import NARROW, REMAINDER
+from rankwise.states.param_remainders import NARROW, REMAINDER
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
 

@@ -12,8 +12,8 @@ from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import Tensor
 
-from rankwise.sharding import LayoutError
-from rankwise.sharding.layout_source import Slice
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import Slice
 
 __all__ = ["TensorParallelShard", "tensor_parallel_shard"]
 

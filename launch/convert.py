@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from rankwise.checkpoint.named_checkpoint import ConversionError, NamedCheckpoint, renaming
 from rankwise.launch.settings import Form
+from rankwise.layout.chunked_vectors import StorageError
 from rankwise.names import CLASSES
-from rankwise.sharding.chunked_vectors import StorageError
-from rankwise.step.named_checkpoint import ConversionError, NamedCheckpoint, renaming
-from rankwise.step.old_checkpoints import with_replaced
+from rankwise.saving.old_checkpoints import with_replaced
 
 __all__ = ["CONVERSION_ERRORS", "convert_checkpoint", "how_to_load"]
 
@@ -42,7 +42,7 @@ def _format(form: Form) -> _Format:
         from megatron_patches import torch_dist_by_name as torch_dist
 
         return _Format(torch_dist.is_megatron, torch_dist.read_megatron, torch_dist.write_megatron)
-    from rankwise.step import torch_checkpoints as torch_form
+    from rankwise.checkpoint import torch_checkpoints as torch_form
 
     return _Format(torch_form.is_torch_checkpoint, torch_form.read_torch, torch_form.write_torch)
 

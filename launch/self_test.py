@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.names import BY_NAME
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 __all__ = ["OPTIONS", "RECORDED", "TOLERANCE", "differences", "record", "trajectory"]
 

@@ -31,10 +31,7 @@ from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate
 from megatron_patches.resuming import misfit, options_record, overrides, settle_options
 from megatron_patches.takeover import TAKEOVER, Place, Takeover, at_place, find_takeovers, taken_over
 from megatron_patches.whole_files import common_state, require_whole
-from rankwise.sharding import Shard
-from rankwise.sharding.dtensors import is_sharded
-from rankwise.step.changed_blocks import start_afresh, without_blocks
-from rankwise.step.named_vectors import (
+from rankwise.checkpoint.named_vectors import (
     SlicePlace,
     common_step,
     owned_states,
@@ -42,6 +39,9 @@ from rankwise.step.named_vectors import (
     slice_places,
     stored_shards,
 )
+from rankwise.layout.dtensors import is_sharded
+from rankwise.layout.layout import Shard
+from rankwise.saving.changed_blocks import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["explained_load", "load_sharded", "sharded_state"]

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter, bare_model
-from rankwise.sharding.dtensors import local_view
+from rankwise.layout.dtensors import local_view
 
 __all__ = ["differing_copies", "warn_of_drift"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
-from rankwise.sharding.dtensors import is_sharded, local_view
+from rankwise.layout.dtensors import is_sharded, local_view
 
 __all__ = ["WHOLE", "ParameterCut", "declared_cuts", "equal_sections", "marked_cut"]
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rankwise.sharding import local_group
-from rankwise.sharding.layout_source import TensorParallel
+from rankwise.comm.local_groups import local_group
+from rankwise.layout.layout_source import TensorParallel
 
 __all__ = ["ParallelGroups"]
 

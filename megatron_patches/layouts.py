@@ -19,10 +19,11 @@ from megatron_patches.groups import ParallelGroups
 from megatron_patches.memory import steps_on_host
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
+from rankwise.comm.local_groups import host_group
 from rankwise.fsdp.placements import held_runs
-from rankwise.sharding import LayoutError, host_group
-from rankwise.sharding.dtensors import is_sharded, local_view
-from rankwise.sharding.layout_source import LayoutSource, TensorContents, TensorParallel
+from rankwise.layout.dtensors import is_sharded, local_view
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MegatronLayout"]
 
@@ -83,7 +84,7 @@ class MegatronLayout(LayoutSource):
                     self._register_whole(index, parameter, parameter)
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.sharding.layout_source.LayoutSource`."""
+        """See :class:`rankwise.layout.layout_source.LayoutSource`."""
         try:
             return self._contents[id(tensor)]
         except KeyError:

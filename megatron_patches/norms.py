@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_patches.layouts import MegatronLayout
 from rankwise.options.validation import OptionError
-from rankwise.planning.step_unit import StepUnit
+from rankwise.plan.step_unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["BY", "Norms", "check_norms", "next_iteration"]

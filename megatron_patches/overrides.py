@@ -11,8 +11,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch.nn import Parameter
 
 from megatron_patches.parameters import ModelParameter
-from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.routing.roles import route
+from rankwise.states.optimizer_spec import OptimizerSpec
 
 __all__ = ["from_conditions", "suited"]
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from megatron_patches.copies import differing_copies
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameters import ModelParameter, describe_chunks
-from rankwise.sharding import LayoutError
+from rankwise.layout.layout import LayoutError
 
 __all__ = ["describe_model"]
 

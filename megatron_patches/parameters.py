@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from megatron_patches.cuts import WHOLE, ParameterCut, declared_cuts, equal_sections, marked_cut
 from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import Slice
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
-from rankwise.sharding import LayoutError
-from rankwise.sharding.layout_source import Slice
 
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 

@@ -35,8 +35,8 @@ from megatron_patches.support import (
 from megatron_patches.wrappers import Adoption, LayerWise, wrapper_classes
 from rankwise.names import BY_NAME, Named
 from rankwise.options.validation import OptionError, called, check_given
-from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later
+from rankwise.states.parameter_table import idle_allowed
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", "replace_adam", "resolve"]

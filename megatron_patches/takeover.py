@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from megatron_patches.adam_states import WEIGHT, AskedState, BucketPlaces, NamedPlaces, Stored, stored_step
 from megatron_patches.layouts import MegatronLayout
-from rankwise.planning.state_takeover import MOMENTS
-from rankwise.step.named_vectors import take_moments
+from rankwise.checkpoint.named_vectors import take_moments
+from rankwise.states.state_takeover import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["TAKEOVER", "Place", "Takeover", "at_place", "find_takeovers", "taken_over"]

@@ -19,9 +19,8 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.param_groups import GROUP_KEYS
 from megatron_patches.records import RECORD, find_records
 from megatron_patches.whole_files import require_whole
-from rankwise.sharding.chunked_vectors import stored_tensors
-from rankwise.sharding.memory_mapped import joined_stacks, mapped_like, mapped_tensors
-from rankwise.step.named_checkpoint import (
+from rankwise.checkpoint.memory_mapped import joined_stacks, mapped_like, mapped_tensors
+from rankwise.checkpoint.named_checkpoint import (
     ConversionError,
     NamedCheckpoint,
     NamedGroup,
@@ -29,6 +28,7 @@ from rankwise.step.named_checkpoint import (
     base_name,
     of_another,
 )
+from rankwise.layout.chunked_vectors import stored_tensors
 
 __all__ = ["is_megatron", "read_megatron", "write_megatron"]
 

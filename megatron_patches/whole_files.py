@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.package_info import __version__
 from torch.distributed.checkpoint import FileSystemReader
 
-from rankwise.sharding import together
+from rankwise.layout.agreement import together
 
 __all__ = ["common_state", "require_whole"]
 

@@ -41,8 +41,8 @@ from megatron_patches.resuming import options_record, overrides, settle_options
 from megatron_patches.scaling import GradientScale
 from megatron_patches.support import refuse_without_statistics
 from rankwise.options.validation import OptionError
-from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import refuse_unmatched_everywhere
+from rankwise.states.parameter_table import idle_allowed
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.reports import print_on_first_rank
 

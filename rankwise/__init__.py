@@ -3,11 +3,11 @@
 from rankwise import frameworks as frameworks  # so that the core can say what to call
 from rankwise.fsdp.replaced_parameters import refuse_replaced
 from rankwise.fsdp.sharded_parameters import ShardedParameters
+from rankwise.layout.layout_source import read_sharded_by
 from rankwise.ldadam.optimizer import LDAdam
 from rankwise.mars.optimizer import MARS
 from rankwise.mkor.optimizer import MKOR
 from rankwise.routing.roles import annotate
-from rankwise.sharding.layout_source import read_sharded_by
 from rankwise.sonew.optimizer import SONew
 from rankwise.version import __version__
 

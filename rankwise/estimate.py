@@ -15,21 +15,15 @@ from math import prod
 
 import torch
 
-from rankwise.planning.state_memory import element_states
-from rankwise.planning.step_costs import ScratchMemory, StepCosts
-from rankwise.planning.step_unit import StepUnit
-from rankwise.sharding import (
-    EvenCuts,
-    Layout,
-    MatrixTask,
-    RankBuffers,
-    Traffic,
-    batch_buffers,
-    halo_volume,
-    matrix_volume,
-    sums_volume,
-)
-from rankwise.sharding.layout_source import Slice, TensorContents
+from rankwise.comm.message_format import Traffic
+from rankwise.comm.owner_plan import MatrixTask
+from rankwise.comm.volume import RankBuffers, batch_buffers, halo_volume, matrix_volume, sums_volume
+from rankwise.layout.even_cuts import EvenCuts
+from rankwise.layout.layout import Layout
+from rankwise.layout.layout_source import Slice, TensorContents
+from rankwise.plan.state_memory import element_states
+from rankwise.plan.step_costs import ScratchMemory, StepCosts
+from rankwise.plan.step_unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["RankEstimate", "cut_by_stage", "estimate", "estimate_units", "imagined_contents", "imagined_units"]

@@ -6,7 +6,7 @@ hence what to call stands here.
 
 from __future__ import annotations
 
-from rankwise.sharding.layout_source import advise
+from rankwise.layout.layout_source import advise
 
 __all__ = ["ADAPTERS"]
 

@@ -16,14 +16,14 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.trainer import Trainer
 
+from rankwise.layout.agreement import gather_together
+from rankwise.layout.dtensors import is_sharded
 from rankwise.names import BY_SPELLING
 from rankwise.options.hints import nearest, shown
 from rankwise.options.validation import OptionError, called, check_given
-from rankwise.planning.parameter_table import idle_allowed
 from rankwise.routing.patterns import checked_later, refuse_unmatched
 from rankwise.routing.roles import attach_info, describe
-from rankwise.sharding import gather_together
-from rankwise.sharding.dtensors import is_sharded
+from rankwise.states.parameter_table import idle_allowed
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["OPTIMIZER_NAMES", "build", "is_registered", "register", "unregister"]

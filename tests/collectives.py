@@ -48,7 +48,7 @@ class Message(NamedTuple):
 class Wire(TorchDispatchMode):
     """Records what is handed to process groups while it is entered, whoever calls under whatever name.
 
-    The payload is that of `rankwise.sharding.Traffic`: of an all-to-all what goes to others, else the vector.
+    The payload is that of `rankwise.comm.message_format.Traffic`: of an all-to-all what goes to others, else all.
 
     Attributes:
         messages: In order.

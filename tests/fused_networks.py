@@ -16,9 +16,9 @@ from simulated import Conv1D, run_of
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.step.optimizer import ShardedOptimizer
 
 INPUTS, TOKENS = 14, 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from math import prod
 
-from rankwise.sharding import Shard
+from rankwise.layout.layout import Shard
 
 Shapes = dict[str, tuple[int, ...]]
 

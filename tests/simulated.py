@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.step.optimizer import ShardedOptimizer
 
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor", "tensor_copies")

@@ -64,16 +64,27 @@ PAPERS = tuple(
     for path in sources("rankwise")
     if path.parts[-2:] != ("step", "optimizer.py") and path.name == "optimizer.py"
 )
-BELOW_STEP = ("rankwise.options", "rankwise.updates", "rankwise.sharding", "rankwise.kernels", "rankwise.routing")
-ROOMS = ("rankwise.statistics", "rankwise.step", "rankwise.planning", *BELOW_STEP, "rankwise.version")
+# From below: each may import what stands before it, and is named with what of that it does.
+ROOMS = tuple(
+    f"rankwise.{room}"
+    for room in (
+        "version options updates kernels routing layout comm states plan saving step checkpoint statistics".split()
+    )
+)
+
+
+def rooms_up_to(room: str) -> tuple[str, ...]:
+    return ROOMS[: ROOMS.index(f"rankwise.{room}") + 1]
+
+
 ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise.options": ("rankwise.options",),
     "rankwise.updates": ("rankwise.updates",),
-    "rankwise.sharding": ("rankwise.sharding", "rankwise.options"),
     "rankwise.kernels": ("rankwise.kernels", "rankwise.updates"),
     "rankwise.routing": ("rankwise.routing", "rankwise.options"),
-    "rankwise.planning": ("rankwise.planning", *BELOW_STEP, "rankwise.version"),
-    "rankwise.step": ("rankwise.step", "rankwise.planning", *BELOW_STEP, "rankwise.version"),
+    "rankwise.layout": ("rankwise.layout", "rankwise.options", "rankwise.routing"),
+    "rankwise.comm": ("rankwise.comm", "rankwise.layout", "rankwise.kernels"),
+    **{f"rankwise.{room}": rooms_up_to(room) for room in ("states", "plan", "saving", "step", "checkpoint")},
     "rankwise.statistics": ROOMS,
     # A paper's room knows no other paper's.
     **{paper: (paper, *ROOMS) for paper in PAPERS},
@@ -136,18 +147,18 @@ def test_imports_point_downwards(part: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "forbidden"),
     [
-        ("rankwise.updates.lamb", "from rankwise.sharding import Layout", True),
+        ("rankwise.updates.lamb", "from rankwise.layout.layout import Layout", True),
         ("rankwise.updates.lamb", "from .adamw import Scalar", False),
         ("rankwise.updates.lamb", "from ..kernels import lists", True),
-        ("rankwise.sharding.owner_plan", "import rankwise.step.optimizer", True),
-        ("rankwise.sharding.owner_plan", "from .layout import Layout", False),
+        ("rankwise.comm.owner_plan", "import rankwise.step.optimizer", True),
+        ("rankwise.comm.owner_plan", "from .layout import Layout", False),
         ("rankwise.kernels.lists", "from rankwise.updates.adamw import Scalar", False),
-        ("rankwise.kernels.lists", "from rankwise.planning import step_unit as unit", True),
+        ("rankwise.kernels.lists", "from rankwise.plan import step_unit as unit", True),
         ("rankwise.kernels.dispatch", "from rankwise.mkor import cpu", True),
-        ("rankwise.planning.step_unit", "from rankwise.sharding import Layout", False),
-        ("rankwise.planning.step_unit", "from rankwise.step.undo import Undo", True),
-        ("rankwise.step.optimizer", "from rankwise.planning.step_unit import StepUnit", False),
-        ("rankwise.step.optimizer", "from rankwise.sharding import Layout", False),
+        ("rankwise.plan.step_unit", "from rankwise.layout.layout import Layout", False),
+        ("rankwise.plan.step_unit", "from rankwise.step.undo import Undo", True),
+        ("rankwise.step.optimizer", "from rankwise.plan.step_unit import StepUnit", False),
+        ("rankwise.step.optimizer", "from rankwise.layout.layout import Layout", False),
         ("rankwise.step.optimizer", "from rankwise.mkor.formulas import guarded", True),
         ("rankwise.step.optimizer", "from rankwise.statistics import hooks", True),
         ("rankwise.step.optimizer", "def f():\n    import deepspeed_plugin", True),
@@ -178,7 +189,7 @@ def test_the_core_imports_without_any_framework() -> None:
     program = (
         "import sys\n"
         f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"
-        "import rankwise, rankwise.statistics.hooks, rankwise.sharding\n"
+        "import rankwise, rankwise.statistics.hooks, rankwise.comm\n"
         f"assert not [n for n in sys.modules if n.split('.')[0] in {OURS[1:]!r} or n.startswith('rankwise.launch')]\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
@@ -239,9 +250,7 @@ STEP_PATH = [
     for path in sources("rankwise/kernels", "rankwise/step", *(paper.replace(".", "/") for paper in PAPERS))
     if not is_for_cpus_or_before(path)
 ]
-STEP_PATH += [
-    ROOT / "rankwise" / name for name in ("sharding/parameter_sums.py", "sharding/halo.py", "sharding/exchange.py")
-]
+STEP_PATH += [ROOT / "rankwise" / name for name in ("comm/parameter_sums.py", "comm/halo.py", "comm/exchange.py")]
 READS = {
     "ldadam/basis.py": ["bool()"],  # whether a factorisation failed, where the device cannot go on by itself
     "ldadam/sliced_matrices.py": ["bool()"],  # the same
@@ -311,7 +320,7 @@ def set_early(tree: ast.AST) -> list[str]:
 
 
 CORE = sources(
-    "rankwise/planning", "rankwise/step", "rankwise/statistics", *(paper.replace(".", "/") for paper in PAPERS)
+    *(room.replace(".", "/") for room in (*ROOMS[ROOMS.index("rankwise.states") :], *PAPERS)),
 )
 
 
@@ -388,9 +397,9 @@ def test_rules_know_neither_backend_nor_exchange() -> None:
         ("from rankwise.kernels.dispatch import kernels_for", True),
         ("from rankwise.kernels.dispatch import newton_schulz_for", False),
         ("from rankwise.ldadam.cuda.low_rank_step import low_rank_step_", True),
-        ("from rankwise.sharding import MatrixExchange", True),
-        ("from rankwise.sharding.exchange import Gather", True),
-        ("from rankwise.sharding import Batch", False),
+        ("from rankwise.comm.exchange import MatrixExchange", True),
+        ("from rankwise.comm.exchange import Gather", True),
+        ("from rankwise.comm.owner_plan import Batch", False),
     ],
 )
 def test_the_check_of_rules_itself(source: str, forbidden: bool) -> None:

@@ -59,11 +59,11 @@ from rankwise.options import shared
 from rankwise.options.checks import Fraction
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.fields import Options, option
-from rankwise.planning.element_states import StateTypes
-from rankwise.planning.optimizer_spec import OptimizerSpec
-from rankwise.planning.step_unit import Bucket, StepUnit
+from rankwise.states.element_states import StateTypes
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import MatrixRule, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer

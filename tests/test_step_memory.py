@@ -16,7 +16,7 @@ from benchmarks.memory import counted_memory, memory_page  # noqa: E402
 from benchmarks.models import layer_set  # noqa: E402
 from rankwise import MARS, LDAdam  # noqa: E402
 from rankwise.estimate import RankEstimate, estimate  # noqa: E402
-from rankwise.planning.step_unit import AT_ONCE  # noqa: E402
+from rankwise.plan.step_unit import AT_ONCE  # noqa: E402
 
 MIB = 1 << 20
 # What tables and sums take beyond the formulas.

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.layouts import GroupedShapes
-from rankwise.step.adamw_states import moment_names, moments_of
+from rankwise.saving.adamw_states import moment_names, moments_of
 
 __all__ = ["in_our_form"]
 

@@ -19,8 +19,8 @@ from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.checkpoints.other_layouts import vectors_of
 from deepspeed_plugin.checkpoints.reading import read, require_intact
 from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS
-from rankwise.sharding.chunked_vectors import save_vectors
-from rankwise.step.named_vectors import Vectors
+from rankwise.checkpoint.named_vectors import Vectors
+from rankwise.layout.chunked_vectors import save_vectors
 
 __all__ = ["convert"]
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from rankwise.sharding import together
-from rankwise.sharding.chunked_vectors import StorageError
+from rankwise.layout.agreement import together
+from rankwise.layout.chunked_vectors import StorageError
 
 __all__ = ["CheckpointError", "own_error", "read_together"]
 

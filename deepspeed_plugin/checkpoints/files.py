@@ -16,8 +16,8 @@ from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.load_plan import Order, Saved
 from deepspeed_plugin.checkpoints.reading import read
 from deepspeed_plugin.checkpoints.zero_file_form import from_stock
-from rankwise.sharding.chunked_vectors import NamedVectors
-from rankwise.step.adamw_states import moment_names, moments_of
+from rankwise.layout.chunked_vectors import NamedVectors
+from rankwise.saving.adamw_states import moment_names, moments_of
 
 __all__ = [
     "ASIDE",
@@ -91,7 +91,7 @@ class NamedStates:
     """Weights and states by name.
 
     Attributes:
-        vectors: Under the names of :func:`rankwise.step.named_vectors.saved_vectors`.
+        vectors: Under the names of :func:`rankwise.checkpoint.named_vectors.saved_vectors`.
         common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; None where
             states are not wanted, or are another's.
         inherited: Whether moments of AdamW or Muon are wanted as states.

@@ -21,7 +21,7 @@ from deepspeed_plugin.checkpoints.load_plan import Plan, Wanted, Way, decide
 from deepspeed_plugin.checkpoints.other_layouts import fill, laid_down
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, UniversalWeights
 from deepspeed_plugin.checkpoints.zero_file_form import zero_form
-from rankwise.planning.param_remainders import forget_remainders
+from rankwise.states.param_remainders import forget_remainders
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.reports import print_on_first_rank
 

@@ -20,8 +20,8 @@ from deepspeed_plugin.checkpoints.adamw_files import in_our_form
 from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import NamedStates, SavedCheckpoint
 from deepspeed_plugin.layouts import DeepSpeedLayout, GroupedShapes
-from rankwise.sharding.chunked_vectors import VectorFolder, save_vectors
-from rankwise.step.named_vectors import Vectors, merge_vectors, restore, saved_vectors, take_over_moments
+from rankwise.checkpoint.named_vectors import Vectors, merge_vectors, restore, saved_vectors, take_over_moments
+from rankwise.layout.chunked_vectors import VectorFolder, save_vectors
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["fill", "laid_down", "vectors_of"]

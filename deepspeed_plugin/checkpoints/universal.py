@@ -21,9 +21,9 @@ from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import CheckpointFolder, NamedStates, SavedCheckpoint, newest_model_file, tag_in
 from deepspeed_plugin.checkpoints.load_plan import Universal
 from deepspeed_plugin.checkpoints.reading import read
-from rankwise.planning.param_remainders import NARROW
-from rankwise.sharding.chunked_vectors import NamedVectors, Stored, VectorFolder
-from rankwise.sharding.memory_mapped import STACKED
+from rankwise.checkpoint.memory_mapped import STACKED
+from rankwise.layout.chunked_vectors import NamedVectors, Stored, VectorFolder
+from rankwise.states.param_remainders import NARROW
 from rankwise.updates.remainders import split
 
 __all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint", "UniversalWeights"]
@@ -152,7 +152,7 @@ class UniversalWeights(NamedVectors):
         return sum(1 for _ in self)
 
     def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-        """As :func:`rankwise.sharding.chunked_vectors.load_vectors`.
+        """As :func:`rankwise.layout.chunked_vectors.load_vectors`.
 
         Raises:
             CheckpointError: On every rank alike: a file is damaged, or is not of the model's weight.

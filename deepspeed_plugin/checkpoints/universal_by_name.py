@@ -23,9 +23,15 @@ from torch import Tensor
 from deepspeed_plugin.checkpoints.files import RECORD
 from deepspeed_plugin.checkpoints.reading import require_intact
 from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS, UniversalCheckpoint
-from rankwise.sharding.chunked_vectors import save_vectors
-from rankwise.sharding.memory_mapped import STACKED, joined_stacks, mapped_tensors
-from rankwise.step.named_checkpoint import ConversionError, NamedCheckpoint, NamedGroup, NamedParameter, of_another
+from rankwise.checkpoint.memory_mapped import STACKED, joined_stacks, mapped_tensors
+from rankwise.checkpoint.named_checkpoint import (
+    ConversionError,
+    NamedCheckpoint,
+    NamedGroup,
+    NamedParameter,
+    of_another,
+)
+from rankwise.layout.chunked_vectors import save_vectors
 
 __all__ = ["is_universal", "read_universal", "write_universal"]
 

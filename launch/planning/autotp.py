@@ -12,7 +12,7 @@ from rankwise.estimate import cut_by_stage
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.fsdp import tensor_parallel_dims
 from rankwise.launch.planning.megatron import Part, slices_of_part
-from rankwise.sharding.layout_source import TensorContents
+from rankwise.layout.layout_source import TensorContents
 
 __all__ = ["contents_under_autotp", "parts_under_autotp"]
 

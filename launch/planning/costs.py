@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rankwise.comm.message_format import Traffic
+from rankwise.comm.volume import Flow
 from rankwise.launch.planning.devices import Device, Links
 from rankwise.launch.planning.overlap import Speeds, run_through
 from rankwise.launch.planning.rank_figures import Figures
-from rankwise.sharding import Flow, Traffic
 
 __all__ = ["Cost", "cost", "training_seconds"]
 

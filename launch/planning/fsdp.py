@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rankwise.fsdp.placements import Runs, copy_ranks, held_runs, slices_of
 from rankwise.launch.planning.cluster import COPIES, ROWS, TENSOR, Mesh
-from rankwise.sharding.layout_source import LayoutSource, TensorContents, TensorParallel
+from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MeshSource", "contents_on_mesh", "placements_of", "tensor_parallel_dims"]
 

@@ -17,8 +17,8 @@ from torch import nn
 from megatron_patches.fused_weights import fused_parts
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.model_shapes import Sizes
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 from rankwise.routing.fused_shape import FusedShape
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 
 __all__ = [
     "Part",

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rankwise.planning.step_costs import StepCosts
-from rankwise.sharding import BatchVolume, Flow, MatrixExchange, Traffic, batch_volumes, sent_in
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.message_format import Traffic
+from rankwise.comm.volume import BatchVolume, Flow, batch_volumes, sent_in
+from rankwise.plan.step_costs import StepCosts
 from rankwise.step.matrices import phases
 
 __all__ = ["BatchLoad", "Pipeline", "Span", "Speeds", "pipeline_of", "run_through"]

@@ -20,7 +20,7 @@ from rankwise.launch.planning.megatron import StageSource, Wrapped, rank_content
 from rankwise.launch.planning.model_shapes import Sizes, active_parameters
 from rankwise.launch.planning.optimizers import Chosen, built
 from rankwise.launch.planning.overlap import Pipeline, pipeline_of
-from rankwise.planning.step_unit import StepUnit
+from rankwise.plan.step_unit import StepUnit
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["Figures", "deepspeed_figures", "fsdp_figures", "megatron_figures"]

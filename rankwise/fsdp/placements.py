@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rankwise.sharding.layout_source import Slice
+from rankwise.layout.layout_source import Slice
 
 __all__ = ["PlacementError", "Runs", "copy_ranks", "held_runs", "slices_of"]
 

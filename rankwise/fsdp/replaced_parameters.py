@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rankwise.fsdp.living_modules import living_modules
+from rankwise.layout.dtensors import is_sharded
 from rankwise.options.validation import OptionError
-from rankwise.routing.living_modules import living_modules
-from rankwise.sharding.dtensors import is_sharded
 
 __all__ = ["refuse_replaced"]
 

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankwise.comm.local_groups import host_group, local_group
+from rankwise.fsdp.living_modules import living_modules
 from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slices_of
+from rankwise.layout.agreement import gather_together
+from rankwise.layout.dtensors import is_sharded, local_view
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
 from rankwise.options.validation import OptionError
-from rankwise.routing.living_modules import living_modules
-from rankwise.sharding import LayoutError, gather_together, host_group, local_group
-from rankwise.sharding.dtensors import is_sharded, local_view
-from rankwise.sharding.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
 
 __all__ = [
     "ShardedParameters",

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
 from rankwise.kernels.surroundings import undisturbed
+from rankwise.layout.equal_slices import SlicedMatrix, find_slices
 from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
@@ -24,10 +26,9 @@ from rankwise.ldadam.spec import LDAdamSpec
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
-from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.step_costs import ScratchMemory, StepCosts, tables
-from rankwise.planning.step_unit import Bucket, StepUnit
-from rankwise.sharding import Batch, MatrixTask, SlicedMatrix, find_slices
+from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
+from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import BATCH_ELEMENTS, Batch, MatrixTask, Reply
 from rankwise.kernels.lists import decay_
 from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.in_place import LowRankStep, StepsInPlace
@@ -16,8 +17,7 @@ from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.sliced_matrices import step_slices
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import WorkingShards
-from rankwise.planning.step_unit import Bucket, StepUnit
-from rankwise.sharding import BATCH_ELEMENTS, Batch, MatrixTask, Reply
+from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 

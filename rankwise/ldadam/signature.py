@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
 from rankwise.ldadam.sliced_formulas import Cut, exchanged
-from rankwise.planning.step_unit import StepUnit
-from rankwise.sharding import Batch, MatrixTask, Reply
+from rankwise.plan.step_unit import StepUnit
 
 __all__ = [
     "ELEMENTS_AT_ONCE",

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.comm.message_format import Traffic
 from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Holders, next_basis_of_slices, project_slices
 from rankwise.ldadam.spec import SUBSPACE
-from rankwise.planning.matrix_states import MatrixState
-from rankwise.sharding import Traffic
+from rankwise.states.matrix_states import MatrixState
 
 __all__ = ["holders_of", "step_slices"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rankwise.ldadam import formulas
 from rankwise.ldadam.options import LDAdamOptions
-from rankwise.planning.element_states import StateTypes
-from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.states.element_states import StateTypes
+from rankwise.states.optimizer_spec import OptimizerSpec
 
 __all__ = ["SUBSPACE", "LDAdamSpec"]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.ldadam import formulas
@@ -15,9 +16,8 @@ from rankwise.ldadam.dispatch import moments_for, step_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE
-from rankwise.planning.element_states import StateTypes
-from rankwise.planning.matrix_states import MatrixState, MatrixStates
-from rankwise.sharding import MatrixTask
+from rankwise.states.element_states import StateTypes
+from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.step.health import Health
 from rankwise.updates.adamw import Scalar, Step
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
+from rankwise.layout.layout import Shard
 from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import shards_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.signature import LowRankSignature, split_factors
-from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.step_unit import Bucket, StepUnit
-from rankwise.sharding import Shard
+from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import step_and_decay
 from rankwise.updates.adamw import Scalar
 

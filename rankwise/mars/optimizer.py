@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.passes import STATES, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.surroundings import undisturbed
+from rankwise.layout.dtensors import local_gradient, local_view
+from rankwise.layout.layout_source import LayoutSource
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
 from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
 from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError, called_or
-from rankwise.planning.element_states import offset_runs
-from rankwise.planning.entries import Entry
-from rankwise.planning.step_costs import ScratchMemory, StepCosts, tables
-from rankwise.planning.step_unit import AT_ONCE, Bucket, StepUnit, joined, portion_sizes, portions, spans
-from rankwise.sharding import MatrixTask
-from rankwise.sharding.dtensors import local_gradient, local_view
-from rankwise.sharding.layout_source import LayoutSource
+from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
+from rankwise.plan.step_unit import AT_ONCE, Bucket, StepUnit, joined, portion_sizes, portions, spans
+from rankwise.states.element_states import offset_runs
+from rankwise.states.entries import Entry
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels.dispatch import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
-from rankwise.planning.step_unit import Bucket, StepUnit
-from rankwise.sharding import Batch, MatrixTask
+from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.step.first_order import step_and_decay
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule

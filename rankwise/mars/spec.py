@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rankwise.mars.formulas import gradient_average
 from rankwise.mars.options import MARSOptions
-from rankwise.planning.element_states import StateTypes
-from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
+from rankwise.states.element_states import StateTypes
+from rankwise.states.optimizer_spec import OptimizerSpec
 
 __all__ = ["MARSSpec"]
 

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.sketches import Sketches, sign_table
-from rankwise.planning.element_states import States
-from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.parameter_table import Groups, ParameterTable
-from rankwise.planning.planner import Planned, Planner
-from rankwise.planning.step_unit import StepUnit
+from rankwise.plan.planner import Planned, Planner
+from rankwise.plan.step_unit import StepUnit
 from rankwise.routing.roles import ParameterInfo
-from rankwise.sharding import MatrixTask
+from rankwise.states.element_states import States
+from rankwise.states.matrix_states import MatrixStates
+from rankwise.states.parameter_table import Groups, ParameterTable
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import GLIMPSE, LayerVectors, refuse_broken_factors
 from rankwise.statistics.hooks import has_compiled

@@ -11,7 +11,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.dispatch import product_dtype_for
+from rankwise.layout.fused_blocks import Block
 from rankwise.mkor import formulas
 from rankwise.mkor.dispatch import factor_update_for, precondition_into_for, together_for
 from rankwise.mkor.layer_signature import LayerSignature
@@ -19,8 +21,7 @@ from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.workspace import Workspace
-from rankwise.planning.matrix_states import MatrixState
-from rankwise.sharding import Block, MatrixTask
+from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors
 
 __all__ = ["KroneckerFactors"]

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.comm.message_format import Traffic
 from rankwise.kernels.host_copies import HostCopy
+from rankwise.layout.layout import Layout
+from rankwise.layout.layout_source import framework_advice
 from rankwise.mkor.options import MKOROptions
-from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.planner import Planner
-from rankwise.planning.step_unit import StepUnit
-from rankwise.sharding import Layout, Traffic
-from rankwise.sharding.layout_source import framework_advice
+from rankwise.plan.planner import Planner
+from rankwise.plan.step_unit import StepUnit
+from rankwise.states.matrix_states import MatrixStates
 from rankwise.statistics.collector import Collector
 
 __all__ = ["KneeDetector", "LossWindow", "Switch"]

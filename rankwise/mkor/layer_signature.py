@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rankwise.sharding import Block
+from rankwise.layout.fused_blocks import Block
 
 __all__ = ["LayerSignature"]
 

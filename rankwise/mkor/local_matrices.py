@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.run_views import RunPlace, RunPlan
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.product_groups import GradientForm, ProductGroups
-from rankwise.planning.element_states import EntryRuns
-from rankwise.planning.entries import Entry
-from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.step_unit import WHOLE
-from rankwise.sharding import MatrixTask
+from rankwise.plan.step_unit import WHOLE
+from rankwise.states.element_states import EntryRuns
+from rankwise.states.entries import Entry
+from rankwise.states.matrix_states import MatrixState
 
 __all__ = ["LocalMatrix", "LocalMatrixPlan"]
 

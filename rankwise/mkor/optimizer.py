@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise.comm.message_format import Traffic
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.surroundings import undisturbed, undisturbed_anywhere
 from rankwise.mkor.factor_steps import FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
@@ -20,15 +22,14 @@ from rankwise.mkor.preconditioning import scratch_of
 from rankwise.mkor.rule import MKORRule, matrix_tasks, uncaptured_tasks
 from rankwise.mkor.spec import MKORSpec
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.matrix_states import MatrixState
-from rankwise.planning.step_costs import ScratchMemory, StepCosts
-from rankwise.planning.step_unit import Bucket, StepUnit
-from rankwise.sharding import MatrixTask, Traffic
+from rankwise.plan.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
+from rankwise.plan.step_costs import ScratchMemory, StepCosts
+from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
-from rankwise.step.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rankwise.comm.batch_messages import BatchPlan
+from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels.run_views import RunViews, chosen_of
+from rankwise.layout.layout import LayoutError
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.local_matrices import LocalMatrix, LocalMatrixPlan
@@ -17,12 +20,11 @@ from rankwise.mkor.preconditioning import Preconditioned
 from rankwise.mkor.sketches import Sketches
 from rankwise.mkor.workspace import Workspace
 from rankwise.options.validation import OptionError
-from rankwise.planning.element_states import EntryRuns, offset_runs
-from rankwise.planning.entries import Entry
-from rankwise.planning.matrix_states import MatrixState, MatrixStates
-from rankwise.planning.parameter_table import ParameterTable
-from rankwise.planning.step_unit import WHOLE, Bucket, StepUnit
-from rankwise.sharding import Batch, BatchPlan, LayoutError, MatrixTask
+from rankwise.plan.step_unit import WHOLE, Bucket, StepUnit
+from rankwise.states.element_states import EntryRuns, offset_runs
+from rankwise.states.entries import Entry
+from rankwise.states.matrix_states import MatrixState, MatrixStates
+from rankwise.states.parameter_table import ParameterTable
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step

@@ -15,8 +15,8 @@ from hashlib import blake2b, shake_256
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.mkor.layer_signature import LayerSignature
-from rankwise.sharding import MatrixTask
 from rankwise.statistics.factor_vectors import LayerVectors
 
 __all__ = ["Sketches", "sign_table"]

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from types import MappingProxyType
-from typing import Literal
-from weakref import WeakSet
+from typing import Any, Literal
+from weakref import WeakValueDictionary, ref
 
 from torch import Tensor, nn
 
 from rankwise.routing.fused_layers import fused_parts
 from rankwise.routing.fused_shape import FusedShape
-from rankwise.routing.living_modules import living_modules
 from rankwise.routing.name_roles import Role, is_head, is_router, role_by_name, unwrapped
 from rankwise.routing.weight_view import Surroundings
 
@@ -36,8 +35,8 @@ __all__ = [
 Rule = Literal["matrix", "fallback"]
 _ATTRIBUTE = "_rankwise_info"
 _TWIN = "@group"
-_annotated: WeakSet[type[nn.Module]] = WeakSet()
-"""Classes of the modules that have been annotated in this process."""
+_annotated: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""The modules that have been annotated in this process and copies of such, by identity."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +193,24 @@ def annotate(
         setattr(parameter, _ATTRIBUTE, info)
     for module in model.modules():
         own = {local: found.get(parameter) for local, parameter in module._parameters.items() if parameter is not None}
-        vars(module)[_ATTRIBUTE] = {local: info for local, info in own.items() if info is not None}
-        _annotated.add(type(module))
+        vars(module)[_ATTRIBUTE] = _Annotation({local: info for local, info in own.items() if info is not None}, module)
+
+
+class _Annotation:
+    """What :func:`annotate` has found of a module's own parameters; a copy of the module has one of its own."""
+
+    def __init__(self, infos: Mapping[str, ParameterInfo], module: nn.Module) -> None:
+        self.infos, self._module = infos, ref(module)
+        _annotated[id(module)] = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Annotation | None:
+        # A module's copy is known before its attributes are copied.
+        copied = memo.get(id(self._module()))
+        return None if copied is None else _Annotation(self.infos, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Parameters take what is known of them along by themselves.
+        return type(None), ()
 
 
 def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
@@ -212,7 +227,7 @@ def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
     strange = {id(each): each for each in parameters if not isinstance(getattr(each, _ATTRIBUTE, None), ParameterInfo)}
     found: dict[int, ParameterInfo] = {}
     for module in annotated_modules() if strange else ():
-        for local, info in vars(module)[_ATTRIBUTE].items():
+        for local, info in vars(module)[_ATTRIBUTE].infos.items():
             own = module._parameters.get(local)
             if id(own) in strange and tuple(strange[id(own)].shape) == info.shape:
                 found.setdefault(id(own), info)
@@ -221,7 +236,8 @@ def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
 
 def annotated_modules() -> list[nn.Module]:
     """All living modules that :func:`annotate` has seen, and copies of such."""
-    return [module for module in living_modules(_annotated) if _ATTRIBUTE in vars(module)] if _annotated else []
+    modules = [each() for each in _annotated.valuerefs()]
+    return [module for module in modules if module is not None]
 
 
 def assign_role(parameters: Iterable[Tensor], role: Role) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.halo import Halo, HaloExchange, ReadField
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
-from rankwise.planning.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
-from rankwise.planning.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
-from rankwise.sharding import Halo, HaloExchange, ReadField
+from rankwise.plan.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
+from rankwise.plan.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
 from rankwise.sonew import formulas
 from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.sonew.cuda_source import scratch_of

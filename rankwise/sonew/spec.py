@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from rankwise.kernels.low_precision_runs import ROOT
-from rankwise.planning.element_states import StateTypes
-from rankwise.planning.optimizer_spec import OptimizerSpec
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.sonew.options import SONewOptions
+from rankwise.states.element_states import StateTypes
+from rankwise.states.optimizer_spec import OptimizerSpec
 
 __all__ = ["SONewSpec"]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankwise.sharding import Halo, Shard
+from rankwise.comm.halo import Halo
+from rankwise.layout.layout import Shard
 from rankwise.sonew import formulas
 from rankwise.updates.adamw import Step, bias_corrections
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from rankwise.sharding.dtensors import is_sharded, local_view
+from rankwise.layout.dtensors import is_sharded, local_view
 from rankwise.statistics.window_sums import Record
 
 __all__ = ["BackwardPasses", "adds_to_any", "will_add_to"]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from rankwise.sharding import Traffic, local_group
+from rankwise.comm.local_groups import local_group
+from rankwise.comm.message_format import Traffic
 from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from rankwise.comm.message_format import Traffic
 from rankwise.kernels.host_copies import HostCopy
+from rankwise.layout.layout_source import framework_advice
 from rankwise.options.validation import OptionError
-from rankwise.planning.parameter_table import Groups, ParameterTable
-from rankwise.planning.planner import Planner
-from rankwise.planning.step_unit import StepUnit
-from rankwise.sharding import Traffic
-from rankwise.sharding.layout_source import framework_advice
+from rankwise.plan.planner import Planner
+from rankwise.plan.step_unit import StepUnit
+from rankwise.states.parameter_table import Groups, ParameterTable
 from rankwise.statistics.backward_passes import adds_to_any
 from rankwise.statistics.backward_reduction import BackwardReduction, twin_group
 from rankwise.statistics.factor_vectors import LayerVectors, layer_vectors, reduce_statistics

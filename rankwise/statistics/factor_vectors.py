@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.planning.step_unit import StepUnit
+from rankwise.plan.step_unit import StepUnit
 from rankwise.statistics.window_sums import Record
 
 __all__ = ["GLIMPSE", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from rankwise.kernels.surroundings import stand_ins
-from rankwise.sharding.dtensors import is_sharded
+from rankwise.layout.dtensors import is_sharded
 from rankwise.statistics.backward_passes import BackwardPasses, will_add_to
 from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
 from rankwise.statistics.window_sums import CommitListener, ModuleCall, Record, clear

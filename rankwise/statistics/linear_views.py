@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from rankwise.sharding.dtensors import cut_of, local_view
+from rankwise.layout.dtensors import cut_of, local_view
 
 __all__ = ["LinearShape", "LinearView", "SummedPart", "describe_linear", "placed", "seen_by", "views_of"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rankwise.kernels.passes import STATES, Pass, Scalars
-from rankwise.planning.step_unit import Bucket, StepUnit, spans
+from rankwise.plan.step_unit import Bucket, StepUnit, spans
 from rankwise.updates.adamw import bias_corrections
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction

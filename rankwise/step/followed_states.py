@@ -10,15 +10,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from rankwise.planning.element_states import States
-from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.optimizer_spec import OptimizerSpec
-from rankwise.planning.param_remainders import REMAINDER
-from rankwise.planning.parameter_table import ParameterTable
-from rankwise.planning.planner import Planner
-from rankwise.planning.step_unit import StepUnit
-from rankwise.sharding.votes import all_vote
-from rankwise.step.transition import Transition
+from rankwise.comm.votes import all_vote
+from rankwise.plan.planner import Planner
+from rankwise.plan.step_unit import StepUnit
+from rankwise.plan.transition import Transition
+from rankwise.states.element_states import States
+from rankwise.states.matrix_states import MatrixStates
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.param_remainders import REMAINDER
+from rankwise.states.parameter_table import ParameterTable
 
 __all__ = ["FollowedStates"]
 

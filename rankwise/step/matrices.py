@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from rankwise.planning.step_unit import Bucket, StepUnit
-from rankwise.sharding import Batch, BatchPlan, Gather, MatrixExchange, MatrixTask, Reply, Return
+from rankwise.comm.batch_messages import BatchPlan
+from rankwise.comm.exchange import Gather, MatrixExchange, Return
+from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
+from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.step.health import Health
 
 __all__ = ["MatrixRule", "phases", "profiled", "step_matrices"]

@@ -14,30 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.comm.message_format import Traffic
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed
+from rankwise.layout.even_cuts import EvenCuts
+from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError, called_or
-from rankwise.planning.checkpoint_mismatch import InitialStates
-from rankwise.planning.element_states import StateTypes
-from rankwise.planning.given_parameters import refuse_given_twice
-from rankwise.planning.group_changes import GroupChanges
-from rankwise.planning.group_values import GroupValues
-from rankwise.planning.matrix_states import MatrixState, MatrixStates
-from rankwise.planning.optimizer_spec import OptimizerSpec
-from rankwise.planning.param_remainders import refuse_unless_narrow
-from rankwise.planning.parameter_table import ParameterTable
-from rankwise.planning.planner import Planner
-from rankwise.planning.step_costs import StepCosts
-from rankwise.planning.step_groups import PEAK, rate_of
-from rankwise.planning.step_unit import Bucket, StepUnit
+from rankwise.plan.checkpoint_mismatch import InitialStates
+from rankwise.plan.group_changes import GroupChanges
+from rankwise.plan.planner import Planner
+from rankwise.plan.step_costs import StepCosts
+from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.transition import Transition
 from rankwise.routing.roles import annotated_modules
-from rankwise.sharding import EvenCuts, MatrixTask, Traffic
-from rankwise.sharding.layout_source import LayoutSource, TensorContents
+from rankwise.saving.saved_states import SavedStates
+from rankwise.states.element_states import StateTypes
+from rankwise.states.given_parameters import refuse_given_twice
+from rankwise.states.group_values import GroupValues
+from rankwise.states.matrix_states import MatrixState, MatrixStates
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.param_remainders import refuse_unless_narrow
+from rankwise.states.parameter_table import ParameterTable
+from rankwise.states.step_groups import PEAK, rate_of
 from rankwise.step.followed_states import FollowedStates
 from rankwise.step.reports import Explanation, Reports, health_of
-from rankwise.step.saved_states import SavedStates
-from rankwise.step.transition import Transition
 from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
 
@@ -235,7 +237,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def step_groups(self) -> Sequence[dict[str, Any]]:
-        """What a step reads in the param groups' place, see :class:`rankwise.planning.step_groups.StepGroups`."""
+        """What a step reads in the param groups' place, see :class:`rankwise.states.step_groups.StepGroups`."""
         return self.spec.step_groups.views(self.param_groups)
 
     def _take_in(self, index: int) -> None:

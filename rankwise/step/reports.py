@@ -13,17 +13,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.comm.message_format import Traffic
 from rankwise.kernels.low_precision_runs import blocks_of, is_coded
-from rankwise.planning.element_states import States
-from rankwise.planning.logical_matrices import block_info
-from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.optimizer_spec import OptimizerSpec
-from rankwise.planning.parameter_table import ParameterTable
-from rankwise.planning.planner import Planner
+from rankwise.layout.dtensors import local_view
+from rankwise.layout.fused_blocks import Block, cut_into_blocks
+from rankwise.layout.logical_matrices import block_info
+from rankwise.plan.planner import Planner
 from rankwise.routing.fused_layers import looks_fused
 from rankwise.routing.roles import ParameterInfo, Role
-from rankwise.sharding import Block, Traffic, cut_into_blocks
-from rankwise.sharding.dtensors import local_view
+from rankwise.states.element_states import States
+from rankwise.states.matrix_states import MatrixStates
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.parameter_table import ParameterTable
 from rankwise.step.health import Health
 
 __all__ = ["Explanation", "Reports", "health_of", "print_on_first_rank", "unknown_parts"]

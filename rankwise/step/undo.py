@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels.host_copies import HostCopy
-from rankwise.planning.element_states import States
-from rankwise.planning.matrix_states import MatrixStates
-from rankwise.planning.optimizer_spec import OptimizerSpec
-from rankwise.planning.param_remainders import REMAINDER
-from rankwise.planning.step_unit import StepUnit, UnitKey
-from rankwise.sharding.dtensors import local_view
+from rankwise.layout.dtensors import local_view
+from rankwise.plan.step_unit import StepUnit, UnitKey
+from rankwise.states.element_states import States
+from rankwise.states.matrix_states import MatrixStates
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.param_remainders import REMAINDER
 from rankwise.step.health import Health
 
 __all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels import graphs
-from rankwise.planning.element_states import EntryRuns, States, offset_runs
-from rankwise.planning.entries import Entry, PlannedEntries
-from rankwise.planning.optimizer_spec import OptimizerSpec
-from rankwise.planning.param_remainders import NARROW, REMAINDER
-from rankwise.planning.planner import Planner
-from rankwise.planning.step_unit import Bucket, StepUnit
+from rankwise.layout.layout_source import real_view, refuse_unreadable
+from rankwise.plan.planner import Planner
+from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.transition import Transition
 from rankwise.routing.roles import Rule
-from rankwise.sharding.layout_source import real_view, refuse_unreadable
+from rankwise.states.element_states import EntryRuns, States, offset_runs
+from rankwise.states.entries import Entry, PlannedEntries
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.param_remainders import NARROW, REMAINDER
 from rankwise.step.followed_states import FollowedStates
-from rankwise.step.transition import Transition
 from rankwise.updates.remainders import join, split
 
 __all__ = [

@@ -225,7 +225,7 @@ def test_a_tensor_given_twice_is_refused_with_both_names(kind: str) -> None:
 @pytest.mark.parametrize("kind", BY_SPELLING)
 def test_an_exchanged_parameter_is_named_by_its_place(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = built(kind, parameters())
-    monkeypatch.setattr("rankwise.planning.group_changes.loaded_advice", lambda: "")
+    monkeypatch.setattr("rankwise.plan.group_changes.loaded_advice", lambda: "")
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(16, 8))
     with pytest.raises(RuntimeError) as refused:
         change(optimizer)

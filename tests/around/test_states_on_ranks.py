@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from rankwise import MKOR, LDAdam
-from rankwise.sharding import votes
+from rankwise.comm import votes
 
 TYPES: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.planning import optimizer_spec, packed_states
-from rankwise.sharding.chunked_vectors import VectorFolder, save_vectors
-from rankwise.step.named_vectors import restore, saved_vectors
+from rankwise.checkpoint.named_vectors import restore, saved_vectors
+from rankwise.layout.chunked_vectors import VectorFolder, save_vectors
+from rankwise.states import optimizer_spec, packed_states
 
 INT8: dict[str, Any] = {"state_dtype": "int8"}
 LAYOUTS = ("flat", "cut", "narrowed", "views", "tensor", "tensor_copies")

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from deepspeed_plugin.auto_tp import Uncut, _compare
 from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard, tensor_parallel_shard
+from rankwise.layout.layout import Layout, LayoutError, Shard
 from rankwise.routing.roles import ParameterInfo
-from rankwise.sharding import Layout, LayoutError
-from rankwise.sharding.layout import Shard
 
 MAPS: dict[str, ParamAffineMap] = {
     "rows": contiguous_split_map((6, 4), [4, 2], 0),

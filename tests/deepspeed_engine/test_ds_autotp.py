@@ -22,7 +22,7 @@ from ds_harness import REFERENCE, TYPES, digest, error
 from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from rankwise.sharding import LayoutError
+from rankwise.layout.layout import LayoutError
 
 EXACT = 2e-5
 """Of the largest change of a weight, in float64 around Hugging Face's float32."""

@@ -17,8 +17,8 @@ from torch import nn
 
 import deepspeed_plugin
 from deepspeed_plugin.checkpoints import CheckpointError
+from rankwise.layout.layout import LayoutError
 from rankwise.options.validation import OptionError
-from rankwise.sharding import LayoutError
 
 # Type, params, and what the message must contain: key, value, rule, fix.
 BAD_BLOCKS: list[tuple[str, Any, list[str]]] = [

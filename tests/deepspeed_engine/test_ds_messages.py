@@ -17,8 +17,8 @@ from torch import nn
 import deepspeed_plugin
 from deepspeed_plugin import auto_tp
 from deepspeed_plugin.trainer_defaults import _warn_of_cpu
+from rankwise.layout.layout import LayoutError
 from rankwise.options.validation import OptionError
-from rankwise.sharding import LayoutError
 
 
 def _engine(kind: str, stage: int, model: nn.Module, **config: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from ds_harness import Record, replay_tolerance
 from ds_parity_grid import LABELS, Group, rows_of, runs, train
 
-from rankwise.sharding.halo import HaloExchange
+from rankwise.comm.halo import HaloExchange
 from rankwise.step.matrices import _MatrixStep
 
 

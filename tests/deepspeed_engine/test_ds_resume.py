@@ -76,7 +76,7 @@ def _narrow(name: str, stage: int, **common: Any) -> ds.Job:
 
 @pytest.fixture
 def _code_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankwise.planning.optimizer_spec.FEWEST_CODED", 1)
+    monkeypatch.setattr("rankwise.states.optimizer_spec.FEWEST_CODED", 1)
 
 
 @pytest.mark.usefixtures("_code_all")

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import deepspeed_plugin  # noqa: F401  registers the types
-from rankwise.sharding import votes
+from rankwise.comm import votes
 
 TYPES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "torch_adam": True},

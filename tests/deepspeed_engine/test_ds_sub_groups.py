@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from deepspeed_plugin import registry
 from deepspeed_plugin.sub_groups import sub_groups_with_whole_layers
+from rankwise.layout.layout import LayoutError
 from rankwise.mkor import rule
-from rankwise.planning.checkpoint_mismatch import MisfitError
+from rankwise.plan.checkpoint_mismatch import MisfitError
 from rankwise.routing.roles import ParameterInfo, annotate, attach_info
-from rankwise.sharding import LayoutError
 
 SIZES = (1, 40, 150, 10**9)
 STEPS = 8

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from rankwise.step.named_vectors import stored_shards
+from rankwise.checkpoint.named_vectors import stored_shards
 
 HALF = 4
 TYPES = ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR")

@@ -12,8 +12,10 @@ import torch
 from collectives import recorded
 from ranks import run_ranks
 
+from rankwise.comm.message_format import WireFormat
+from rankwise.comm.owner_plan import MatrixPlan
+from rankwise.comm.volume import matrix_volume
 from rankwise.estimate import estimate
-from rankwise.sharding import MatrixPlan, WireFormat, matrix_volume
 
 STAGES = (0, 1, 2, 3)
 # MKOR leaves a layer that no input reaches to its backend after the first step, and plans anew without it.

@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError, convert, loading
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, UniversalWeights
-from rankwise.sharding.chunked_vectors import ChunkedVector
+from rankwise.layout.chunked_vectors import ChunkedVector
 
 HALF = ds.STEPS // 2
 

@@ -11,10 +11,10 @@ from ranks import run_ranks
 from simulated import CASES, Framework, gradients, world_group
 from torch import Tensor
 
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
-from rankwise.sharding import MatrixExchange
 
 CELLS = [
     ("mars-adamw", "cut"),

@@ -16,19 +16,13 @@ from random_layouts import random_shards
 from ranks import run_ranks
 from torch import Tensor
 
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.message_format import WireFormat
+from rankwise.comm.owner_plan import Batch, MatrixTask, Reply, plan_matrices
+from rankwise.comm.quantized_messages import QuantizedFormat, wire_of
+from rankwise.comm.volume import matrix_volume
 from rankwise.kernels.low_precision_runs import BLOCK
-from rankwise.planning.quantized_messages import QuantizedFormat, wire_of
-from rankwise.sharding import (
-    Batch,
-    Layout,
-    MatrixExchange,
-    MatrixTask,
-    Reply,
-    Shard,
-    WireFormat,
-    matrix_volume,
-    plan_matrices,
-)
+from rankwise.layout.layout import Layout, Shard
 from rankwise.step.matrices import MatrixRule, step_matrices
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
 
 SHAPES = {"long": (16, 10), "short": (10, 16)}  # cut by rows along their long and their short side
 RANK, STEPS = 3, 5

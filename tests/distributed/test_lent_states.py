@@ -18,11 +18,11 @@ from ranks import run_ranks
 from simulated import CASES, Framework, reference, run_of, world_group
 from torch import Tensor
 
+from rankwise.checkpoint.named_vectors import owned_states, restore, saved_vectors
+from rankwise.comm.owner_plan import keepers_of
 from rankwise.estimate import estimate
-from rankwise.planning import state_memory
-from rankwise.sharding import keepers_of
-from rankwise.sharding.chunked_vectors import VectorFolder, save_vectors
-from rankwise.step.named_vectors import owned_states, restore, saved_vectors
+from rankwise.layout.chunked_vectors import VectorFolder, save_vectors
+from rankwise.plan import state_memory
 
 F64 = torch.float64
 CASE = "mkor-official-adamw"

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.estimate import estimate
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.mkor import cpu as mkor_cpu
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.step.optimizer import ShardedOptimizer
 
 WIDTH, BLOCKS, VOCABULARY = 32, 80, 256

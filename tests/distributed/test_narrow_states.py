@@ -17,8 +17,8 @@ from simulated import Case, Framework, run_of, world_group
 from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.planning import optimizer_spec as spec
-from rankwise.sharding.layout_source import Slice
+from rankwise.layout.layout_source import Slice
+from rankwise.states import optimizer_spec as spec
 
 STEPS = 5
 BLOCKS: dict[str, Any] = {"c.weight": {"q": 3, "k": 3, "groups": 2}}

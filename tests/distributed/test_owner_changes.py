@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR
-from rankwise.planning.matrix_states import MatrixStates
-from rankwise.sharding import Layout, MatrixTask, Shard, plan_matrices
+from rankwise.comm.owner_plan import MatrixTask, plan_matrices
+from rankwise.layout.layout import Layout, Shard
+from rankwise.states.matrix_states import MatrixStates
 
 
 def _model() -> nn.Sequential:

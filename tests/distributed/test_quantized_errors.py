@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise import LDAdam
 from rankwise.kernels.low_precision_runs import SIGNED, LowPrecisionRuns, blocks_of
 from rankwise.kernels.quantization import encode_
-from rankwise.sharding.layout_source import Slice
+from rankwise.layout.layout_source import Slice
 
 STEPS = 6
 # Blocks with gaps between their rows.

@@ -13,7 +13,7 @@ from simulated import CASES, Case, Framework, Model, reference, world_group
 from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 
 REPEATED = ("mars-adamw", "mars-shampoo", "sonew-4-tensor-rmsprop", "ldadam-ef", "mkor-official-lamb")
 WORLD = 3

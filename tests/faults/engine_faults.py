@@ -129,7 +129,7 @@ def model(rank: int, world: int, folder: str) -> str:
 
 
 def version(rank: int, world: int, folder: str) -> str:
-    patch = mock.patch("rankwise.planning.planner.__version__", "0.1.0" if rank == 0 else OTHER_VERSION)
+    patch = mock.patch("rankwise.plan.planner.__version__", "0.1.0" if rank == 0 else OTHER_VERSION)
     words = f"the version of rankwise is 0.1.0 on ranks [0], {OTHER_VERSION} on ranks [1]"
     return _refusal(rank, world, job_of("LDAdam", 2), words, patch)
 

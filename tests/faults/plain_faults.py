@@ -205,7 +205,7 @@ def _model(rank: int, world: int) -> str:
 
 def _version(rank: int, world: int) -> str:
     framework = _framework("ldadam-ef", rank, world)
-    with mock.patch("rankwise.planning.planner.__version__", OTHER_VERSION if rank == 1 else "0.1.0"):
+    with mock.patch("rankwise.plan.planner.__version__", OTHER_VERSION if rank == 1 else "0.1.0"):
         return _refused(framework, f"the version of rankwise is 0.1.0 on ranks [0], {OTHER_VERSION} on ranks [1]")
 
 

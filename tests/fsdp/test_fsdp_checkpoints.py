@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rankwise import MARS, MKOR
-from rankwise.planning import optimizer_spec as spec
+from rankwise.states import optimizer_spec as spec
 
 BEFORE, AFTER = 3, 2
 Weights = dict[str, Tensor]

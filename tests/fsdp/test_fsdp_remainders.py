@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from rankwise.checkpoint.torch_checkpoints import read_torch
+from rankwise.layout.dtensors import local_view
 from rankwise.options.validation import OptionError
-from rankwise.sharding.dtensors import local_view
-from rankwise.step.torch_checkpoints import read_torch
 
 BF16 = torch.bfloat16
 KEPT: dict[str, Any] = {"dtype": BF16, "store_param_remainders": True}

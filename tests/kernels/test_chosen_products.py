@@ -20,8 +20,8 @@ from rankwise.kernels.dispatch import TIMED, newton_schulz_for, using  # noqa: E
 from rankwise.kernels.triton import chosen_products, orthogonal_steps  # noqa: E402
 from rankwise.kernels.triton.chosen_products import Shape, by_shape, chosen  # noqa: E402
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED  # noqa: E402
-from rankwise.sharding import layout  # noqa: E402
-from rankwise.sharding.layout import Layout  # noqa: E402
+from rankwise.layout import layout  # noqa: E402
+from rankwise.layout.layout import Layout  # noqa: E402
 from rankwise.updates.polynomial_steps import PLAIN  # noqa: E402
 
 META = torch.device("meta")

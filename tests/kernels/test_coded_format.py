@@ -7,10 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from rankwise.comm.quantized_messages import QuantizedFormat
 from rankwise.kernels import lists, native, triton
 from rankwise.kernels.dispatch import using
 from rankwise.kernels.low_precision_runs import BLOCK
-from rankwise.planning.quantized_messages import QuantizedFormat
 
 
 def _message(module: ModuleType, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise import MARS, LDAdam, SONew
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
-from rankwise.sharding import MatrixExchange
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 
 # They only say how memory is to be read, and start nothing on a device.
 VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}

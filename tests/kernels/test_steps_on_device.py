@@ -14,12 +14,12 @@ from torch import Tensor
 from triton_runs import assert_runs_close, runs
 
 from rankwise import MARS, LDAdam, SONew
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.ldadam import formulas as updates
-from rankwise.sharding import MatrixExchange
 
 pytest.importorskip("triton")
 

@@ -16,9 +16,12 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.owner_plan import Batch, MatrixTask, plan_matrices
+from rankwise.comm.volume import BatchVolume, Flow
 from rankwise.launch.planning.overlap import BatchLoad, Pipeline, Span, Speeds, pipeline_of, run_through
-from rankwise.planning.step_costs import StepCosts
-from rankwise.sharding import Batch, BatchVolume, Flow, Layout, MatrixExchange, MatrixTask, Shard, plan_matrices
+from rankwise.layout.layout import Layout, Shard
+from rankwise.plan.step_costs import StepCosts
 from rankwise.step.matrices import MatrixRule, step_matrices
 
 SHAPES = {f"m{index}": (4, 6) for index in range(8)}

@@ -21,8 +21,8 @@ from rankwise.kernels.dispatch import using
 from rankwise.mars import optimizer as module
 from rankwise.mars.formulas import gradient_average, orthogonal_direction
 from rankwise.options.validation import OptionError
-from rankwise.planning import optimizer_spec as spec
-from rankwise.planning import step_unit as unit
+from rankwise.plan import step_unit as unit
+from rankwise.states import optimizer_spec as spec
 from rankwise.updates.remainders import join
 
 F64 = torch.float64

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_patches.cpu import cpu_megatron
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.step.named_vectors import owned_states, stored_shards
+from rankwise.checkpoint.named_vectors import owned_states, stored_shards
 from rankwise.step.optimizer import ShardedOptimizer
 
 BEFORE, AFTER = 3, 2

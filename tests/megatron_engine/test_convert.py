@@ -18,7 +18,7 @@ from conversions import CASES, RUNS, Job, Seen, Values, assembled  # noqa: E402
 
 from deepspeed_plugin.checkpoints import convert as make_universal  # noqa: E402
 from rankwise.launch.convert import convert_checkpoint  # noqa: E402
-from rankwise.sharding.chunked_vectors import load_vectors, stored_tensors  # noqa: E402
+from rankwise.layout.chunked_vectors import load_vectors, stored_tensors  # noqa: E402
 
 
 class Way(NamedTuple):

@@ -34,8 +34,8 @@ from megatron_patches.cpu import cpu_megatron
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.parameter_names import describe_model
 from megatron_patches.parameters import describe_chunks
+from rankwise.layout.layout import LayoutError
 from rankwise.routing.roles import Role
-from rankwise.sharding import LayoutError
 
 OPTIONS: dict[str, dict[str, Any]] = {"ldadam": {"rank": 2}, "mars-m": {"ns_dtype": "float32"}}
 BEFORE, AFTER = 2, 2

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from megatron_patches.parameters import ModelParameter, describe_chunks
+from rankwise.layout.layout import LayoutError
 from rankwise.routing.roles import Role
-from rankwise.sharding import LayoutError
 
 OUTPUTS, INPUTS, WAYS, RANK = 8, 6, 2, 1
 

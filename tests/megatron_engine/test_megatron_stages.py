@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron_patches import parameter_names as names
 from megatron_patches.cpu import cpu_megatron
-from rankwise.sharding import LayoutError
+from rankwise.layout.layout import LayoutError
 
 # As in test_megatron_checkpoints: roundings of sums in another order.
 LARGEST_MOVE = 1e-6

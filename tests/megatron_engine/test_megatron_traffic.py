@@ -21,8 +21,10 @@ from megatron_types import maker
 from ranks import once, run_ranks
 
 from megatron_patches.cpu import cpu_megatron
+from rankwise.comm.message_format import WireFormat
+from rankwise.comm.owner_plan import MatrixPlan
+from rankwise.comm.volume import matrix_volume
 from rankwise.estimate import estimate
-from rankwise.sharding import MatrixPlan, WireFormat, matrix_volume
 
 # The first step plans, for which ranks exchange what they hold; it is left out.
 STEPS, INTERVAL = 2, 2

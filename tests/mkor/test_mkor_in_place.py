@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankwise import MKOR
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import native
 from rankwise.kernels.dispatch import using
 from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor.factors import KroneckerFactors
-from rankwise.sharding import MatrixExchange
 from tests.ranks import run_ranks
 
 WIDTH = 48

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR, annotate
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.sketches import Sketches, sign_table
 from rankwise.options.validation import OptionError
 from rankwise.routing.roles import Role, assign_role
-from rankwise.sharding import MatrixTask
 
 F64 = {"factor_dtype": "float64", "weight_decay": 0.0}
 STEPS = 6

@@ -10,17 +10,11 @@ import torch
 from torch import nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.sharding import (
-    EvenCuts,
-    EvenLayout,
-    Layout,
-    MatrixTask,
-    WireFormat,
-    halo_volume,
-    matrix_volume,
-    sums_volume,
-)
-from rankwise.sharding.owner_plan import IMBALANCE_TOLERANCE, assign_owners
+from rankwise.comm.message_format import WireFormat
+from rankwise.comm.owner_plan import IMBALANCE_TOLERANCE, MatrixTask, assign_owners
+from rankwise.comm.volume import halo_volume, matrix_volume, sums_volume
+from rankwise.layout.even_cuts import EvenCuts, EvenLayout
+from rankwise.layout.layout import Layout
 from rankwise.step.optimizer import ShardedOptimizer
 
 WORLDS = (1, 2, 3, 7, 64)

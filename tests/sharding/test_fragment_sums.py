@@ -9,7 +9,8 @@ from collectives import recorded
 from random_layouts import random_shards
 from ranks import run_ranks
 
-from rankwise.sharding import Layout, ShardSums
+from rankwise.comm.parameter_sums import ShardSums
+from rankwise.layout.layout import Layout
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"a": (4, 5), "b": (9,), "c": (3, 7), "d": (6,)}

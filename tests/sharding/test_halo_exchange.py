@@ -10,7 +10,8 @@ from random_layouts import random_shards
 from ranks import run_ranks
 from torch import Tensor
 
-from rankwise.sharding import HaloExchange, Layout, ReadField, Shard
+from rankwise.comm.halo import HaloExchange, ReadField
+from rankwise.layout.layout import Layout, Shard
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (3, 7), "e": (23,), "other": (6, 6)}

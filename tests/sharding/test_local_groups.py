@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import rankwise
-from rankwise.sharding import local_groups
+from rankwise.comm import local_groups
 
 ROOT = Path(rankwise.__file__).parents[1]
 

@@ -23,17 +23,10 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from rankwise.sharding import (
-    Batch,
-    Layout,
-    MatrixExchange,
-    MatrixPlan,
-    MatrixTask,
-    Reply,
-    Shard,
-    WireFormat,
-    plan_matrices,
-)
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.message_format import WireFormat
+from rankwise.comm.owner_plan import Batch, MatrixPlan, MatrixTask, Reply, plan_matrices
+from rankwise.layout.layout import Layout, Shard
 from rankwise.step.matrices import MatrixRule, step_matrices
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_layouts import cuts, random_shards
 from ranks import run_ranks
 
-from rankwise.sharding import Layout, LayoutError, Shard
+from rankwise.layout.layout import Layout, LayoutError, Shard
 
 SHAPES = {"w": (4, 6), "b": (5,), "s": ()}
 quick = settings(max_examples=40, deadline=None)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layouts import random_shards
 
-from rankwise.sharding import Layout, MatrixTask, Shard, plan_matrices
-from rankwise.sharding.owner_plan import IMBALANCE_TOLERANCE, assign_owners
+from rankwise.comm.owner_plan import IMBALANCE_TOLERANCE, MatrixTask, assign_owners, plan_matrices
+from rankwise.layout.layout import Layout, Shard
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -6,7 +6,9 @@ from math import prod
 
 import pytest
 
-from rankwise.sharding import Layout, MatrixTask, Shard, SlicedMatrix, find_slices, in_slices, plan_matrices
+from rankwise.comm.owner_plan import MatrixTask, plan_matrices
+from rankwise.layout.equal_slices import SlicedMatrix, find_slices, in_slices
+from rankwise.layout.layout import Layout, Shard
 
 PAIR = ((0, 1),)
 

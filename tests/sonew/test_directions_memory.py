@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from rankwise import SONew  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.dispatch import using  # noqa: E402
-from rankwise.planning import step_unit as unit  # noqa: E402
+from rankwise.plan import step_unit as unit  # noqa: E402
 from rankwise.sonew import optimizer as module  # noqa: E402
 
 SHAPES = ((7, 40), (30, 11), (5, 3, 20), (9, 40), (64, 2))

@@ -13,11 +13,11 @@ from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
 from rankwise import MKOR
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import graphs, native
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.dispatch import using
 from rankwise.options.validation import OptionError
-from rankwise.sharding import MatrixExchange
 
 NAMES = [name for name, case in BY_NAME.items() if not case.is_mkor]
 LATE = "2.weight"  # has no gradient at the first step, and so another count than the rest

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam, SONew
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import native
 from rankwise.kernels.dispatch import kernels_for, using
@@ -20,8 +21,7 @@ from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
 from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import native as native_ldadam
-from rankwise.planning import step_unit as unit
-from rankwise.sharding import MatrixExchange
+from rankwise.plan import step_unit as unit
 from rankwise.sonew import native as native_sonew
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {

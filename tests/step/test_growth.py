@@ -16,8 +16,9 @@ from cases import Case, cases
 from torch import Tensor, nn
 
 from rankwise import MKOR, SONew
-from rankwise.sharding import DeviceIndices, MatrixTask
-from rankwise.sharding.layout_source import WholeParameters
+from rankwise.comm.owner_plan import MatrixTask
+from rankwise.layout.indices import DeviceIndices
+from rankwise.layout.layout_source import WholeParameters
 
 
 def model_of(layers: int) -> nn.Sequential:

@@ -18,8 +18,8 @@ from simulated import Framework, world_group
 from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.options.validation import OptionError
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
 
 BF16 = torch.bfloat16
 KEPT = {"store_param_remainders": True}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.sharding.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 
 LENGTH = 128
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

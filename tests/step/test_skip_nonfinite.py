@@ -14,9 +14,9 @@ from simulated import CASES, Framework, gradients, world_group
 from test_host_reads import NoHostReads
 from torch import Tensor, nn
 
+from rankwise.checkpoint.named_vectors import common_step
 from rankwise.kernels import lists as foreach
 from rankwise.kernels.dispatch import using
-from rankwise.step.named_vectors import common_step
 
 BROKEN = (torch.nan, torch.inf, -torch.inf)
 

@@ -1,0 +1,1 @@
+"""Files of states by parameter name, which any layout can be loaded from."""

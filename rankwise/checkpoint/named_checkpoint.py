@@ -1,0 +1,248 @@
+"""A checkpoint by the names of its parameters: what is the same under every framework."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from rankwise.states.matrix_states import MatrixState
+
+__all__ = ["ConversionError", "NamedCheckpoint", "NamedGroup", "NamedParameter", "base_name", "of_another", "renaming"]
+
+_SHOWN = 3
+
+
+class ConversionError(ValueError):
+    """A checkpoint that cannot become one of another framework."""
+
+
+@dataclass
+class NamedParameter:
+    """A trained parameter.
+
+    Attributes:
+        weight: In its logical shape, in full precision where there is any.
+        states: One value per element each, in the weight's shape.
+        step: How many steps it has taken.
+    """
+
+    weight: Tensor
+    states: dict[str, Tensor] = field(default_factory=dict)
+    step: float = 0.0
+
+
+@dataclass
+class NamedGroup:
+    """A param group.
+
+    Attributes:
+        settings: Its options and rates, without what belongs to one framework.
+        members: Its parameters, in order.
+    """
+
+    settings: dict[str, Any]
+    members: list[str]
+
+
+@dataclass
+class NamedCheckpoint:
+    """What an optimizer of ours and its model were, wherever that was.
+
+    Attributes:
+        identity: The optimizer.
+        parameters: By name.
+        matrices: States of matrices by key: the name of the parameter, with the matrix in brackets where it is one of
+            several.
+        groups: The param groups, in order.
+        extra: What belongs to no parameter, in plain data.
+        module: What else the model has: buffers, frozen weights, further names of tied ones.
+        left: What is known not to go along.
+    """
+
+    identity: str
+    parameters: dict[str, NamedParameter]
+    matrices: dict[str, MatrixState]
+    groups: list[NamedGroup]
+    extra: dict[str, Any]
+    module: dict[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return int(max((parameter.step for parameter in self.parameters.values()), default=0))
+
+    def owner(self, key: str) -> str:
+        """The parameter a matrix is, or is one of.
+
+        Raises:
+            ConversionError: There is none.
+        """
+        name = base_name(key, self.parameters)
+        if not name:
+            raise ConversionError(
+                f"the checkpoint has states of the matrix {key!r}, which is not one of its parameters"
+            )
+        return name
+
+    def check(self, source: Any) -> None:
+        """Refuse what is not whole.
+
+        Args:
+            source: What it was read from, for the message.
+
+        Raises:
+            ConversionError: A parameter is in no group or in two, has no states, or some of another shape.
+        """
+        members = [name for group in self.groups for name in group.members]
+        _refuse(f"{source}: parameters in no param group", set(self.parameters) - set(members))
+        _refuse(f"{source}: parameters of a param group without a weight", set(members) - set(self.parameters))
+        _refuse(f"{source}: parameters in two param groups", _repeated(members))
+        with_matrices = {self.owner(key) for key in self.matrices}
+        bare = {name for name, own in self.parameters.items() if not own.states and name not in with_matrices}
+        _refuse(
+            f"{source}: without optimizer states (never trained, or saved before the first step or without the "
+            "optimizer: freeze what is not trained, and leave it out of the optimizer)",
+            bare,
+        )
+        # They become names of files.
+        _refuse(f"{source}: names that are no names of modules", {n for n in self.parameters if not _is_name(n)})
+        wrong = {
+            f"{state} of {name}"
+            for name, own in self.parameters.items()
+            for state, value in own.states.items()
+            if value.shape != own.weight.shape
+        }
+        _refuse(f"{source}: states whose shape is not that of their weight", wrong)
+
+    def one_step(self, names: Mapping[str, Any], what: str) -> float:
+        """The count that parameters have in common, where a format has one for them.
+
+        Args:
+            names: The parameters.
+            what: The format's unit, for the message.
+
+        Raises:
+            ConversionError: They have several.
+        """
+        steps = {self.parameters[name].step for name in names}
+        if len(steps) > 1:
+            few = min(names, key=lambda name: self.parameters[name].step)
+            raise ConversionError(
+                f"{few!r} has taken {self.parameters[few].step:g} steps and others {max(steps):g}: {what} has one "
+                "count for all. Give each parameter a gradient at every step, or give it a param group of its own"
+            )
+        return steps.pop() if steps else 0.0
+
+    def renamed(self, rename: Callable[[str], str]) -> NamedCheckpoint:
+        """The same under other names.
+
+        Args:
+            rename: One to one.
+
+        Raises:
+            ConversionError: Two parameters would have one name.
+        """
+        names = {name: rename(name) for name in self.parameters}
+        module = {rename(name): value for name, value in self.module.items()}
+        taken = [*names.values(), *module]
+        _refuse("several parameters would be called", _repeated(taken))
+
+        def key(old: str) -> str:
+            name = base_name(old, names)
+            return names[name] + old[len(name) :] if name else old
+
+        def anywhere(value: Any) -> Any:
+            if isinstance(value, str):
+                return key(value)
+            if isinstance(value, Mapping):
+                return {anywhere(name): anywhere(own) for name, own in value.items()}
+            return type(value)(map(anywhere, value)) if isinstance(value, list | tuple) else value
+
+        groups = [replace(group, members=[names[name] for name in group.members]) for group in self.groups]
+        return replace(
+            self,
+            parameters={names[name]: own for name, own in self.parameters.items()},
+            matrices={key(old): state for old, state in self.matrices.items()},
+            groups=groups,
+            extra=anywhere(self.extra),
+            module=module,
+        )
+
+
+def _is_name(name: str) -> bool:
+    return name != "" and not set(name) & set("/\\") and name not in (".", "..")
+
+
+def of_another(source: Any) -> ConversionError:
+    """What is wrong with a checkpoint that none of ours wrote.
+
+    Args:
+        source: The checkpoint.
+    """
+    return ConversionError(
+        f"{source} was written by another optimizer than rankwise's, whose states are not converted: continue from it "
+        "in its own framework (docs/checkpoints.md says how for AdamW and Muon), and convert the next checkpoint"
+    )
+
+
+def base_name(key: str, names: Mapping[str, Any]) -> str:
+    """The name that a key begins with, before brackets; empty if there is none.
+
+    Args:
+        key: Key of a matrix.
+        names: Names of parameters.
+    """
+    while key and key not in names:
+        key = key.rpartition("[")[0]
+    return key
+
+
+def renaming(patterns: Mapping[str, str], names: Mapping[str, Any]) -> Callable[[str], str]:
+    """What a map of names does: each ``*`` of a pattern is what stands there, up to the end of the name.
+
+    Args:
+        patterns: By the pattern that a name must match as a whole, what it becomes. The first one that matches counts.
+        names: Names of all that is to be renamed.
+
+    Raises:
+        ConversionError: A pattern matches nothing, or the two sides have not as many ``*``.
+    """
+    rules: list[tuple[re.Pattern[str], str]] = []
+    for old, new in patterns.items():
+        if not _is_name(new) or "[" in new:
+            raise ConversionError(f"{old!r}: {new!r} is invalid: it must be a parameter's name, without '/' and '['")
+        if old.count("*") != new.count("*"):
+            raise ConversionError(f"{old!r}: {new!r} is invalid: both must have as many '*'")
+        rules.append((re.compile("(.+?)".join(map(re.escape, old.split("*")))), new))
+
+    def rename(name: str) -> str:
+        for pattern, new in rules:
+            if match := pattern.fullmatch(name):
+                first, *others = new.split("*")
+                return first + "".join(map("".join, zip(match.groups(), others, strict=True)))
+        return name
+
+    unused = (text for text, (rule, _) in zip(patterns, rules, strict=True) if not any(map(rule.fullmatch, names)))
+    _refuse("names that no parameter of the checkpoint matches", set(unused))
+    return rename
+
+
+def _repeated(names: list[str]) -> set[str]:
+    return {name for name, times in Counter(names).items() if times > 1}
+
+
+def _refuse(problem: str, names: set[str]) -> None:
+    if names:
+        raise ConversionError(f"{problem}: {', '.join(_shown(names))}")
+
+
+def _shown(names: set[str]) -> Iterator[str]:
+    yield from sorted(names)[:_SHOWN]
+    if len(names) > _SHOWN:
+        yield f"and {len(names) - _SHOWN} more"

@@ -1,0 +1,277 @@
+"""How much every rank will send, and hold of messages, from a layout and a plan alone: no tensors, no processes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from rankwise.comm.message_format import Traffic, WireFormat
+from rankwise.comm.owner_plan import Batch, MatrixPlan, MatrixTask, Reply, added, own_pieces
+from rankwise.layout.layout import Layout, Shard
+
+__all__ = [
+    "BatchBuffers",
+    "BatchVolume",
+    "Flow",
+    "RankBuffers",
+    "batch_buffers",
+    "batch_volumes",
+    "halo_volume",
+    "matrix_volume",
+    "sent_in",
+    "sums_volume",
+]
+
+
+class Flow(NamedTuple):
+    """Bytes of one message of all ranks, by rank; nothing where none is sent."""
+
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+class BatchVolume(NamedTuple):
+    """What travels for one batch: pieces to the owners, and results back."""
+
+    gather: Flow
+    back: Flow
+
+
+def batch_volumes(
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
+) -> Iterator[BatchVolume]:
+    """What travels for each batch, in their order.
+
+    Args:
+        layout: The common layout.
+        plan: Owners and batches.
+        wire: How values are written in messages.
+        reply: What the holders get of the results.
+    """
+    for batch in plan.batches:
+        there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
+        returning = wire.back(answer, any(_is_copied(layout, part) for task in batch.tasks for part in task.parts))
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            gathered = added([layout.gathered(part, owner) for part in task.parts])
+            held = added([layout.elements(part) for part in task.parts])
+            # Of many ranks, most hold as much.
+            sizes = {count: wire.bytes_of(count) for count in set(gathered.values())}
+            _flow(there.sent, there.received, owner, gathered, sizes)
+            sizes = {count: returning.bytes_of(answer.whole or answer.values * count) for count in set(held.values())}
+            _flow(back.received, back.sent, owner, held, sizes)
+        yield BatchVolume(there, back)
+
+
+def _is_copied(layout: Layout, part: str) -> bool:
+    return sum(layout.elements(part).values()) > prod(layout.shapes[part])
+
+
+def _flow(
+    theirs: dict[int, int], owners: dict[int, int], owner: int, held: Mapping[int, int], sizes: Mapping[int, int]
+) -> None:
+    """Count what an owner and all others exchange of a matrix, on both sides."""
+    total = 0
+    for holder, count in held.items():
+        if holder != owner:
+            size = sizes[count]
+            theirs[holder] = theirs.get(holder, 0) + size
+            total += size
+    if total:
+        owners[owner] = owners.get(owner, 0) + total
+
+
+def sent_in(volumes: Iterable[BatchVolume], ranks: Iterable[int]) -> dict[int, Traffic]:
+    """What each rank sends of some batches; all join the same collectives.
+
+    Args:
+        volumes: Volumes of the batches.
+        ranks: All that join.
+    """
+    collectives, sent = 0, dict.fromkeys(ranks, 0)
+    for volume in volumes:
+        for flow in volume:
+            collectives += bool(flow.sent)
+            for rank, size in flow.sent.items():
+                sent[rank] += size
+    return {rank: Traffic(collectives, size) for rank, size in sent.items()}
+
+
+def matrix_volume(
+    layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
+) -> list[Traffic]:
+    """What each rank sends when all straddling matrices travel, by rank; see :func:`batch_volumes`."""
+    return list(sent_in(batch_volumes(layout, plan, wire, reply), range(layout.world_size)).values())
+
+
+def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]) -> list[Traffic]:
+    """What each rank hands to the all-reduces of per-parameter sums, which are in float64.
+
+    Args:
+        layout: The common layout.
+        keys: Parameters whose sums are wanted.
+        quantities: How many sums per parameter each all-reduce carries.
+    """
+    straddlers = sum(key in keys for key in layout.straddlers)
+    sizes = [8 * count * straddlers for count in quantities if straddlers]
+    return [Traffic(len(sizes), sum(sizes)) for _ in layout.ranks]
+
+
+def halo_volume(
+    layout: Layout, keys: Collection[str], width: int, fields: int, itemsize: int, by_row: bool
+) -> list[Traffic]:
+    """What each rank sends so that every shard sees ``width`` neighbours on either side.
+
+    Args:
+        layout: The common layout.
+        keys: Parameters whose chains cross shard borders.
+        width: Neighbours on each side.
+        fields: How many values of each neighbour are fetched.
+        itemsize: Bytes of one value.
+        by_row: Chains end with the rows.
+    """
+    sent = [0] * layout.world_size
+    known: dict[tuple[object, ...], list[int]] = {}
+    for key in keys:
+        for members in layout.copies.get(key, {}).values():
+            ranks = list(dict.fromkeys(holder for holder, _ in members))
+            numbers = {rank: number for number, rank in enumerate(ranks)}
+            # Equal layers are cut alike, by other ranks.
+            geometry = tuple(
+                (numbers[holder], part.shape, part.start, part.end, part.columns) for holder, part in members
+            )
+            if geometry not in known:
+                known[geometry] = _fetched(members, numbers, width, by_row)
+            for rank, count in zip(ranks, known[geometry], strict=True):
+                sent[rank] += count * fields * itemsize
+    return [Traffic(int(any(sent)), size) for size in sent]
+
+
+def _fetched(members: Sequence[tuple[int, Shard]], numbers: Mapping[int, int], width: int, by_row: bool) -> list[int]:
+    """How many elements others fetch from each rank of one copy of a parameter."""
+    runs = sorted(
+        (place.offset + row * place.stride, place.offset + row * place.stride + place.width, numbers[holder])
+        for holder, shard in members
+        for place in shard.places
+        for row in range(place.rows)
+    )
+    starts = [first for first, _, _ in runs]
+    counts = [0] * len(numbers)
+    for rank, shard in members:
+        for element in _neighbours(shard, width, by_row):
+            holder = runs[bisect_right(starts, element) - 1][2]
+            if holder != numbers[rank]:
+                counts[holder] += 1
+    return counts
+
+
+def _neighbours(shard: Shard, width: int, by_row: bool) -> Iterator[int]:
+    """Elements of the parameter, not of the shard, that its chains reach."""
+    total = prod(shard.shape)
+    row_length = shard.shape[-1] if shard.shape else 1
+    held = {
+        place.offset + row * place.stride + column
+        for place in shard.places
+        for row in range(place.rows)
+        for column in (*range(min(width, place.width)), *range(max(place.width - width, 0), place.width))
+    }
+    wanted: set[int] = set()
+    for element in held:
+        low, high = 0, total
+        if by_row and len(shard.shape) > 1:
+            low = element - element % row_length
+            high = low + row_length
+        wanted.update(range(max(element - width, low), min(element + width + 1, high)))
+    return (element for element in wanted if not _contains(shard, element))
+
+
+def _contains(shard: Shard, element: int) -> bool:
+    for place in shard.places:
+        row, column = divmod(element - place.offset, place.stride)
+        if 0 <= row < place.rows and column < place.width:
+            return True
+    return False
+
+
+@dataclass
+class RankBuffers:
+    """Elements that one rank has of one batch.
+
+    Attributes:
+        tasks: The matrices that it gathers.
+        alone: Those that lie whole on it.
+        stack: Of what is gathered.
+        gathers: Sent and received on the way to the owners.
+        result: Of what is computed.
+        returns: Sent and received on the way back.
+    """
+
+    tasks: list[MatrixTask] = field(default_factory=list)
+    alone: list[MatrixTask] = field(default_factory=list)
+    stack: int = 0
+    gathers: int = 0
+    result: int = 0
+    returns: int = 0
+
+
+BatchBuffers = dict[int, RankBuffers]
+"""By rank."""
+
+
+def batch_buffers(layout: Layout, plan: MatrixPlan, reply: Callable[[Batch], Reply]) -> Iterator[BatchBuffers]:
+    """What ranks have of each batch, in order.
+
+    Args:
+        layout: The common layout.
+        plan: Owners and batches.
+        reply: What the holders get of the results.
+    """
+    for batch in plan.batches:
+        found: BatchBuffers = {}
+        alike: dict[tuple[int, int], _Alike] = {}
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            if all(layout.elements(part).keys() == {owner} for part in task.parts):
+                found.setdefault(owner, RankBuffers()).alone.append(task)
+                continue
+            for part in task.parts:
+                held, gathered = layout.elements(part), layout.gathered(part, owner)
+                # Kept in the entry, so that no other has the same numbers.
+                entry = alike.setdefault((id(held), id(gathered)), _Alike(held, gathered, []))
+                entry.owners.append(owner)
+            _own(found.setdefault(owner, RankBuffers()), task, layout, reply(batch))
+        for entry in alike.values():
+            _add(found, entry, reply(batch))
+        yield found
+
+
+class _Alike(NamedTuple):
+    """Parts of matrices that ranks hold alike: the millions of shares of a large run are a few numbers."""
+
+    held: Mapping[int, int]
+    gathered: Mapping[int, int]
+    owners: list[int]
+
+
+def _own(mine: RankBuffers, task: MatrixTask, layout: Layout, answer: Reply) -> None:
+    elements = sum(prod(layout.shapes[part]) for part in task.parts)
+    mine.tasks.append(task)
+    mine.stack += elements
+    mine.result += answer.whole or answer.values * elements
+
+
+def _add(found: BatchBuffers, alike: _Alike, answer: Reply) -> None:
+    """What every rank sends to the owners, and gets of them: as if they were others, and then not of itself."""
+    count, total = len(alike.owners), sum(alike.gathered.values())
+    back = {holder: answer.whole or answer.values * held for holder, held in alike.held.items()}
+    all_back = sum(back.values())
+    for holder, share in alike.gathered.items():
+        found.setdefault(holder, RankBuffers()).gathers += count * share
+    for holder, share in back.items():
+        found.setdefault(holder, RankBuffers()).returns += count * share
+    for owner in alike.owners:
+        found[owner].gathers += total - 2 * alike.gathered.get(owner, 0)
+        found[owner].returns += all_back - 2 * back.get(owner, 0)

@@ -1,0 +1,137 @@
+"""Matrices whose holders have whole slices of them: tensor parallelism's rows or columns.
+
+Such slices need not be gathered to be computed: their owners compute one matrix together, each on its slice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from rankwise.layout.layout import Layout, Shard
+
+__all__ = ["SlicedMatrix", "find_slices", "in_slices"]
+
+
+@dataclass(frozen=True)
+class SlicedMatrix:
+    """A matrix cut into equal slices, of which every rank of a set can own as many.
+
+    Attributes:
+        key: The matrix in the layout.
+        axis: 0 for slices of rows, 1 for slices of columns.
+        shape: Shape of one slice.
+        count: Number of slices.
+        owners: Choices of one owner for each slice, every one of them from the ranks of one set.
+    """
+
+    key: str
+    axis: int
+    shape: tuple[int, int]
+    count: int
+    owners: tuple[tuple[int, ...], ...]
+
+    def part(self, index: int) -> str:
+        """Key of a slice in :func:`in_slices`: the matrix with the range of its rows or columns."""
+        size = self.shape[self.axis]
+        span = f"{index * size}:{(index + 1) * size}"
+        return f"{self.key}[{span}]" if self.axis == 0 else f"{self.key}[:,{span}]"
+
+    @property
+    def parts(self) -> list[str]:
+        """Keys of all slices, in the order of the matrix."""
+        return [self.part(index) for index in range(self.count)]
+
+    def place(self, shard: Shard) -> Shard:
+        """A shard of the matrix as one of the slice it lies in."""
+        if self.axis == 1:
+            assert shard.columns is not None
+            index, start, end = shard.columns[0] // self.shape[1], shard.start, shard.end
+        else:
+            index = shard.start // prod(self.shape)
+            first = index * prod(self.shape)
+            start, end = shard.start - first, shard.end - first
+        return replace(shard, key=self.part(index), shape=self.shape, start=start, end=end, columns=None)
+
+
+def find_slices(layout: Layout, keys: Iterable[str], sets: Sequence[Sequence[int]]) -> dict[str, SlicedMatrix]:
+    """Which of some matrices can be computed in slices.
+
+    Args:
+        layout: The common layout.
+        keys: Two-dimensional parameters of it.
+        sets: Ranks that can compute a matrix together.
+
+    Returns:
+        By key, the finest equal slices that no shard crosses; without the matrices that one rank holds whole, that
+        have no such slices, or of whose slices no set holds as many on each of its ranks.
+    """
+    straddlers = set(layout.straddlers)
+    found = {}
+    for key in keys:
+        if key not in straddlers:
+            continue
+        shards = [(rank, part) for rank, parts in layout.holders[key].items() for part in parts]
+        for axis, count in _cuts([part for _, part in shards], layout.shapes[key]):
+            rows, columns = layout.shapes[key]
+            shape = (rows // count, columns) if axis == 0 else (rows, columns // count)
+            matrix = SlicedMatrix(key, axis, shape, count, ())
+            owners = _owners(matrix, shards, sets)
+            if owners:
+                found[key] = replace(matrix, owners=owners)
+                break
+    return found
+
+
+def _cuts(shards: Sequence[Shard], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Axis and number of equal slices of which no shard lies in two, from the finest."""
+    rows, columns = shape
+    blocks = {part.columns for part in shards}
+    if None not in blocks:
+        if len({last - first for first, last in filter(None, blocks)}) == 1:
+            yield 1, len(blocks)
+        return
+    for count in range(min(len(shards), rows), 1, -1):
+        size = rows // count * columns
+        # No run may reach over the end of the slice in which it begins.
+        if rows % count == 0 and all(part.end <= (part.start // size + 1) * size for part in shards):
+            yield 0, count
+
+
+def _owners(
+    matrix: SlicedMatrix, shards: Sequence[tuple[int, Shard]], sets: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    held: list[dict[int, int]] = [{} for _ in range(matrix.count)]
+    place = {key: index for index, key in enumerate(matrix.parts)}
+    for rank, shard in shards:
+        shares = held[place[matrix.place(shard).key]]
+        shares[rank] = shares.get(rank, 0) + shard.numel
+    found = []
+    for ranks in sets:
+        members = frozenset(ranks)
+        holding = [members.intersection(shares) for shares in held]
+        if not all(holding):
+            continue
+        owners = [max(some, key=lambda rank: (shares[rank], -rank)) for shares, some in zip(held, holding, strict=True)]
+        counts = Counter(owners)
+        if counts.keys() == members and len(set(counts.values())) == 1:
+            found.append(tuple(owners))
+    return tuple(found)
+
+
+def in_slices(layout: Layout, matrices: Mapping[str, SlicedMatrix]) -> Layout:
+    """The layout in which the slices are parameters of their own; shards keep their order.
+
+    Args:
+        layout: The common layout.
+        matrices: As :func:`find_slices` found them in it.
+    """
+    if not matrices:
+        return layout
+    ranks = tuple(
+        tuple(matrices[part.key].place(part) if part.key in matrices else part for part in parts)
+        for parts in layout.ranks
+    )
+    return replace(layout, ranks=ranks)

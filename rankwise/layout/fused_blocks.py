@@ -1,0 +1,234 @@
+"""Matrices inside a matrix: what of a weight's shards belongs to which of the blocks that were fused into it.
+
+A fused weight stays one parameter wherever it is stored: its element states, its passes and its checkpoints are those
+of a whole. Only what is computed as matrices sees *blocks*, each a matrix with a key, a shape, an owner and states of
+its own. A block is made of equal runs of rows, or of columns, at equal distances, and so it is in row-major storage:
+runs of ``width`` elements, ``period`` apart. A shard therefore holds of a block at most three pieces: the end of a
+run that was cut, whole runs, which are one strided view however many they are, and the beginning of a run. In the
+block's own order each of them is a run of consecutive elements, a shard like any other; only its storage has gaps
+(:attr:`rankwise.layout.layout.Shard.spread`). The layout of blocks follows from the common layout and the blocks alone:
+planned once, nothing is exchanged for it, and messages carry the elements that they carried before. A piece with gaps
+is copied by one strided copy, to the owner's stack or back; one without is a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rankwise.layout.even_cuts import EvenLayout
+from rankwise.layout.layout import Layout, Shard
+
+__all__ = ["Block", "cut_into_blocks", "in_blocks"]
+
+
+class _Runs(NamedTuple):
+    """The runs of a block in a flattened weight, or in the columns of it that a rank holds."""
+
+    first: int
+    width: int
+    period: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """One logical matrix of a weight: ``count`` runs of ``width`` rows or columns, ``period`` apart.
+
+    Attributes:
+        name: Name of the block in its weight.
+        by_columns: Whether the runs are columns of the weight as stored.
+        first: Where the first run begins.
+        width: Length of each run.
+        period: From one run to the next. Several runs fill the cut dimension with their periods.
+        count: Number of runs.
+    """
+
+    name: str
+    by_columns: bool
+    first: int
+    width: int
+    period: int
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        """Rows or columns of the block."""
+        return self.width * self.count
+
+    def key(self, weight: str) -> str:
+        """Key of the block of a weight, or of one matrix of a stack."""
+        return f"{weight}[{self.name}]"
+
+    def shape(self, weight: Sequence[int]) -> tuple[int, int]:
+        """Shape of the block of a weight of this shape, or of a stack of them."""
+        rows, columns = weight[-2:]
+        return (rows, self.size) if self.by_columns else (self.size, columns)
+
+    def of(self, values: Tensor, rows: int, columns: int = 1) -> Tensor:
+        """The block's elements of flattened weights, a view (..., runs, elements), in the block's own order.
+
+        Args:
+            values: (..., rows * columns), each weight contiguous.
+            rows: Rows of the weight.
+            columns: Columns of the weight.
+        """
+        runs = self._flat(rows, columns)
+        shape, strides = (*values.shape[:-1], runs.number, runs.width), (*values.stride()[:-1], runs.period, 1)
+        return values.as_strided(shape, strides, values.storage_offset() + runs.first)
+
+    def slices(self, rows: int, columns: int = 1) -> list[slice]:
+        """Where its runs lie in a flattened weight of this shape, in the block's own order."""
+        runs = self._flat(rows, columns)
+        starts = (runs.first + index * runs.period for index in range(runs.number))
+        return [slice(start, start + runs.width) for start in starts]
+
+    def _flat(self, rows: int, columns: int) -> _Runs:
+        """The runs in the flattened weight; of columns in every row a run, or as many as there are periods."""
+        if not self.by_columns:
+            return _Runs(self.first * columns, self.width * columns, self.period * columns, self.count)
+        if self.count == 1:
+            return _Runs(self.first, self.width, columns, rows)
+        return _Runs(self.first, self.width, self.period, self.count * rows)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Start and end of each run along the cut dimension."""
+        for index in range(self.count):
+            start = self.first + index * self.period
+            yield start, start + self.width
+
+
+class _EvenBlocks(EvenLayout):
+    """The same of ranks that need not exist, found when it is asked for."""
+
+    def __init__(self, whole: EvenLayout, blocks: Mapping[str, Sequence[Block]]) -> None:
+        found = {block.key(key): (key, block) for key, parts in blocks.items() for block in parts}
+        ranks = _BlockedRanks(whole.ranks, blocks)
+        values = {"ranks": ranks, "rank": 0, "group": None, "replicated": False, "imagined": True}
+        for name, value in {**values, "_whole": whole, "_blocks": blocks, "_found": found}.items():
+            object.__setattr__(self, name, value)  # a frozen dataclass
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See the base class."""
+        whole: EvenLayout = self._whole  # type: ignore[attr-defined]
+        found = {key: shape for key, shape in whole.shapes.items() if key not in self._blocks}  # type: ignore[attr-defined]
+        for own, (key, block) in self._found.items():  # type: ignore[attr-defined]
+            found[own] = block.shape(whole.shapes[key])
+        return {key: found[key] for key in sorted(found)}
+
+    def elements(self, key: str) -> Mapping[int, int]:
+        """See the base class."""
+        if key not in self._found:  # type: ignore[attr-defined]
+            return self._whole.elements(key)  # type: ignore[attr-defined, no-any-return]
+        shares: dict[int, int] = {}
+        for rank, part in self._parts(key):
+            shares[rank] = shares.get(rank, 0) + part.numel
+        return shares
+
+    @cached_property
+    def all_hold(self) -> bool:
+        """See the base class."""
+        return self._whole.all_hold  # type: ignore[attr-defined, no-any-return]
+
+    def _parts(self, key: str) -> Iterator[tuple[int, Shard]]:
+        weight, block = self._found.get(key, (key, None))  # type: ignore[attr-defined]
+        for rank, part in self._whole._parts(weight):  # type: ignore[attr-defined]
+            for piece in cut_into_blocks(part, () if block is None else (block,)):
+                yield rank, piece
+
+
+class _BlockedRanks(Sequence[tuple[Shard, ...]]):
+    """The shards of every rank, in blocks."""
+
+    def __init__(self, ranks: Sequence[tuple[Shard, ...]], blocks: Mapping[str, Sequence[Block]]) -> None:
+        self._ranks, self._blocks = ranks, blocks
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, rank: int) -> tuple[Shard, ...]:  # type: ignore[override]
+        parts, blocks = self._ranks[rank], self._blocks
+        return tuple(piece for part in parts for piece in cut_into_blocks(part, blocks.get(part.key, ())))
+
+
+def in_blocks(layout: Layout, blocks: Mapping[str, Sequence[Block]]) -> Layout:
+    """The layout in which blocks are parameters of their own.
+
+    Args:
+        layout: The common layout.
+        blocks: Of some of its two-dimensional parameters, which they tile, by key.
+    """
+    if not blocks:
+        return layout
+    if isinstance(layout, EvenLayout):
+        return _EvenBlocks(layout, blocks)
+    ranks = tuple(
+        tuple(piece for part in parts for piece in cut_into_blocks(part, blocks.get(part.key, ())))
+        for parts in layout.ranks
+    )
+    return replace(layout, ranks=ranks)
+
+
+def cut_into_blocks(part: Shard, blocks: Sequence[Block]) -> Iterator[Shard]:
+    """The pieces of a weight's shard, block by block; the shard itself where there are no blocks.
+
+    Args:
+        part: Stored without gaps.
+        blocks: Blocks of its weight.
+    """
+    if not blocks:
+        yield part
+    for block in blocks:
+        shape = block.shape(part.shape)
+        whole = replace(part, key=block.key(part.key), shape=shape)
+        if not block.by_columns:
+            yield from _pieces(whole, block._flat(part.shape[0], part.row_length))
+        elif part.columns is None:
+            yield from _pieces(whole, block._flat(*part.shape))
+        else:
+            yield from _pieces_of_columns(whole, part, block)
+
+
+def _pieces_of_columns(whole: Shard, part: Shard, block: Block) -> Iterator[Shard]:
+    """Where a rank holds some of the columns: run by run."""
+    assert part.columns is not None
+    left, right = part.columns
+    for index, (start, end) in enumerate(block.runs()):
+        first, last = max(start, left), min(end, right)
+        if first < last:
+            before = index * block.width - start
+            columns = (first + before, last + before)
+            piece = replace(whole, columns=None if columns == (0, block.size) else columns)
+            yield from _pieces(piece, _Runs(first - left, last - first, right - left, part.shape[0]))
+
+
+def _pieces(part: Shard, runs: _Runs) -> Iterator[Shard]:
+    """The part of the runs that lies in a shard, which is counted in what they are counted in."""
+    first = max(0, (part.start - runs.first - runs.width) // runs.period + 1)
+    last = min(runs.number, -(-(part.end - runs.first) // runs.period))
+    if first >= last:
+        return
+
+    def piece(begin: int, end: int, run: int, before: int = 0) -> Shard:
+        """Elements [begin, end) of the block, the first of them ``before`` elements into a run."""
+        offset = part.offset + runs.first + run * runs.period + before - part.start
+        count = (end - begin) // runs.width
+        spread = (count, runs.period) if count > 1 and runs.period > runs.width else None
+        return replace(part, start=begin, end=end, offset=offset, spread=spread)
+
+    cut = part.start - runs.first - first * runs.period
+    if cut > 0:
+        end = min(runs.width, cut + part.numel)
+        yield piece(first * runs.width + cut, first * runs.width + end, first, cut)
+        first += 1
+    left = min(runs.width, part.end - runs.first - (last - 1) * runs.period)
+    whole = last if left == runs.width else last - 1
+    if first < whole:
+        yield piece(first * runs.width, whole * runs.width, first)
+    if first <= whole < last:
+        yield piece(whole * runs.width, whole * runs.width + left, whole)

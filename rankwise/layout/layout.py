@@ -1,0 +1,281 @@
+"""What this rank holds of every parameter, and what the other ranks hold: the only thing a framework must tell us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.layout.agreement import gather_together
+
+__all__ = ["Layout", "LayoutError", "Shard", "StridedRun"]
+
+
+class LayoutError(RuntimeError):
+    """The shards a framework reported do not tile their parameters."""
+
+
+class StridedRun(NamedTuple):
+    """``rows`` runs of ``width`` consecutive elements, ``stride`` apart, from ``offset`` of a flattened tensor."""
+
+    offset: int
+    rows: int
+    stride: int
+    width: int
+
+    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+        """The place in a flat tensor, (rows, width), a view; ``first`` is where the parameter begins there."""
+        return flat.as_strided((self.rows, self.width), (self.stride, 1), flat.storage_offset() + first + self.offset)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A contiguous run of one parameter inside one of the tensors the optimizer was handed.
+
+    Attributes:
+        key: Unique name of the parameter (or of one matrix of a stack, ``"name[3]"``).
+        shape: Logical shape of the parameter, before any rank cut it.
+        start: First element of the run in the row-major flattened parameter, or in its block of columns.
+        end: One past the last element of the run.
+        tensor: Index of the optimizer's tensor that stores the run.
+        offset: Position of the run in that tensor, flattened.
+        columns: The block of columns [first, last) of which the run is a part, where tensor parallelism cut the
+            parameter along its last dimension; None where rows are whole.
+        copy: Which of several copies of the parameter the run belongs to, where ranks hold it alike.
+        spread: Where the run is stored with gaps, in how many equal parts, and the distance from one to the next; None
+            where it is stored in one part.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    tensor: int
+    offset: int
+    columns: tuple[int, int] | None = None
+    copy: int = 0
+    spread: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the run."""
+        return self.end - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run covers the parameter."""
+        return self.columns is None and self.start == 0 and self.end == prod(self.shape)
+
+    @property
+    def row_length(self) -> int:
+        """Elements from one row to the next in the flattened parameter or block."""
+        if self.columns is not None:
+            return self.columns[1] - self.columns[0]
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of the parameter or of the block of columns that the run is a part of."""
+        return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
+
+    @cached_property
+    def places(self) -> tuple[StridedRun, ...]:
+        """Where the run lies in the row-major flattened parameter: one place, or up to three in a block of columns."""
+        if self.columns is None:
+            return (StridedRun(self.start, 1, self.numel, self.numel),)
+        length, width, left = self.shape[-1], self.row_length, self.columns[0]
+        found = []
+        position = self.start
+        while position < self.end:
+            row, column = divmod(position, width)
+            whole = (self.end - position) // width if column == 0 else 0
+            rows, part = (whole, width) if whole else (1, min(width - column, self.end - position))
+            found.append(StridedRun(row * length + left + column, rows, length, part))
+            position += rows * part
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every rank's shards of the parameters that one ``step()`` call works on.
+
+    Attributes:
+        ranks: ``ranks[r]`` lists the shards of data-parallel rank ``r``; the same on every rank.
+        rank: This process's position in ``group``.
+        group: The data-parallel process group, or None for a single process.
+        replicated: Every rank holds every parameter whole (stage 0, DDP). Sums and halos then need no
+            communication; only matrices, whose states live on one owner, travel.
+        imagined: No rank of it exists: what would be sent is counted, and no message is prepared.
+    """
+
+    ranks: tuple[tuple[Shard, ...], ...]
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    replicated: bool = False
+    imagined: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicated:
+            copies = (tuple(replace(part, copy=rank) for part in parts) for rank, parts in enumerate(self.ranks))
+            object.__setattr__(self, "ranks", tuple(copies))
+        self._check_tiling()
+
+    @classmethod
+    def single(cls, shards: Iterable[Shard]) -> Layout:
+        """The layout of a lone process."""
+        return cls(ranks=(tuple(shards),))
+
+    @classmethod
+    def share(
+        cls,
+        shards: Sequence[Shard] | Callable[[], Sequence[Shard]],
+        group: dist.ProcessGroup | None,
+        replicated: bool = False,
+    ) -> Layout:
+        """Exchange shard lists once over ``group`` and build the common layout.
+
+        Args:
+            shards: This rank's shards, possibly none; or what finds them, and may fail on some ranks.
+            group: Data-parallel process group; None or a group of one stays local.
+            replicated: See the class.
+
+        Raises:
+            LayoutError: The shards of some parameter overlap or leave a gap.
+            Exception: ``shards`` raised it on some rank; on every rank.
+        """
+        everyone = gather_together(lambda: tuple(shards() if callable(shards) else shards), group)
+        if len(everyone) == 1:
+            return cls.single(everyone[0])
+        return cls(ranks=tuple(everyone), rank=dist.get_rank(group), group=group, replicated=replicated)
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(self.ranks)
+
+    @property
+    def is_whole_run(self) -> bool:
+        """Whether these ranks are all there are, so that a matrix is computed by its owner and nowhere else."""
+        return len(self.ranks) == (dist.get_world_size() if dist.is_initialized() else 1)
+
+    @property
+    def mine(self) -> tuple[Shard, ...]:
+        """The shards of this rank, in the order every per-shard list follows."""
+        return self.ranks[self.rank]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical shape by key, over all ranks, in sorted key order: the same dictionary on every rank."""
+        found = {shard.key: shard.shape for shards in self.ranks for shard in shards}
+        return {key: found[key] for key in sorted(found)}
+
+    @cached_property
+    def holders(self) -> dict[str, dict[int, tuple[Shard, ...]]]:
+        """For each key, the ranks that hold part of it and their shards."""
+        found: dict[str, dict[int, tuple[Shard, ...]]] = {key: {} for key in self.shapes}
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                found[shard.key][rank] = (*found[shard.key].get(rank, ()), shard)
+        return found
+
+    @cached_property
+    def copies(self) -> dict[str, dict[int, tuple[tuple[int, Shard], ...]]]:
+        """For each key and copy, its shards with the ranks that hold them, in order of rank."""
+        found: dict[str, dict[int, list[tuple[int, Shard]]]] = {key: {} for key in self.shapes}
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                found[shard.key].setdefault(shard.copy, []).append((rank, shard))
+        return {
+            key: {copy: tuple(members) for copy, members in sorted(copies.items())} for key, copies in found.items()
+        }
+
+    def elements(self, key: str) -> Mapping[int, int]:
+        """How many elements of a key each of its holders has, all copies counted."""
+        return {rank: sum(part.numel for part in parts) for rank, parts in self.holders[key].items()}
+
+    def gathered(self, key: str, owner: int) -> Mapping[int, int]:
+        """How many elements of a key each rank has of the copy that is gathered by ``owner``."""
+        found: dict[int, int] = {}
+        for holder, shard in self.nearest_copy(key, owner):
+            found[holder] = found.get(holder, 0) + shard.numel
+        return found
+
+    def first_copy(self, key: str) -> int:
+        """The first of a key's copies."""
+        return next(iter(self.copies[key]))
+
+    @property
+    def all_hold(self) -> bool:
+        """Whether every rank holds something."""
+        return all(self.ranks)
+
+    def nearest_copy(self, key: str, rank: int) -> tuple[tuple[int, Shard], ...]:
+        """The copy of a parameter of which ``rank`` holds a part, else the first."""
+        copies = self.copies[key]
+        for members in copies.values():
+            if any(holder == rank for holder, _ in members):
+                return members
+        return next(iter(copies.values()))
+
+    @cached_property
+    def straddlers(self) -> tuple[str, ...]:
+        """Keys of which some rank holds a part but no whole copy, sorted."""
+        return tuple(
+            key
+            for key, copies in self.copies.items()
+            if any(len({holder for holder, _ in members}) > 1 for members in copies.values())
+        )
+
+    def _check_tiling(self) -> None:
+        shapes: dict[str, tuple[int, ...]] = {}
+        runs: dict[tuple[str, int], list[Shard]] = {}
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                if shapes.setdefault(shard.key, shard.shape) != shard.shape:
+                    raise LayoutError(
+                        f"'{shard.key}' has shape {shard.shape} on rank {rank} and {shapes[shard.key]} on an "
+                        "earlier one; all data-parallel ranks must hold the same model."
+                    )
+                runs.setdefault((shard.key, shard.copy), []).append(shard)
+        if self.replicated:
+            missing = sorted({key for key in shapes for copy in range(len(self.ranks)) if (key, copy) not in runs})
+            if missing:
+                raise LayoutError(
+                    f"not every rank holds {', '.join(map(repr, missing))}, but parameters were said to be replicated; "
+                    "all data-parallel ranks must hold the same model."
+                )
+        for (key, _), pieces in runs.items():
+            _check_blocks(key, shapes[key], pieces)
+
+
+def _check_blocks(key: str, shape: tuple[int, ...], pieces: Sequence[Shard]) -> None:
+    """Make sure that blocks of columns tile a parameter, and runs each block."""
+    whole = (0, shape[-1] if shape else 1)
+    blocks: dict[tuple[int, int], list[Shard]] = {}
+    for piece in pieces:
+        blocks.setdefault(piece.columns or whole, []).append(piece)
+    _check_runs(f"the column blocks of '{key}'", sorted(blocks), whole[1], shape)
+    for members in blocks.values():
+        runs = sorted((piece.start, piece.end) for piece in members)
+        _check_runs(f"the shards of '{key}'", runs, members[0].block_numel, shape)
+
+
+def _check_runs(what: str, runs: Sequence[tuple[int, int]], size: int, shape: tuple[int, ...]) -> None:
+    position = 0
+    for start, end in runs:
+        if start != position or end <= start:
+            raise LayoutError(
+                f"{what} are {list(runs)}: they must tile [0, {size}) exactly once. "
+                "The framework's partitioning differs from the one this version was tested with."
+            )
+        position = end
+    if position != size:
+        raise LayoutError(
+            f"{what} end at {position}, its shape {shape} has {size} "
+            "elements. The framework's partitioning differs from the one this version was tested with."
+        )

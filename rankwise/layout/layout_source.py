@@ -1,0 +1,347 @@
+"""Which parameters the tensors in the param groups store: the one thing a framework must tell an optimizer."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankwise.layout.dtensors import is_sharded
+from rankwise.options.validation import OptionError
+
+__all__ = [
+    "LayoutSource",
+    "Slice",
+    "TensorContents",
+    "TensorParallel",
+    "WholeParameters",
+    "advise",
+    "framework_advice",
+    "layout_with",
+    "loaded_advice",
+    "read_sharded_by",
+    "real_view",
+    "refuse_unreadable",
+]
+
+
+_sharded: list[Callable[[WholeParameters], WholeParameters]] = []
+"""Makes the layout of parameters some of which are ``DTensor``."""
+_idle: list[Callable[[str, Mapping[str, Tensor]], None]] = []
+"""Told of parameters without gradients, which may not be the model's any more."""
+_ADVICE: dict[str, str] = {}
+"""By the module that a program using a framework has imported: what to call."""
+
+
+def advise(module: str, advice: str) -> None:
+    """Say what to call so that a framework tells an optimizer what it must know.
+
+    Args:
+        module: What a program that uses the framework has imported.
+        advice: A clause that goes on after a semicolon.
+    """
+    _ADVICE[module] = advice
+
+
+def framework_advice() -> str:
+    """What to call so that a framework tells an optimizer what it must know.
+
+    An optimizer that was told nothing cannot know whose tensors it meets: the frameworks that this process has loaded
+    are named; all of them if it has loaded none.
+    """
+    return loaded_advice() or " or ".join(_ADVICE.values())
+
+
+def loaded_advice() -> str:
+    """The same of the frameworks that this process has loaded; empty if it has loaded none."""
+    return " or ".join(advice for module, advice in _ADVICE.items() if module in sys.modules)
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """A tensor, or of a complex one its real and imaginary parts along a last dimension; the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def read_sharded_by(
+    make: Callable[[WholeParameters], WholeParameters], refuse_replaced: Callable[[str, Mapping[str, Tensor]], None]
+) -> None:
+    """Say what reads parameters that are ``DTensor``.
+
+    Args:
+        make: From the layout of those that are known already, the one of all.
+        refuse_replaced: Raises if parameters, by name, are the model's no more; first the optimizer's name.
+    """
+    _sharded[:], _idle[:] = [make], [refuse_replaced]
+
+
+def refuse_strangers(owner: str, named: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that are not those of a sharded model by these names.
+
+    Args:
+        owner: Owner of the message: the optimizer.
+        named: Parameters.
+
+    Raises:
+        OptionError: The model has others in their place.
+    """
+    for refuse in _idle:
+        refuse(owner, named)
+
+
+def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
+    """The layout that can take another parameter, too."""
+    if is_sharded(tensor) and _sharded and not plain.missing_alike:
+        return _sharded[0](plain)
+    return plain
+
+
+def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
+    """Refuse tensors whose values are not where a plain tensor has them.
+
+    Args:
+        owner: Owner of the message: the optimizer.
+        name: The parameter.
+        tensor: The parameter, or what is to be its gradient.
+
+    Raises:
+        OptionError: It is a tensor subclass that holds its values elsewhere, is flattened and sharded by FSDP, or has
+            no values yet.
+    """
+    if nn.parameter.is_lazy(tensor):
+        raise OptionError(
+            f"{owner}: the parameter '{name}' is invalid, because its module is lazy: it must have a shape; run one "
+            "forward pass of the model before the optimizer is built"
+        )
+    kind = type(tensor)
+    sharded = any(getattr(tensor, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
+    if sharded or "_flat_param" in name or "_fsdp_wrapped_module" in name:
+        kind_of = "a parameter that FSDP has flattened"
+        fix = "shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead of FullyShardedDataParallel"
+    elif getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ and not is_sharded(tensor):
+        kind_of, fix = f"a {kind.__name__}, a tensor subclass", "pass the tensors that it is made of"
+    else:
+        return
+    raise OptionError(
+        f"{owner}: the parameter '{name}' is invalid, because it is {kind_of}: it must be a plain tensor or a "
+        f"DTensor; {fix}"
+    )
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor.
+
+    Attributes:
+        columns: As in :class:`rankwise.layout.layout.Shard`: the block of columns the run is counted in, or None.
+        copy: Which of several copies of the parameter this is, where ranks hold it alike.
+    """
+
+    name: str
+    start: int
+    end: int
+    offset: int
+    columns: tuple[int, int] | None = None
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class TensorContents:
+    """What one optimizer tensor stores.
+
+    Attributes:
+        group: Index of the param group it came from, as passed to the constructor.
+        slices: The runs of parameters in it; padding belongs to none.
+    """
+
+    group: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel groups among the ranks of a layout.
+
+    Attributes:
+        sets: Positions in the layout's group of the ranks of each of them, the same on every rank.
+        group: This rank's.
+        near: Whether their messages are cheap, as inside a node; else matrices are computed together only where that
+            sends less than if one rank gathered them.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup
+    near: bool = True
+
+    @classmethod
+    def among(cls, everyone: dist.ProcessGroup, group: dist.ProcessGroup) -> TensorParallel:
+        """The tensor-parallel groups of some ranks. A collective of these.
+
+        Args:
+            everyone: The ranks.
+            group: This rank's tensor-parallel group.
+        """
+        found: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
+        dist.all_gather_object(found, dist.get_process_group_ranks(group), group=everyone)
+        sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in found}
+        return cls(tuple(sorted(sets)), group)
+
+
+class LayoutSource(ABC):
+    """What a framework tells the optimizer about the tensors it put into the param groups.
+
+    An adapter derives from it and gives the three attributes and :meth:`contents`; checkpoints that are read by name
+    need :meth:`units` and :meth:`publish_weights`, too. The rest has a meaning that suits most.
+
+    Attributes:
+        group: Group of the ranks that hold pieces or copies of the parameters; None for a single process.
+        replicated: Whether every rank holds every parameter whole.
+        saved_by_some: Whether some of the ranks save what others hold alike, and must then have the states of all.
+        missing_alike: Whether each of the optimizer's tensors is one parameter, which all ranks have a tensor of, and a
+            gradient that is missing is missing on all of them: the parameter then takes no step, as in one process.
+            Else it is one of zeros.
+        tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
+            slice; checkpoints must take its states so too. None: every matrix is computed by one rank.
+        spends_gradients: Whether nobody reads the gradients of the optimizer's tensors after the step, so that their
+            memory may be used for something else.
+    """
+
+    group: dist.ProcessGroup | None
+    replicated: bool = False
+    saved_by_some: bool = False
+    missing_alike: bool = False
+    tensor_parallel: TensorParallel | None = None
+    spends_gradients: bool = False
+
+    @abstractmethod
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """Name the parameters stored in ``tensor``."""
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The parameter that a tensor is, where the tensors are parameters; else None."""
+        return None
+
+    def connect(self) -> None:
+        """Called before a unit is planned, by all ranks that plan it: the place for collectives."""
+        return
+
+    def mesh(self) -> Any:
+        """A one-dimensional mesh of all ranks of :attr:`group`, where torch's sharded tensors are to lie on it."""
+        return None
+
+    def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
+        """Before a step: see to it that a gradient is missing on all ranks or on none."""
+        return
+
+    def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
+        """Raise if tensors without gradients are not the model's any more; asked once."""
+        return
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn of the model whose statistics are gathered."""
+        return
+
+    def units(self) -> list[list[tuple[Tensor, int]]]:
+        """The tensors each ``step()`` call will find in the param groups, and the position of their group there.
+
+        Raises:
+            NotImplementedError: The framework does not say so before the first step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which tensors a step will find")
+
+    def publish_weights(self) -> None:
+        """Copy the optimizer's weights, changed from outside, to the model; nothing to do where they are the same."""
+        return
+
+    def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """The ranks that hold the rest of a tensor's parameters where they are not ``group``, as of experts.
+
+        All tensors of one ``step()`` call have the same; None: those of ``group``.
+        """
+        return None
+
+    def loss_scale(self) -> float | Tensor | None:
+        """What the present gradients were multiplied by during the backward pass; None if the framework cannot say."""
+        return None
+
+    def keeps_gradient(self, parameter: Tensor) -> bool | None:
+        """Whether the next backward pass adds to what an earlier one has left of a parameter's gradient.
+
+        Args:
+            parameter: The model's.
+
+        Returns:
+            False where it begins anew; None if that is so exactly where the parameter's ``grad`` is gone.
+        """
+        return None
+
+    def alike(self) -> tuple[int, int]:
+        """This rank's place among those that see the same tokens, and their number, where modules do not show it."""
+        return 0, 1
+
+    def averaged_over(self) -> float | None:
+        """What the sum of the ranks' gradients is divided by; None: the number of ranks."""
+        return None
+
+    def gradient_divisor(self) -> float | Tensor | None:
+        """What output gradients, summed over ranks and micro-batches, must be divided by to be the loss's mean ones.
+
+        None: by the number of ranks, and by :meth:`loss_scale`.
+        """
+        return None
+
+
+class WholeParameters(LayoutSource):
+    """The layout of plain PyTorch: every tensor of the param groups is a whole parameter of this process."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.replicated = False
+        self._contents: dict[int, TensorContents] = {}
+        self._names: dict[int, str] = {}
+
+    def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
+        """The same parameters, held alike by every rank of a data-parallel group."""
+        source = WholeParameters()
+        source.group = group
+        source.replicated = source.saved_by_some = dist.get_world_size(group) > 1
+        source._contents, source._names = self._contents, self._names
+        return source
+
+    def register(self, tensor: Tensor, name: str, group: int) -> None:
+        """Name a parameter of the constructor."""
+        whole = Slice(name, 0, real_view(tensor).numel(), 0)
+        self._names[id(tensor)] = name
+        self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
+
+    def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
+        """Refuse to go on with parameters that are the model's no more.
+
+        Args:
+            owner: Owner of the message: the optimizer.
+            idle: Those without gradients.
+
+        Raises:
+            OptionError: Others have been put in their place.
+        """
+        refuse_strangers(owner, {self._names[id(tensor)]: tensor for tensor in idle if id(tensor) in self._names})
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name a parameter was registered by; None if it was not."""
+        return self._names.get(id(tensor))
+
+    def contents(self, tensor: Tensor) -> TensorContents:
+        """See :class:`LayoutSource`."""
+        try:
+            return self._contents[id(tensor)]
+        except KeyError:
+            raise RuntimeError(
+                f"step() met a tensor of shape {tuple(tensor.shape)} that was not among the constructor's parameters. "
+                f"A framework replaced the parameters; {framework_advice()}, so that the optimizer is told their "
+                "layout."
+            ) from None

@@ -1,0 +1,1 @@
+"""What is found out once: units of a step, owners, costs."""

@@ -1,0 +1,464 @@
+"""States in fewer bits during one step: handed to passes as they are kept, or opened, and kept again at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.dispatch import quantization_for
+from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, blocks_of, is_coded, is_narrow
+from rankwise.kernels.passes import Field
+from rankwise.kernels.quantization import key_of
+from rankwise.kernels.run_views import RunPlace
+from rankwise.layout.indices import DeviceIndices
+from rankwise.states.element_states import CodesPlan, ElementStates, States
+from rankwise.states.entries import Entry, PlannedEntries
+from rankwise.states.quantized_segments import Segments, part_in_stored, segments_of
+from rankwise.states.shared_exponents import SharedExponents
+from rankwise.updates.adamw import Step
+
+if TYPE_CHECKING:
+    from rankwise.plan.step_unit import Bucket
+
+__all__ = ["LowPrecisionStates", "PassPart"]
+
+# Sets of entries whose gradients come and go are many.
+_MOST_PLANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """Parts of a bucket's entries whose states a pass finds in one form.
+
+    Attributes:
+        places: Places of the entries in the bucket.
+        parts: Which of their elements; None: all.
+        states: What the pass takes as its states, by name.
+    """
+
+    places: Sequence[int]
+    parts: Sequence[slice] | None
+    states: Mapping[str, Field]
+
+    def cut(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Take these parts of a bucket's tensors; the list itself where that is all of them."""
+        if self.parts is None and len(self.places) == len(tensors):
+            return tensors
+        found = [tensors[place] for place in self.places]
+        return found if self.parts is None else [each[part] for each, part in zip(found, self.parts, strict=True)]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """Elements of a stored entry in a row, in the type of the computation until they are kept.
+
+    Attributes:
+        entry: Keeps the state.
+        name: Name of the state.
+        part: Which elements.
+        values: What they are now.
+        step: Number of the step.
+    """
+
+    entry: Entry
+    name: str
+    part: slice
+    values: Tensor
+    step: int | Tensor
+
+    @property
+    def first(self) -> int:
+        return self.entry.shard.start + self.part.start
+
+
+@dataclass(frozen=True)
+class _PassPlan:
+    """How the entries of a bucket are cut for a pass over some states."""
+
+    # places of entries with no state in codes, by the types of their states
+    kept: dict[tuple[torch.dtype, ...], list[int]] = field(default_factory=dict)
+    spread: list[int] = field(default_factory=list)  # of those that are opened throughout
+    whole: list[tuple[int, slice, slice]] = field(default_factory=list)  # place, its elements, the stored entry's
+    loose: list[tuple[int, slice, int, slice]] = field(default_factory=list)  # place, its elements, run, the run's
+
+
+class LowPrecisionStates:
+    """The narrow states of a unit, from the beginning of a step to its end.
+
+    Args:
+        states: Where they lie.
+        kept: What is kept of every parameter.
+        entries: Entries of the unit.
+        shared: Blocks in several runs.
+        indices: Puts places on the device.
+        dtype: Type of the computation.
+        scratch: Scratch of the unit, for what is planned once.
+        stochastic: Whether a state is rounded so, by its name.
+    """
+
+    def __init__(
+        self,
+        kept: ElementStates,
+        states: States,
+        entries: Sequence[Entry],
+        shared: SharedExponents,
+        indices: DeviceIndices,
+        dtype: torch.dtype,
+        scratch: dict[str, Any],
+        stochastic: Callable[[str], bool],
+    ) -> None:
+        self._kept, self._states, self._entries, self._shared = kept, states, entries, shared
+        self._indices, self._dtype, self._stochastic = indices, dtype, stochastic
+        self._form = quantization_for(indices.device, dtype)
+        self._scratch: dict[Any, Any] = scratch.setdefault("narrow", {})
+        if len(self._scratch) > _MOST_PLANS:
+            self._scratch.clear()
+        self._opened: dict[tuple[int, str, int | None], _Opened] = {}
+
+    # --- what a step takes --------------------------------------------------------------------------------------
+
+    def passes(self, bucket: Bucket, names: Sequence[str], opened: Mapping[str, list[Tensor]]) -> Iterator[PassPart]:
+        """The parts of a bucket, each with its states in the form in which a pass takes them.
+
+        Args:
+            bucket: The bucket.
+            names: Names of the states.
+            opened: Those among them that were, which are taken so.
+        """
+        narrow = tuple(name for name in names if name not in opened)
+        plan = bucket.entries.once(("narrow", narrow), lambda entries: self._plan(entries, narrow))
+        wide = {name: opened[name] for name in names if name in opened}
+        for places in plan.kept.values():
+            yield self._part(places, None, {name: self._as_kept(bucket, name, places) for name in narrow}, wide)
+        if plan.spread:
+            some = bucket.entries.only(plan.spread)
+            yield self._part(plan.spread, None, {name: self._all_of(bucket, name, some) for name in narrow}, wide)
+        if plan.whole:
+            places, own, within = (list(column) for column in zip(*plan.whole, strict=True))
+            parts = [(self._stored(bucket.entries[place]), part) for place, part in zip(places, within, strict=True)]
+            every = all(part == slice(0, bucket.entries[at].shard.numel) for at, part in zip(places, own, strict=True))
+            fields = {name: self._whole(bucket, name, places, parts, own) for name in narrow}
+            yield self._part(places, None if every else own, fields, wide)
+        if plan.loose:
+            places = [place for place, *_ in plan.loose]
+            fields = {name: self._loose(bucket, name, plan.loose) for name in narrow}
+            yield self._part(places, [own for _, own, _, _ in plan.loose], fields, wide)
+
+    @staticmethod
+    def _part(
+        places: Sequence[int],
+        parts: Sequence[slice] | None,
+        fields: dict[str, Field],
+        wide: Mapping[str, list[Tensor]],
+    ) -> PassPart:
+        part = PassPart(places, parts, fields)
+        for name, tensors in wide.items():
+            fields[name] = part.cut(tensors)
+        return part
+
+    def opened(self, bucket: Bucket, name: str) -> list[Tensor]:
+        """A state of a bucket's entries in the type of the computation; changes of it are kept at the end.
+
+        Tensors are 1-D, or (parts, elements) where an entry is stored with gaps.
+        """
+        if not self.is_narrow(bucket, name):
+            return self._kept.views(self._states, name, bucket.entries)
+        return self._all_of(bucket, name, bucket.entries)
+
+    def peeked(self, bucket: Bucket, name: str, parts: Sequence[tuple[int, slice]]) -> list[Tensor]:
+        """Parts of a state, of entries that are stored as they are, in the type of the computation; to be read only.
+
+        Args:
+            bucket: Bucket of the entries.
+            name: Name of the state.
+            parts: Places in the bucket, and which of their elements.
+        """
+        if not self.is_narrow(bucket, name):
+            views = self.kept(bucket, name)
+            return [views[place][part] for place, part in parts]
+        found: list[Tensor] = []
+        opened: list[Tensor] = []
+        runs: list[tuple[Entry, slice]] = []
+        for place, part in parts:
+            entry = bucket.entries[place]
+            if not self._is_narrow(entry, name):
+                (view,) = self._kept.views(self._states, name, bucket.entries.only([place]))
+                found.append(view[part])
+                continue
+            assert entry.stored is None
+            # From the beginning of a block on.
+            before = min(part.start, (entry.shard.start + part.start) % BLOCK)
+            runs.append((entry, slice(part.start - before, part.stop)))
+            opened.append(torch.empty(before + part.stop - part.start, dtype=self._dtype, device=self._indices.device))
+            found.append(opened[-1][before:])
+        if opened:
+            self._form.decode_(opened, self._narrow(name, runs))
+        return found
+
+    def kept(self, bucket: Bucket, name: str) -> list[Tensor]:
+        """A state of a bucket's entries as it is kept, in no codes."""
+        return self._kept.views(self._states, name, bucket.entries)
+
+    def is_narrow(self, bucket: Bucket, name: str) -> bool:
+        """Whether an entry of a bucket keeps a state in fewer bits."""
+        return bucket.entries.once(("narrow", name), lambda entries: any(self._is_narrow(e, name) for e in entries))
+
+    def is_coded(self, bucket: Bucket, name: str) -> bool:
+        """Whether an entry of a bucket keeps a state in codes."""
+        return bucket.entries.once(
+            ("coded", name), lambda found: any(is_coded(self._kept.type_of(name, self._stored(e))) for e in found)
+        )
+
+    def open_onto(self, bucket: Bucket, name: str, spends: Any) -> list[Tensor]:
+        """The sums of the gradients and a state, which become the state at the end of the step.
+
+        Args:
+            bucket: All of its entries keep the state in codes, and all entries of a stored one are among them.
+            name: Name of the state.
+            spends: Whether the memory of a stored entry's gradient may be taken, given both.
+
+        Returns:
+            For each entry, the sums.
+        """
+        places: dict[int, list[int]] = {}
+        for place, entry in enumerate(bucket.entries):
+            places.setdefault(self._stored(entry).index, []).append(place)
+        found = list(bucket.grads)
+        grads, sums, parts = [], [], []
+        for blocks in places.values():
+            first = bucket.entries[blocks[0]]
+            stored = self._stored(first)
+            grad = _around(first, stored, found[blocks[0]])
+            total = grad if spends(stored, grad) else torch.empty_like(grad)
+            for place in blocks:
+                found[place] = _place(bucket.entries[place], stored).of(total)
+            grads.append(grad)
+            sums.append(total)
+            parts.append((stored, slice(0, stored.shard.numel)))
+            self._opened[(stored.index, name, None)] = _Opened(stored, name, parts[-1][1], total, _step_of(bucket, 0))
+        self._form.add_decoded(grads, self._narrow(name, parts), sums)
+        return found
+
+    def chosen(self, values: Tensor, places: Sequence[int]) -> Tensor:
+        """Some of a bucket's values, of which it has one for each entry."""
+        return values.index_select(0, self._indices.of(tuple(places)))
+
+    # --- its end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Keep all that was opened; a collective where ranks have blocks in common, which all of them enter."""
+        self._keep(list(self._opened.values()), agree=True)
+        self._opened.clear()
+
+    def keep_apart(self) -> None:
+        """Keep now what shares no block with other runs, so that its memory is free."""
+        apart = {key: run for key, run in self._opened.items() if not self._rows_of(run)}
+        self._keep(list(apart.values()), agree=False)
+        for key in apart:
+            del self._opened[key]
+
+    def _keep(self, runs: list[_Opened], agree: bool) -> None:
+        agree = agree and bool(self._shared)
+        later: list[tuple[list[_Opened], LowPrecisionRuns, Tensor]] = []
+        for some, kept in self._by_state(runs):
+            values = [run.values for run in some]
+            if agree and is_coded(kept.dtype):
+                later.append((some, kept, self._form.exponents_of(values, kept)))
+            else:
+                self._form.encode_(values, kept)
+        for some, kept, exponents in self._agreed(later) if agree else ():
+            self._form.encode_([run.values for run in some], kept, exponents)
+
+    def _agreed(self, found: list[tuple[list[_Opened], LowPrecisionRuns, Tensor]]) -> Iterator[_Found]:
+        positions: list[int] = []
+        rows: list[int] = []
+        start = 0
+        for some, kept, _ in found:
+            for run, own in zip(some, kept.exponents, strict=True):
+                for block, row in self._rows_of(run).items():
+                    positions.append(start + block)
+                    rows.append(row)
+                start += own.numel()
+        nothing = torch.empty(0, dtype=torch.int8, device=self._indices.device)
+        agreed = self._shared.agree(torch.cat([nothing, *(own for *_, own in found)]), positions, rows)
+        for (some, kept, _), own in zip(found, agreed.split([len(own) for *_, own in found]), strict=True):
+            yield some, kept, own
+
+    def _by_state(self, runs: list[_Opened]) -> Iterator[tuple[list[_Opened], LowPrecisionRuns]]:
+        groups: dict[tuple[str, Any], list[_Opened]] = {}
+        for run in runs:
+            count = run.step if isinstance(run.step, int) else None
+            groups.setdefault((run.name, count if self._stochastic(run.name) else 0), []).append(run)
+        for (name, _), some in groups.items():
+            steps: Any = some[0].step
+            if not isinstance(steps, int):
+                steps = torch.stack([run.step for run in some])  # type: ignore[misc]
+            kept = self._narrow(name, [(run.entry, run.part) for run in some])
+            yield some, replace(kept, step=steps if self._stochastic(name) else None)
+
+    def _rows_of(self, run: _Opened) -> dict[int, int]:
+        """The shared ones of a run's blocks, with their rows in the message; only the outer ones can be."""
+        key = ("rows", run.entry.index, run.name, run.part.start, run.part.stop)
+        if key not in self._scratch:
+            last = blocks_of(run.first, run.part.stop - run.part.start) - 1
+            rows = {block: self._shared.row(run.entry.shard, run.name, run.first, block) for block in (0, last)}
+            self._scratch[key] = {block: row for block, row in rows.items() if row is not None}
+        found: dict[int, int] = self._scratch[key]
+        return found
+
+    # --- how it lies --------------------------------------------------------------------------------------------
+
+    def _plan(self, entries: Sequence[Entry], names: Sequence[str]) -> _PassPlan:
+        plan = _PassPlan()
+        for place, entry in enumerate(entries):
+            types = tuple(self._kept.type_of(name, self._stored(entry)) for name in names)
+            if any(map(is_narrow, types)) and not self._segments(entry).pieces:
+                plan.spread.append(place)
+            elif any(map(is_coded, types)):
+                for piece in self._segments(entry).pieces[entry.index]:
+                    if piece.run is None:
+                        plan.whole.append((place, piece.own, piece.within))
+                    else:
+                        plan.loose.append((place, piece.own, piece.run, piece.within))
+            else:
+                plan.kept.setdefault(types, []).append(place)
+        return plan
+
+    def _segments(self, entry: Entry) -> Segments:
+        stored = self._stored(entry)
+        found: dict[int, Segments] = self._scratch.setdefault("segments", {})
+        if stored.index not in found:
+            found[stored.index] = segments_of(stored, self._made_of()[stored.index])
+        return found[stored.index]
+
+    def _made_of(self) -> dict[int, list[Entry]]:
+        """The unit's entries by those that keep their states: looked through once, not for every one of them."""
+        found: dict[int, list[Entry]] = self._scratch.setdefault("made of", {})
+        for entry in () if found else self._entries:
+            found.setdefault(self._stored(entry).index, []).append(entry)
+        return found
+
+    @staticmethod
+    def _stored(entry: Entry) -> Entry:
+        return entry if entry.stored is None else entry.stored
+
+    def _whole(
+        self, bucket: Bucket, name: str, places: Sequence[int], parts: Sequence[tuple[Entry, slice]], own: list[slice]
+    ) -> Field:
+        if is_narrow(self._kept.type_of(name, parts[0][0])):
+            return replace(self._narrow(name, parts), step=self._step(bucket, name, places))
+        views = self._kept.views(self._states, name, bucket.entries.only(places))
+        return [view[part] for view, part in zip(views, own, strict=True)]
+
+    def _loose(self, bucket: Bucket, name: str, pieces: Sequence[tuple[int, slice, int, slice]]) -> Field:
+        entries = bucket.entries
+        places = [place for place, *_ in pieces]
+        if not is_coded(self._kept.type_of(name, self._stored(entries[places[0]]))):
+            parts = [
+                (self._stored(entries[place]), _shifted(part_in_stored(entries[place]), own))
+                for place, own, *_ in pieces
+            ]
+            return self._whole(bucket, name, places, parts, [own for _, own, *_ in pieces])
+        wanted = {(self._stored(entries[place]).index, run): place for place, _, run, _ in pieces}
+        self._open(bucket, name, [(place, run) for (_, run), place in wanted.items()])
+        return [
+            self._opened[self._stored(entries[place]).index, name, run].values[within]
+            for place, _, run, within in pieces
+        ]
+
+    def _all_of(self, bucket: Bucket, name: str, entries: PlannedEntries) -> list[Tensor]:
+        """The opened state of entries; of those that keep it wide, itself."""
+        place_of = {self._stored(entry).index: place for place, entry in enumerate(bucket.entries)}
+        narrow = [self._is_narrow(entry, name) for entry in entries]
+        stored = {self._stored(entry).index for entry, opens in zip(entries, narrow, strict=True) if opens}
+        self._open(bucket, name, [(place_of[index], None) for index in stored])
+        wide = entries.only([place for place, opens in enumerate(narrow) if not opens])
+        views = iter(self._kept.views(self._states, name, wide))
+        return [
+            _place(entry, self._stored(entry)).of(self._opened[self._stored(entry).index, name, None].values)
+            if opens
+            else next(views)
+            for entry, opens in zip(entries, narrow, strict=True)
+        ]
+
+    def _open(self, bucket: Bucket, name: str, wanted: Sequence[tuple[int, int | None]]) -> None:
+        """Open runs of the stored entries of a bucket's places that are not open yet."""
+        opened = []
+        for place, run in wanted:
+            stored = self._stored(bucket.entries[place])
+            if (stored.index, name, run) in self._opened:
+                continue
+            part = slice(0, stored.shard.numel)
+            if run is not None:
+                part = self._segments(bucket.entries[place]).loose[run]
+            values = torch.empty(part.stop - part.start, dtype=self._dtype, device=self._indices.device)
+            found = _Opened(stored, name, part, values, _step_of(bucket, place))
+            self._opened[stored.index, name, run] = found
+            opened.append(found)
+        if opened:
+            kept = self._narrow(name, [(run.entry, run.part) for run in opened])
+            self._form.decode_([run.values for run in opened], kept)
+
+    def _narrow(self, name: str, parts: Sequence[tuple[Entry, slice]]) -> LowPrecisionRuns:
+        """The runs of a state that parts of stored entries are."""
+        key = ("runs", name, tuple((entry.index, part.start, part.stop) for entry, part in parts))
+        if key not in self._scratch:
+            self._scratch[key] = self._planned(name, parts)
+        plan, firsts, keys = self._scratch[key]
+        if plan is not None:
+            return LowPrecisionRuns(*self._kept.codes(self._states, name, plan), firsts, keys)
+        views = self._kept.views(self._states, name, [entry for entry, _ in parts])
+        return LowPrecisionRuns([view[part] for view, (_, part) in zip(views, parts, strict=True)], (), firsts, keys)
+
+    def _planned(
+        self, name: str, parts: Sequence[tuple[Entry, slice]]
+    ) -> tuple[CodesPlan | None, list[int], list[int]]:
+        plan = self._kept.plan_codes(name, parts) if is_coded(self._kept.type_of(name, parts[0][0])) else None
+        firsts = [entry.shard.start + part.start for entry, part in parts]
+        return plan, firsts, [key_of(entry.key, name) for entry, _ in parts]
+
+    def _as_kept(self, bucket: Bucket, name: str, places: Sequence[int]) -> Field:
+        """The state of entries that are not kept in codes."""
+        some = bucket.entries if len(places) == len(bucket.entries) else bucket.entries.only(places)
+        views = self._kept.views(self._states, name, some)
+        if not is_narrow(self._kept.type_of(name, self._stored(some[0]))):
+            return views
+        firsts = [self._stored(e).shard.start + part_in_stored(e).start for e in some]
+        keys = [key_of(self._stored(entry).key, name) for entry in some]
+        return LowPrecisionRuns(views, (), firsts, keys, self._step(bucket, name, places))
+
+    def _step(self, bucket: Bucket, name: str, places: Sequence[int]) -> Step | None:
+        if not self._stochastic(name):
+            return None
+        step = bucket.step
+        return self.chosen(step, places) if isinstance(step, Tensor) else step
+
+    def _is_narrow(self, entry: Entry, name: str) -> bool:
+        return is_narrow(self._kept.type_of(name, self._stored(entry)))
+
+
+_Found = tuple[list[_Opened], LowPrecisionRuns, Tensor]
+
+
+def _step_of(bucket: Bucket, place: int) -> int | Tensor:
+    step = bucket.step
+    return step[place] if isinstance(step, Tensor) else step
+
+
+def _shifted(within: slice, own: slice) -> slice:
+    return slice(within.start + own.start, within.start + own.stop)
+
+
+def _place(entry: Entry, stored: Entry) -> RunPlace:
+    part = entry.shard
+    return RunPlace(part.offset - stored.shard.offset, part.numel, part.spread)
+
+
+def _around(entry: Entry, stored: Entry, grad: Tensor) -> Tensor:
+    """The gradient of all that is kept with an entry, given the entry's own part of it."""
+    first = grad.storage_offset() - _place(entry, stored).first
+    return grad.as_strided((stored.shard.numel,), (1,), first)

@@ -1,0 +1,361 @@
+"""Which units there are, who owns their matrices, what every rank carries: planned once, until something changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.comm.owner_plan import MatrixTask
+from rankwise.kernels import graphs
+from rankwise.kernels.native.building import SWITCH
+from rankwise.layout.dtensors import PLAIN, Cut, cut_of
+from rankwise.layout.equal_slices import SlicedMatrix
+from rankwise.layout.even_cuts import EvenCuts
+from rankwise.layout.layout import LayoutError
+from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters
+from rankwise.plan.checkpoint_mismatch import refuse_strange
+from rankwise.plan.state_memory import Lendable, keepers_in
+from rankwise.plan.step_costs import StepCosts
+from rankwise.plan.step_unit import StepUnit, UnitKey
+from rankwise.plan.unit_builder import UnitBuilder, device_and_dtype
+from rankwise.states.element_states import ElementStates
+from rankwise.states.entries import cut_into_entries
+from rankwise.states.group_values import GroupValues
+from rankwise.states.matrix_states import MatrixStates
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.parameter_table import Groups, ParameterTable
+from rankwise.version import __version__
+
+__all__ = ["Planned", "Planner", "TensorForm", "form_of"]
+
+
+class TensorForm(NamedTuple):
+    """What a plan takes for granted of a tensor."""
+
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    cut: Cut | None
+
+
+def form_of(tensor: Tensor) -> TensorForm:
+    """The present one."""
+    cut = None if type(tensor) in PLAIN else cut_of(tensor)
+    return TensorForm(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut)
+
+
+class Planned(Protocol):
+    """An optimizer, as its planner sees it while it plans."""
+
+    def plan(self, unit: StepUnit) -> None:
+        """Plan a unit's own collectives; :meth:`Planner.choose_owners` for its matrices."""
+
+    def step_costs(self, unit: StepUnit) -> StepCosts:
+        """What a step of a planned unit costs."""
+
+
+class Planner:
+    """Plans a unit for every ``step()`` call of a round, and remembers owners.
+
+    Args:
+        spec: The optimizer's options.
+        table: Its parameters and their rules.
+        values: Its options in words.
+        matrix_states: Its matrix states.
+        settle: Called before plans are forgotten: the last steps may have to be undone by them.
+
+    Attributes:
+        units: Those planned so far.
+        loads: What every rank carries, in the same order as their numbers; empty for nothing.
+        owner_of: Owners of matrices. Outlives the plans: an owner keeps its matrices, whose states nobody else has,
+            and so does a rank the states that it keeps for owners, which stand by matrix and name of the state.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        table: ParameterTable,
+        values: GroupValues,
+        matrix_states: MatrixStates,
+        settle: Callable[[], None],
+    ) -> None:
+        self._held = spec, table, values, matrix_states, settle
+        self._spec, self._table, self._values, self._matrix_states, self._settle = self._held
+        self._builder = UnitBuilder(spec, table, values)
+        self._attached: LayoutSource | None = None
+        self.units: dict[UnitKey, StepUnit] = {}
+        self.loads: list[float] = []
+        self.owner_of: dict[Any, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy belongs to no framework and has nothing planned.
+        return type(self), self._held
+
+    # --- the layout ---------------------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> LayoutSource:
+        """The framework's description of the param groups' tensors; that of plain parameters if there is none."""
+        return self._table.plain if self._attached is None else self._attached
+
+    def attach(self, source: LayoutSource) -> None:
+        """Plan by another description of the tensors from now on.
+
+        Raises:
+            RuntimeError: It is of other ranks, and those before keep states for one another.
+        """
+        if source.group is not self.source.group:
+            if self._matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
+                raise RuntimeError(
+                    f"{self._spec.name}: the ranks hold states of each other's matrices, so the group of ranks cannot "
+                    "change now; save the optimizer, and load it into a new one that is built on the new ranks"
+                )
+            self.owner_of.clear()
+        self._attached = source
+        self.forget()
+
+    @property
+    def rank(self) -> int:
+        """This process's position among the data-parallel ranks."""
+        group = self.source.group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensors are the parameters themselves."""
+        return isinstance(self.source, WholeParameters)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The parameter that a tensor is, where the tensors are parameters."""
+        return self.source.name_of(tensor)
+
+    # --- units --------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget all plans, but not the owners."""
+        self._settle()
+        self.units.clear()
+        self.loads = []
+
+    def route_again(self, groups: Groups) -> None:
+        """Take states whose groups are other ones: rules and owners are chosen afresh."""
+        # The saved states lie with the owners of a fresh plan.
+        self.owner_of.clear()
+        self._table.route_again(groups)
+        self.forget()
+
+    def find(self, groups: Groups) -> StepUnit | None:
+        """The unit planned for the present tensors of the groups."""
+        key = tuple((at, *map(id, group["params"])) for at, group in enumerate(groups) if group["params"])
+        return self.units.get(key)
+
+    def place_of(self, tensor: Tensor) -> tuple[StepUnit, int] | None:
+        """The unit that a tensor is planned in, and its index there."""
+        for unit in self.units.values():
+            for index, candidate in enumerate(unit.tensors):
+                if candidate is tensor:
+                    return unit, index
+        return None
+
+    def kept_in(
+        self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype
+    ) -> tuple[TensorContents, ElementStates]:
+        """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0.
+
+        Args:
+            groups: The optimizer's.
+            tensor: In them.
+            group: Group of the tensor.
+            dtype: In which a step computes.
+        """
+        content, table = self.source.contents(tensor), self._table
+        infos = {part.name: table.catalog[part.name][0] for part in content.slices}
+        routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
+        entries = cut_into_entries([content], infos, routes)
+        kept = [table.element_states(entry.info, entry.route.rule, group) for entry in entries]
+        name = self.source.name_of(tensor)
+        known = {} if name is None else {name: 0}
+        of_empty = self._builder.states_of_empty([tensor], entries, known, {0: group}, [0])
+        return content, ElementStates([tensor], entries, kept, dtype, of_empty)
+
+    def plan_present(self, optimizer: Planned, groups: Groups) -> StepUnit:
+        """Plan the unit of the present tensors of the groups."""
+        tensors = [tensor for group in groups for tensor in group["params"]]
+        positions = [position for position, group in enumerate(groups) for _ in group["params"]]
+        return self.new_unit(optimizer, groups, tensors, positions, dict(enumerate(groups)))
+
+    def plan_ahead(self, optimizer: Planned, groups: Groups, units: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
+        """Plan units that are not planned yet.
+
+        Args:
+            optimizer: Plans what is its own.
+            groups: Its param groups.
+            units: For each ``step()`` call, the tensors it will find in the groups and the positions of their groups.
+        """
+        for members in units:
+            tensors = [tensor for tensor, _ in members]
+            positions = [position for _, position in members]
+            if _key_of(tensors, positions) not in self.units:
+                self.new_unit(optimizer, groups, tensors, positions)
+
+    def new_unit(
+        self,
+        optimizer: Planned,
+        groups: Groups,
+        tensors: list[Tensor],
+        positions: list[int],
+        planned_groups: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> StepUnit:
+        """Plan a unit; a collective of its ranks.
+
+        Args:
+            optimizer: Plans what is its own.
+            groups: Its param groups.
+            tensors: Tensors of the step.
+            positions: Positions of their groups at the time of the step.
+            planned_groups: Those groups by position; None: as the tensors' contents have it.
+
+        Raises:
+            RuntimeError: The ranks planned differently.
+            Exception: Planning failed on some rank; raised on every rank, and nothing is planned then.
+        """
+        device = device_and_dtype(tensors or list(self._table.parameters.values()))[0]
+        graphs.refuse_capture(device, "the first step")
+        key, loads, owner_of = _key_of(tensors, positions), self.loads, dict(self.owner_of)
+        unit = self._builder.build(self.source, groups, tensors, positions, planned_groups)
+        unit.key, unit.forms = key, list(map(form_of, tensors))
+        self.units[key] = unit
+
+        def plan() -> dict[str, str]:
+            self._refuse_other_shapes(unit)
+            optimizer.plan(unit)
+            self._table.warn_of_nameless()
+            initial = optimizer.step_costs(unit).matrix_state
+            refuse_strange(self._spec.identity, unit, self._matrix_states.everything(), initial)
+            return self._settings(unit)
+
+        try:
+            unit.compare_across_ranks(plan)
+        except BaseException:
+            # A half-planned unit must not be found by the next step, which would train without the matrix rule.
+            del self.units[key]
+            self.loads, self.owner_of = loads, owner_of
+            raise
+        return unit
+
+    def imagine(
+        self,
+        groups: Groups,
+        units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
+        replicated: bool,
+        plan: Callable[[StepUnit], None],
+    ) -> list[StepUnit]:
+        """Plan for ranks that need not exist; nothing of the plans in use changes.
+
+        Args:
+            groups: The optimizer's param groups.
+            units: For each ``step()`` call, for each rank, what its tensors store; or how parameters are cut evenly.
+            replicated: See :class:`rankwise.layout.layout.Layout`.
+            plan: Plans the collectives of a unit.
+
+        Returns:
+            The units as rank 0 would plan them.
+        """
+        present = self.loads, self.owner_of
+        self.loads, self.owner_of = [], {}
+        found = []
+        try:
+            for ranks in units:
+                found.append(self._builder.imagine(groups, ranks, replicated))
+                found[-1].spends_gradients = self.source.spends_gradients
+                plan(found[-1])
+        finally:
+            self.loads, self.owner_of = present
+        return found
+
+    def choose_owners(
+        self,
+        unit: StepUnit,
+        tasks: Sequence[MatrixTask],
+        slices: Mapping[str, SlicedMatrix] | None = None,
+        alone: bool = False,
+        lendable: Lendable | None = None,
+    ) -> None:
+        """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before.
+
+        Args:
+            unit: The unit.
+            tasks: Tasks of its matrices.
+            slices: See :meth:`StepUnit.plan_exchange`.
+            alone: Alike.
+            lendable: Tells which states of the matrices others may keep for owners; None: no states.
+        """
+        if tasks:
+            comm_dtype = getattr(self._spec.options, "comm_dtype", None)
+            # The loads of ranks outside the unit would be unknown to its own.
+            loads = unit.plan_exchange(
+                tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices, alone
+            )
+            self.loads = self.loads if unit.apart else loads
+            assert unit.exchange is not None
+            plan = unit.exchange.plan
+            if lendable is not None and unit.layout.world_size > 1:
+                keepers = keepers_in(self._table, unit, tasks, lendable, plan.owners, self.owner_of)
+                unit.exchange.plan = plan = replace(plan, keepers=keepers)
+            self.owner_of |= plan.owners
+            self.owner_of |= plan.keepers
+
+    def owners(self) -> dict[str, int]:
+        """Owner rank of every planned matrix."""
+        return {
+            key: owner
+            for unit in self.units.values()
+            if unit.exchange is not None
+            for key, owner in unit.exchange.plan.owners.items()
+        }
+
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of everything planned, whichever rank holds it, by parameter or matrix of a stack."""
+        return {key: tuple(shape) for unit in self.units.values() for key, shape in unit.stored.shapes.items()}
+
+    # --- what ranks compare -------------------------------------------------------------------------------------
+
+    def _refuse_other_shapes(self, unit: StepUnit) -> None:
+        """Compare this rank's model with what others report of parameters that it may hold nothing of."""
+        for key, shape in unit.stored.shapes.items():
+            name = self._table.base_name(key)
+            info, _ = self._table.catalog[name]
+            own = info.shape if name == key else info.matrix_shape
+            if tuple(own) != tuple(shape):
+                raise LayoutError(
+                    f"'{key}' has shape {tuple(own)} in the model of rank {self.rank} and {tuple(shape)} in that of a "
+                    "rank that stores it; all data-parallel ranks must hold the same model."
+                )
+
+    def _settings(self, unit: StepUnit) -> dict[str, str]:
+        """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
+        spec, texts = self._spec, self._values.in_words(unit.planned_groups)
+        if unit.device.type == "cpu":
+            # Copies of a weight on ranks that round differently would drift apart.
+            texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
+                unit.kernels.__name__
+            )
+        product, option = spec.product_type(unit.device, unit.dtype), spec.product_option
+        if product is not None and getattr(spec.options, option) == "auto":
+            name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
+            texts[name] = str(product).removeprefix("torch.")
+        # Another version may send something else at the same place.
+        return {"the version of rankwise": __version__, "the optimizer": spec.name, **texts}
+
+
+def _key_of(tensors: Sequence[Tensor], positions: Sequence[int]) -> UnitKey:
+    members: dict[int, list[int]] = {}
+    for tensor, position in zip(tensors, positions, strict=True):
+        members.setdefault(position, [position]).append(id(tensor))
+    return tuple(tuple(members[position]) for position in sorted(members))

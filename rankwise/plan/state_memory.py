@@ -1,0 +1,67 @@
+"""Memory of states by rank, of ranks that need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rankwise.comm.owner_plan import MatrixTask, keepers_of
+from rankwise.kernels.low_precision_runs import BLOCK, is_coded
+from rankwise.plan.step_unit import StepUnit
+from rankwise.states.parameter_table import ParameterTable
+
+__all__ = ["Lendable", "element_states", "keepers_in"]
+
+Lendable = Callable[[MatrixTask], Mapping[str, int]]
+"""Bytes of those states of a matrix that another rank than its owner may keep between steps, by name."""
+
+
+def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Mapping[int, int]]]:
+    """What keys keep that are held alike.
+
+    Args:
+        table: Table of the parameters.
+        unit: The unit of the parameters.
+
+    Yields:
+        The elements of one of them by rank, how many they are, and bytes of the states of all of them by rank.
+    """
+    found: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
+    for key in unit.layout.shapes:
+        group = unit.planned_groups[unit.group_position[key]]
+        states = table.element_states(unit.infos[key], unit.routes[key].rule, group)
+        coded = sum(map(is_coded, states.values()))
+        width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
+        elements = unit.layout.elements(key)
+        # They are kept here, so that no other has the same number.
+        _, count, total, others = found.get(id(elements), (elements, 0, 0, 0))
+        found[id(elements)] = (elements, count + 1, total + width, others + coded)
+    for elements, count, width, coded in found.values():
+        # Every block has an exponent besides.
+        yield elements, count, {rank: held * width + -(-held // BLOCK) * coded for rank, held in elements.items()}
+
+
+def keepers_in(
+    table: ParameterTable,
+    unit: StepUnit,
+    tasks: Sequence[MatrixTask],
+    lendable: Lendable,
+    owners: Mapping[str, int],
+    given: Mapping[Any, int],
+) -> dict[tuple[str, str], int]:
+    """See :func:`rankwise.comm.owner_plan.keepers_of`; beside matrices, ranks hold the states of elements.
+
+    Args:
+        table: Table of the parameters.
+        unit: Unit of the matrices.
+        tasks: Tasks of one rank each.
+        lendable: Sizes of the states that another rank may keep, by matrix.
+        owners: Rank that owns each matrix.
+        given: Who keeps which state already.
+    """
+    known = {task.signature: lendable(task) for task in tasks}
+    held = [0] * unit.layout.world_size
+    for *_, shares in element_states(table, unit):
+        for rank, size in shares.items():
+            held[rank] += size
+    return keepers_of(owners, {task.key: known[task.signature] for task in tasks}, held, given)

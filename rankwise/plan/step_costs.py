@@ -1,0 +1,94 @@
+"""What one step of an optimizer costs beyond what its layout and owners say; read by estimates, never by a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankwise.comm.owner_plan import Batch, MatrixTask, Reply, own_pieces
+
+__all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "no_matrix_state", "tables"]
+
+
+def no_messages(batch: Batch) -> tuple[int, ...]:
+    """For rules that compute every matrix on one rank."""
+    return ()
+
+
+def whole_states(task: MatrixTask) -> Mapping[str, int]:
+    """For rules that compute every matrix on one rank."""
+    return {}
+
+
+def no_matrix_state(task: MatrixTask, device: torch.device) -> Mapping[str, Tensor]:
+    """For rules whose states all have one value per element."""
+    return {}
+
+
+def nothing(tasks: Sequence[MatrixTask]) -> int:
+    """For rules without matrices."""
+    return 0
+
+
+TABLE_BYTES = 16 / 2048
+"""Bytes an element for tables of where the tiles of norms and of codes lie."""
+
+PASS_TABLE_BYTES = 16 / 8192
+"""The same of passes, whose programs take several tiles each."""
+
+
+def tables(elements: int, largest: int) -> float:
+    """Bytes of the tables of element-wise passes: where their tiles lie, and a sum for each."""
+    return elements * (TABLE_BYTES + PASS_TABLE_BYTES + 8 / 2048)
+
+
+@dataclass(frozen=True)
+class ScratchMemory:
+    """Memory that a rule needs on a device, in bytes, beside weights, gradients, states, messages and results.
+
+    Attributes:
+        elements: For element-wise passes over so many elements, of which so many are the largest parameter's.
+        alone: For matrices that lie whole on their owner.
+        stacked: For those of a batch that an owner has gathered.
+        spends_stack: Whether the result takes the place of what was gathered.
+    """
+
+    elements: Callable[[int, int], float] = tables
+    alone: Callable[[Sequence[MatrixTask]], int] = nothing
+    stacked: Callable[[Sequence[MatrixTask]], int] = nothing
+    spends_stack: bool = False
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs for one unit of an optimizer.
+
+    Attributes:
+        sums: Quantities in each all-reduce of per-parameter sums.
+        halo_fields: Values fetched of every neighbour across a shard border.
+        reply: What an owner returns to the holders of its matrices.
+        matrix_state: The states an owner keeps of one matrix, as they are before the first step.
+        together: Elements of each message among the ranks that compute a batch of slices, in a step after the first.
+        cut_states: For a slice, the dimension along which each of the matrix's states is cut; the slices have the
+            other states alike.
+        scalars: Bytes of every further all-reduce of a step.
+        periodic: Bytes of the all-reduces that only some steps need, and every how many steps.
+        period: See ``periodic``.
+        element_flops: Rough number of operations per parameter element outside the matrix rule.
+        scratch: What else a step needs.
+    """
+
+    sums: tuple[int, ...] = ()
+    halo_fields: int = 0
+    reply: Callable[[Batch], Reply] = own_pieces
+    matrix_state: Callable[[MatrixTask, torch.device], Mapping[str, Tensor]] = no_matrix_state
+    together: Callable[[Batch], tuple[int, ...]] = no_messages
+    cut_states: Callable[[MatrixTask], Mapping[str, int]] = whole_states
+    scalars: tuple[int, ...] = ()
+    periodic: tuple[int, ...] = ()
+    period: int = 1
+    element_flops: float = 12.0
+    scratch: ScratchMemory = ScratchMemory()

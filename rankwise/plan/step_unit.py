@@ -1,0 +1,503 @@
+"""One ``step()`` call's worth of work: the tensors the framework handed over, cut into named shards."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.halo import HaloExchange
+from rankwise.comm.message_format import Traffic
+from rankwise.comm.owner_plan import MatrixTask, plan_matrices
+from rankwise.comm.parameter_sums import ShardSums
+from rankwise.comm.quantized_messages import wire_of
+from rankwise.kernels import lists
+from rankwise.kernels.dispatch import kernels_for
+from rankwise.kernels.graphs import refuse_capture
+from rankwise.kernels.passes import FIELDS, Field, Pass, Scalars, only_some
+from rankwise.kernels.passes import Rule as PassRule
+from rankwise.kernels.run_views import are_runs, chosen_of
+from rankwise.layout.agreement import gather_together
+from rankwise.layout.dtensors import is_sharded, local_gradients, local_view
+from rankwise.layout.equal_slices import SlicedMatrix, in_slices
+from rankwise.layout.indices import DeviceIndices
+from rankwise.layout.layout import Layout
+from rankwise.plan.low_precision_states import LowPrecisionStates, PassPart
+from rankwise.routing.roles import ParameterInfo, Route, Rule
+from rankwise.states.element_states import ElementStates, States
+from rankwise.states.entries import Entry, PlannedEntries
+from rankwise.states.shared_exponents import SharedExponents
+from rankwise.updates.adamw import Step
+
+__all__ = [
+    "AT_ONCE",
+    "WHOLE",
+    "Bucket",
+    "StepUnit",
+    "UnitKey",
+    "joined",
+    "portion_sizes",
+    "portions",
+    "refuse_difference",
+    "spans",
+]
+
+_INDEX = attrgetter("index")
+
+WHOLE = slice(None)
+"""All elements of an entry."""
+
+AT_ONCE = 7 << 24
+"""Elements that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
+
+UnitKey = tuple[tuple[int, ...], ...]
+"""Position and tensors of every group that has any, by ``id``."""
+
+
+@dataclass
+class Bucket:
+    """Active entries that share a param group and a rule, with their tensors in entry order.
+
+    Tensors are 1-D, but for blocks of a fused weight that are stored with gaps: (parts, elements).
+
+    Attributes:
+        count: The step count that they share, too; None where only the device knows the counts.
+        narrow: The states that are kept in fewer bits.
+        found: States that have been asked for, in the type of the computation.
+    """
+
+    group: dict[str, Any]
+    rule: Rule
+    count: int | None
+    entries: PlannedEntries
+    weights: list[Tensor]
+    grads: list[Tensor]
+    narrow: LowPrecisionStates = field(repr=False)
+    _counts: Callable[[Sequence[Entry]], Tensor] = field(repr=False)
+    found: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def step(self) -> Step:
+        """The number of this step, or (entries,) numbers on the device."""
+        return self._counts(self.entries) if self.count is None else self.count
+
+    def state(self, name: str) -> list[Tensor]:
+        """An element state on the bucket's shards, opened if it is narrow; a bucket lives for one step, and looks
+        once.
+        """
+        if name not in self.found:
+            self.found[name] = self.narrow.opened(self, name)
+        return self.found[name]
+
+    def kept(self, name: str) -> list[Tensor]:
+        """The same as they are kept, in bfloat16 or wider."""
+        return self.narrow.kept(self, name)
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a state is kept in codes on a shard."""
+        return self.narrow.is_coded(self, name)
+
+    def parts(self, states: Sequence[str]) -> Iterator[PassPart]:
+        """The bucket's parts by the form that a pass finds these states in."""
+        for name in states:
+            if name not in self.found and not self.narrow.is_narrow(self, name):
+                self.state(name)
+        return self.narrow.passes(self, states, self.found)
+
+    def passes(
+        self,
+        rule: PassRule,
+        states: Sequence[str] | Mapping[str, str],
+        scalars: Scalars,
+        factors: Tensor | None = None,
+        *,
+        onto: Sequence[Tensor] | None = None,
+    ) -> Iterator[Pass]:
+        """A rule on all of the bucket, whose states are opened and kept on the way.
+
+        Args:
+            rule: What becomes of an element.
+            states: The rule's, and "reference" where gradients are compared with one; or by the rule's names those
+                that are to be taken.
+            scalars: The rule's numbers.
+            factors: (entries,), see :class:`rankwise.kernels.passes.Pass`.
+            onto: What the rule changes in the place of weights, by entry; None: the weights.
+        """
+        changed = self.weights if onto is None else list(onto)
+        named = states if isinstance(states, Mapping) else {name: name for name in states}
+        for part in self.parts(tuple(named.values())):
+            own = {"grad": part.cut(self.grads), **{name: part.states[state] for name, state in named.items()}}
+            if "param" in FIELDS[rule]:
+                own["param"] = part.cut(changed)
+            if part.parts is None and len(part.places) == len(self.entries):
+                yield Pass(rule, own, scalars, factors)
+            else:
+                chosen = partial(self.narrow.chosen, places=part.places)
+                step = chosen(scalars.step) if isinstance(scalars.step, Tensor) else scalars.step
+                yield Pass(rule, own, replace(scalars, step=step), None if factors is None else chosen(factors))
+
+    def only(self, places: Sequence[int]) -> Bucket:
+        """The same of some of its entries, given by their places in its lists."""
+        return replace(
+            self,
+            entries=self.entries.only(places),
+            weights=chosen_of(self.weights, places),
+            grads=chosen_of(self.grads, places),
+        )
+
+    def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor], states: Sequence[str]) -> Bucket:
+        """Parts of its entries, each with what takes its gradient's place.
+
+        Args:
+            found: Places in its lists, and which of their elements.
+            grads: For each.
+            states: Names of those that will be asked for.
+        """
+        whole = self.only([place for place, _ in found])
+        parts = [part for _, part in found]
+        if all(part == WHOLE for part in parts):
+            return replace(whole, grads=grads)
+
+        def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor if part == WHOLE else tensor[part] for tensor, part in zip(tensors, parts, strict=True)]
+
+        cut_out = replace(whole, weights=cut(whole.weights), grads=grads)
+        cut_out.found.update((name, cut(whole.state(name))) for name in states)
+        return cut_out
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """1-D tensors of all buckets one after the other; of one bucket its own."""
+    return values[0] if len(values) == 1 else torch.cat(list(values))
+
+
+def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
+    """Where each bucket's part lies in a list that runs over the entries of all of them."""
+    position = 0
+    for bucket in buckets:
+        yield bucket, slice(position, position + len(bucket.entries))
+        position += len(bucket.entries)
+
+
+def portions(buckets: Sequence[Bucket], size: Callable[[Entry, Tensor], int]) -> Iterator[list[Bucket]]:
+    """Buckets for which memory is needed, of :data:`AT_ONCE` elements at a time; one portion of nothing where none is.
+
+    Args:
+        buckets: The buckets.
+        size: The elements that an entry with this gradient needs; more than at a time if it is one of so many.
+    """
+    some: list[Bucket] = []
+    elements = 0
+    for bucket in buckets:
+        places: list[int] = []
+        for place, pair in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
+            own = size(*pair)
+            if own and elements and elements + own > AT_ONCE:
+                yield [*some, bucket.only(places)] if places else some
+                some, places, elements = [], [], 0
+            places.append(place)
+            elements += own
+        if places:
+            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
+    if some or not buckets:
+        yield some
+
+
+def portion_sizes(everything: float, largest: float, times: int = 1) -> tuple[float, float]:
+    """What :func:`portions` makes of many entries: elements of the fullest portion, and of one on the average.
+
+    Args:
+        everything: Elements of all.
+        largest: Largest of the largest entry.
+        times: How often memory is needed for each element.
+    """
+    # Half of a large one is left of what they may have, on the average.
+    return min(everything, max(AT_ONCE, largest)), min(everything, max(AT_ONCE / times - largest / 2, largest))
+
+
+@dataclass
+class StepUnit:
+    """The planned-once part of a step: layout, routes, sums and matrix exchange."""
+
+    tensors: list[Tensor]
+    tensor_groups: list[int]  # of each tensor's param group as passed to the constructor
+    positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
+    planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
+    stored: Layout  # what is kept, by parameter or matrix of a stack
+    layout: Layout  # the same, but that the blocks of fused weights are parameters of their own
+    stored_entries: list[Entry]
+    entries: list[Entry]  # in ``layout``
+    states: ElementStates
+    infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
+    routes: Mapping[str, Route]
+    group_position: Mapping[str, int]
+    step_group: Mapping[str, int]  # where, among the views of the param groups, a step finds its own
+    device: torch.device
+    dtype: torch.dtype
+    sum_all: bool = False
+    cautious: bool = False  # whether elements that step away from zero do not decay
+    coded: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states in codes by key, held here or not
+    stochastic: Callable[[str], bool] = bool  # whether a state is rounded stochastically where it is narrow
+    spends_gradients: bool = False  # whether nobody reads the gradients after the step
+    forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
+    key: Any = ()  # among the optimizer's units
+    token: str = ""  # alike on the ranks that have planned the unit together, and no other unit's
+    apart: bool = False  # its ranks are some of the optimizer's ranks only
+    # where all ranks have a tensor of every parameter: its index, by key
+    key_tensors: Mapping[str, int] = field(default_factory=dict)
+    sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
+    sums: ShardSums = field(init=False)
+    indices: DeviceIndices = field(init=False)
+    shared: SharedExponents = field(init=False)
+    narrow: LowPrecisionStates = field(init=False)  # of the step under way
+    exchange: MatrixExchange | None = None
+    slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
+    halo: HaloExchange | None = None
+    traffic: Traffic = field(default_factory=Traffic)  # of collectives an optimizer starts itself
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.indices = DeviceIndices(self.device)
+        self.sharded = list(map(is_sharded, self.tensors))
+        keys = self.layout.shapes if self.sum_all else self.keys("matrix")
+        self.sums = ShardSums(self.layout, self.device, set(keys))
+        self.shared = SharedExponents(self.stored, self.coded, self.indices, self.traffic)
+
+    @property
+    def missing_alike(self) -> bool:
+        """Whether parameters without a gradient take no step, on any rank; else their gradients are zeros."""
+        return bool(self.key_tensors) or self.layout.replicated or self.layout.world_size == 1
+
+    def missing(self) -> frozenset[str]:
+        """Keys without a gradient, where ranks that have nothing of them must know."""
+        absent = [tensor.grad is None for tensor in self.tensors]
+        if not self.key_tensors or not any(absent):
+            return frozenset()
+        return frozenset(key for key, index in self.key_tensors.items() if absent[index])
+
+    def local_tensors(self) -> list[Any]:
+        """What this rank has of the tensors."""
+        if not any(self.sharded):
+            return self.tensors
+        return [
+            tensor._local_tensor if cut else tensor  # type: ignore[attr-defined]
+            for tensor, cut in zip(self.tensors, self.sharded, strict=True)
+        ]
+
+    def local_gradients(self) -> list[Tensor | None]:
+        """What this rank has of their gradients; a collective where some are cut otherwise than their tensors."""
+        return local_gradients(self.tensors, self.sharded)
+
+    def spends(self, entry: Entry, grad: Tensor) -> bool:
+        """Whether a shard's gradient may be written to: nobody reads it after the step, or it is a copy."""
+        given = self.tensors[entry.shard.tensor].grad
+        if self.spends_gradients or given is None:
+            return True
+        given = local_view(given) if self.sharded[entry.shard.tensor] else given
+        # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
+        return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
+
+    @property
+    def total_traffic(self) -> Traffic:
+        """What this rank has sent for the unit since it was planned."""
+        parts = [self.traffic, self.sums.traffic]
+        parts += [exchange.traffic for exchange in (self.exchange, self.halo) if exchange is not None]
+        return Traffic(sum(part.collectives for part in parts), sum(part.bytes for part in parts))
+
+    def share(self, rule: Rule) -> float:
+        """Fraction of all elements that take a rule, in [0, 1]."""
+        sizes = {key: prod(shape) for key, shape in self.layout.shapes.items()}
+        return sum(map(sizes.__getitem__, self.keys(rule))) / max(sum(sizes.values()), 1)
+
+    def keys(self, rule: Rule) -> list[str]:
+        """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""
+        return [key for key in self.layout.shapes if self.routes[key].rule == rule]
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The list forms of the element-wise updates for this unit's device and type."""
+        return kernels_for(self.device, self.dtype)
+
+    def begin(self, states: States) -> LowPrecisionStates:
+        """What hands out the narrow states of a step that begins."""
+        self.narrow = LowPrecisionStates(
+            self.states, states, self.entries, self.shared, self.indices, self.dtype, self.scratch, self.stochastic
+        )
+        return self.narrow
+
+    def run(self, update: Pass) -> None:
+        """Do a pass; where tensors have gaps, in torch's own form, which alone takes them."""
+        update.scalars.cautious = self.cautious
+        parts = self._by_form(update.grads)
+        for form, places in parts:
+            form.run(update if len(parts) == 1 else update.only(places))
+
+    def corrected_norms(self, bucket: Bucket, name: str, k: float) -> Tensor:
+        """Squared norms of a bucket's gradients, corrected by the change since a state of that name."""
+        found: Tensor | None = None
+        for part in bucket.parts((name,)):
+            squares = self.squared_norms(part.cut(bucket.grads), part.states[name], k)
+            if part.parts is None and len(part.places) == len(bucket.entries):
+                return squares
+            if found is None:
+                found = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
+            found.index_add_(0, self.indices.of(tuple(part.places)), squares)
+        assert found is not None
+        return found
+
+    def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:
+        """As :func:`rankwise.kernels.lists.squared_norms`, of tensors with and without gaps."""
+        parts = self._by_form(tensors)
+        if len(parts) == 1:
+            return parts[0][0].squared_norms(tensors, references, k)  # type: ignore[no-any-return]
+        found = torch.empty(len(tensors), dtype=torch.float64, device=self.device)
+        for form, places in parts:
+            own = [tensors[place] for place in places]
+            theirs = None if references is None else only_some(references, places)
+            found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
+        return found
+
+    def _by_form(self, tensors: Sequence[Tensor]) -> list[tuple[ModuleType, Sequence[int]]]:
+        """The list forms for the tensors, each with the places of those it takes."""
+        if are_runs(tensors):
+            return [(self.kernels, range(len(tensors)))]
+        gaps = [place for place, tensor in enumerate(tensors) if tensor.dim() > 1]
+        runs = [place for place, tensor in enumerate(tensors) if tensor.dim() < 2]
+        return [(lists, gaps), (self.kernels, runs)] if runs else [(lists, gaps)]
+
+    def sum_over_ranks(self, entries: Sequence[Entry], *quantities: Tensor) -> Tensor:
+        """Per-parameter sums of per-shard partial sums, in one collective for all quantities.
+
+        Args:
+            entries: The shards the values belong to; shards not listed count zero.
+            quantities: Each (entries,); or all of them, (quantities, entries).
+
+        Returns:
+            (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
+        """
+        index = self._device_index(tuple(map(_INDEX, entries)))
+        rows = torch.stack(quantities) if len(quantities) > 1 else torch.atleast_2d(quantities[0])
+        if self.sums.trivial:
+            return rows.to(torch.float64)
+        partial = torch.zeros(len(rows), len(self.entries), dtype=torch.float64, device=self.device)
+        if entries:
+            partial.index_copy_(1, index, rows.to(torch.float64))
+        return self.sums(partial).index_select(1, index)
+
+    def _device_index(self, positions: tuple[int, ...]) -> Tensor:
+        if positions not in self.indices:
+            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
+        return self.indices.of(positions)
+
+    def common_step(self, states: States) -> int:
+        """The step all ranks are at; a rank that holds no tensor has no count of its own."""
+        # Where a checkpoint was asked for before the first step, there are states without a count.
+        counts = [int(states[tensor].get("step", 0)) for tensor in self.tensors if tensor in states]
+        step = max(counts, default=0)
+        if self.layout.all_hold:
+            return step
+        agreed = torch.tensor(step, dtype=torch.int64, device=self.device)
+        self.traffic.count(agreed)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.layout.group)
+        return int(agreed)
+
+    def plan_exchange(
+        self,
+        tasks: Sequence[MatrixTask],
+        loads: list[float],
+        comm_dtype: str | None = None,
+        kept: Mapping[str, int] | None = None,
+        slices: Mapping[str, SlicedMatrix] | None = None,
+        alone: bool = False,
+    ) -> list[float]:
+        """Choose owners for ``tasks``.
+
+        Args:
+            tasks: The matrices to place, at least one.
+            loads: What each rank carries already; empty for nothing.
+            comm_dtype: Type in which matrices travel; None: that of the computation.
+            kept: Owners of matrices that have states already, the same on every rank.
+            slices: Matrices of which ``tasks`` has the slices.
+            alone: Whether the rule takes whole matrices where they lie on every device; else it does so on those where
+                stacks are no faster.
+
+        Returns:
+            The ranks' loads including these tasks.
+        """
+        self.slices = slices or {}
+        if self.key_tensors:
+            parts = {part: key for key, matrix in self.slices.items() for part in matrix.parts}
+            self.key_tensors = {**self.key_tensors, **{part: self.key_tensors[key] for part, key in parts.items()}}
+        layout = in_slices(self.layout, self.slices)
+        plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
+        self.exchange = MatrixExchange(
+            layout, plan, self.device, self.dtype, wire_of(comm_dtype, self.dtype), alone or None
+        )
+        return loads
+
+    def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:
+        """Plan, and make sure that all ranks will enter the same collectives, before anything is sent.
+
+        Args:
+            plan: Plans the unit's collectives without entering one. Returns what else must be alike on all ranks that
+                have it, by a name for the message.
+
+        Raises:
+            RuntimeError: The ranks planned differently.
+            Exception: Planning failed on some rank; raised on every rank.
+        """
+
+        def planned() -> tuple[str, Mapping[str, str], str]:
+            settings = plan()
+            exchange = "" if self.exchange is None else self.exchange.plan.digest()
+            routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
+            digest = hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest()
+            return digest, settings, uuid.uuid4().hex
+
+        everyone = gather_together(planned, self.layout.group)
+        refuse_difference([(digest, settings) for digest, settings, _ in everyone])
+        self.token = everyone[0][2]
+
+
+def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Compare what the ranks have planned.
+
+    Args:
+        everyone: Of each rank, a digest of its plans, and settings by a name for the message, where it has them.
+
+    Raises:
+        RuntimeError: They are not alike.
+    """
+    differing = _differing([theirs for _, theirs in everyone])
+    signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
+    if len(set(signs)) > 1:
+        usual = max(signs, key=signs.count)
+        odd = [rank for rank, other in enumerate(signs) if other != usual]
+        named = "".join(
+            f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
+            for name, values in differing.items()
+        )
+        raise RuntimeError(
+            f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
+            f"optimizer options differ.{named} Build the same model with the same options on every rank."
+        )
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
+    """Names whose values differ between ranks that have one, with the ranks of each value."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for rank, theirs in enumerate(settings):
+        for name, value in theirs.items():
+            found.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: values for name, values in found.items() if len(values) > 1}

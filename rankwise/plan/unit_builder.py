@@ -1,0 +1,281 @@
+"""From the tensors of one ``step()`` call to its unit: entries, layout, routes, element states."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.kernels.low_precision_runs import is_coded
+from rankwise.layout.agreement import gather_together
+from rankwise.layout.dtensors import is_sharded
+from rankwise.layout.even_cuts import EvenCuts, EvenLayout
+from rankwise.layout.fused_blocks import in_blocks
+from rankwise.layout.layout import Layout, LayoutError, Shard
+from rankwise.layout.layout_source import LayoutSource, TensorContents
+from rankwise.layout.logical_matrices import block_info
+from rankwise.plan.step_unit import StepUnit, refuse_difference
+from rankwise.routing.roles import ParameterInfo, Route
+from rankwise.states.element_states import ElementStates, StateTypes
+from rankwise.states.entries import Entry, cut_into_entries, entries_of_blocks
+from rankwise.states.group_values import GroupValues
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.param_remainders import refuse_wide_copies
+from rankwise.states.parameter_table import Groups, ParameterTable
+
+__all__ = ["UnitBuilder", "device_and_dtype", "dtype_of"]
+
+
+class UnitBuilder:
+    """Builds units, which know nothing of owners yet.
+
+    Args:
+        spec: The states that rules keep.
+        table: The parameters and their rules.
+        values: The options in words, for ranks that find they differ.
+    """
+
+    def __init__(self, spec: OptimizerSpec, table: ParameterTable, values: GroupValues) -> None:
+        self._spec, self._table, self._values = spec, table, values
+        self._compared = False
+
+    def build(
+        self,
+        source: LayoutSource,
+        param_groups: Groups,
+        tensors: list[Tensor],
+        positions: list[int],
+        groups: Mapping[int, Mapping[str, Any]] | None,
+    ) -> StepUnit:
+        """Build a unit; a collective of the ranks that hold its parameters.
+
+        Args:
+            source: What the tensors store.
+            param_groups: All of the optimizer's.
+            tensors: Tensors of the step.
+            positions: Positions of their groups at the time of the step.
+            groups: Those groups by position; None: as the tensors' contents have it.
+
+        Raises:
+            LayoutError: What the ranks hold does not fit together.
+            RuntimeError: Their options differ.
+        """
+        source.connect()
+        contents: list[TensorContents] = []
+        entries: list[Entry] = []
+
+        def look() -> list[Shard]:
+            # What the framework stores is checked here, and may be wrong on one rank alone.
+            contents.extend(source.contents(tensor) for tensor in tensors)
+            entries.extend(self.entries(contents))
+            if self._spec.options.store_param_remainders:
+                places = zip(tensors, contents, strict=True)
+                stored = {part.name: tensor for tensor, content in places for part in content.slices}
+                refuse_wide_copies(self._spec.name, stored, self._table.parameters)
+            return [entry.shard for entry in entries]
+
+        apart = next((ranks for ranks in map(source.ranks_apart, tensors) if ranks is not None), None)
+        ranks = apart or source.group
+        try:
+            layout = Layout.share(look, ranks, source.replicated)
+        except LayoutError:
+            # Raised on all ranks alike; options that differ cut parameters otherwise, and say more.
+            settings = self._values.in_words(dict(enumerate(param_groups)) if groups is None else groups)
+            refuse_difference([("", theirs) for theirs in gather_together(lambda: settings, ranks)])
+            self._refuse_other_parameters(source, tensors, ranks)
+            raise
+        self._refuse_other_parameters(source, tensors, ranks)
+        if groups is None:
+            places = zip(positions, contents, strict=True)
+            groups = {position: param_groups[content.group] for position, content in places}
+        names = (str(source.name_of(tensor)) for tensor in tensors)
+        tensor_of = {name: index for index, name in enumerate(names)} if source.missing_alike else None
+        unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout, tensor_of)
+        unit.apart, unit.spends_gradients = apart is not None, source.spends_gradients
+        return unit
+
+    def imagine(
+        self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]] | EvenCuts, replicated: bool
+    ) -> StepUnit:
+        """The unit of ranks that need not exist, as the first of them would build it.
+
+        Args:
+            param_groups: All of the optimizer's.
+            ranks: What the tensors of each rank store; or that every parameter is cut evenly.
+            replicated: See :class:`rankwise.layout.layout.Layout`.
+        """
+        groups = dict(enumerate(param_groups))
+        if isinstance(ranks, EvenCuts):
+            whole = [entry.shard for entry in self.entries([ranks.whole()])]
+            if all(part.columns is None for part in whole):
+                layout: Layout = EvenLayout(ranks, whole, self._table.base_name)
+                first = ranks.contents(0)
+                return self.assemble(param_groups, [], [first], [first.group], groups, self.entries([first]), layout)
+            ranks = [[ranks.contents(rank)] for rank in range(ranks.world)]
+        cut = [self.entries(contents) for contents in ranks]
+        parts = tuple(tuple(entry.shard for entry in entries) for entries in cut)
+        positions = [content.group for content in ranks[0]]
+        layout = Layout(parts, replicated=replicated, imagined=True)
+        return self.assemble(param_groups, [], ranks[0], positions, groups, cut[0], layout)
+
+    def entries(self, contents: Sequence[TensorContents]) -> list[Entry]:
+        """The shards in tensors, with the rules they take."""
+        return cut_into_entries(contents, self._table.infos, self._table.routes)
+
+    def assemble(
+        self,
+        param_groups: Groups,
+        tensors: list[Tensor],
+        contents: Sequence[TensorContents],
+        positions: list[int],
+        groups: Mapping[int, Mapping[str, Any]],
+        entries: list[Entry],
+        layout: Layout,
+        tensor_of: Mapping[str, int] | None = None,
+    ) -> StepUnit:
+        """Put a unit together; see :meth:`build`."""
+        table = self._table
+        # Of groups whose tensors other ranks hold; parameters that were moved are registered with their group.
+        position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
+        names = {key: table.base_name(key) for key in layout.shapes}
+        group_position = {
+            key: _position(table.catalog[name][1], position_of, len(param_groups)) for key, name in names.items()
+        }
+        # Of some groups this rank may hold nothing.
+        others = {position: param_groups[position] for position in set(group_position.values()) - set(groups)}
+        # A rank may hold nothing at all; it works on the type and device of the others all the same.
+        device, dtype = device_and_dtype(tensors or list(table.parameters.values()))
+        spec = [self._states_of(entry.info, entry.route, groups[positions[entry.shard.tensor]]) for entry in entries]
+        blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
+        infos = {key: table.catalog[name][0] for key, name in names.items()}
+        routes = {key: table.routes[name] for key, name in names.items()}
+        key_tensors = {} if tensor_of is None else {key: tensor_of[name] for key, name in names.items()}
+        everywhere = {**others, **groups}
+        coded = {
+            key: [n for n, kept in self._states_of(infos[key], routes[key], everywhere[at]).items() if is_coded(kept)]
+            for key, at in group_position.items()
+        }
+        of_empty = self.states_of_empty(tensors, entries, tensor_of or {}, groups, positions)
+        step_groups = self._spec.step_groups
+        step_group = {
+            key: step_groups.place(group_position[key], step_groups.scale(info.own_name)) for key, info in infos.items()
+        }
+        for key, parts in blocks.items():
+            for block in parts:
+                own = block.key(key)
+                infos[own], routes[own] = block_info(infos[key], block, own), routes[key]
+                group_position[own], step_group[own] = group_position[key], step_group[key]
+                if tensor_of is not None:
+                    key_tensors[own] = key_tensors[key]
+            del infos[key], routes[key], group_position[key], step_group[key]
+        return StepUnit(
+            tensors=tensors,
+            tensor_groups=[content.group for content in contents],
+            positions=positions,
+            planned_groups={position: dict(group) for position, group in (others | dict(groups)).items()},
+            stored=layout,
+            layout=in_blocks(layout, blocks),
+            stored_entries=entries,
+            entries=entries_of_blocks(entries, blocks, infos, routes),
+            states=ElementStates(tensors, entries if tensors else [], spec, dtype, of_empty),
+            key_tensors=key_tensors,
+            infos=infos,
+            routes=routes,
+            group_position=group_position,
+            step_group=step_group,
+            device=device,
+            dtype=dtype,
+            sum_all=self._spec.sums_cover_fallback,
+            cautious=step_groups.cautious,
+            coded=coded,
+            stochastic=self._spec.rounds_stochastically,
+        )
+
+    def _states_of(self, info: ParameterInfo, route: Route, group: Mapping[str, Any]) -> StateTypes:
+        return self._table.element_states(info, route.rule, group)
+
+    def _refuse_other_parameters(
+        self, source: LayoutSource, tensors: Sequence[Tensor], ranks: dist.ProcessGroup | None
+    ) -> None:
+        """Say which parameters not all ranks have, where each must have a tensor of all; a collective then."""
+        if not source.missing_alike:
+            return
+        own = {str(source.name_of(tensor)): self._sign_of_copy(tensor) for tensor in tensors}
+        everyone = gather_together(lambda: own, ranks)
+        names = [set(theirs) for theirs in everyone]
+        odd = sorted(set().union(*names) - names[0].intersection(*names))
+        if odd:
+            without = [rank for rank, theirs in enumerate(names) if odd[0] not in theirs]
+            raise LayoutError(
+                f"the optimizers of ranks {without} have no '{odd[0]}', which others have; build it from the same "
+                "parameters on all ranks that share a mesh"
+            )
+        for name in own:
+            other = [rank for rank, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
+            if other:
+                raise LayoutError(
+                    f"the parameter '{name}' is no DTensor, and its values on ranks {other} differ from those on the "
+                    "first: it must be a copy on all ranks that share a mesh; broadcast it, or, if each rank has its "
+                    "own (as with experts), make it a DTensor with Shard(0) on a mesh of these ranks"
+                )
+        self._compared = True
+
+    def _sign_of_copy(self, tensor: Tensor) -> str:
+        """What all ranks' copies have in common before the first step; "" for others."""
+        if self._compared or is_sharded(tensor) or tensor.is_meta:
+            return ""
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()
+
+    def states_of_empty(
+        self,
+        tensors: Sequence[Tensor],
+        entries: Sequence[Entry],
+        tensor_of: Mapping[str, int],
+        groups: Mapping[int, Mapping[str, Any]],
+        positions: Sequence[int],
+    ) -> dict[int, StateTypes]:
+        """What is kept of sharded tensors of which this rank has an empty part: all ranks have the same states."""
+        held = {entry.shard.tensor for entry in entries}
+        found = {}
+        for name, index in tensor_of.items():
+            if index not in held and is_sharded(tensors[index]):
+                info, rule = self._table.catalog[name][0], self._table.routes[name].rule
+                found[index] = self._table.element_states(info, rule, groups[positions[index]])
+        return found
+
+    def _is_cut(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the layout has blocks in a parameter's place; not if another rank stores it in another shape."""
+        table = self._table
+        if name not in table.blocks or table.routes[name].rule != "matrix":
+            return False
+        return self._spec.owns_blocks and tuple(shape) == table.catalog[name][0].matrix_shape
+
+
+def _position(group: int, position_of: Mapping[int, int], count: int) -> int:
+    """Where a constructor's group is in ``param_groups`` now; this rank may hold none of its tensors."""
+    return position_of.get(group, group if group < count else 0)
+
+
+def device_and_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
+    """Where a step on tensors computes, and in which type.
+
+    Raises:
+        RuntimeError: They lie on several devices.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"the parameters of one step lie on {sorted(map(str, devices))}; use one optimizer per device."
+        )
+    return (devices.pop() if devices else torch.device("cpu")), dtype_of(tensors)
+
+
+def dtype_of(tensors: Iterable[Tensor]) -> torch.dtype:
+    """In which type a step on tensors computes."""
+    wide = (torch.float64, torch.complex128)
+    return torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32

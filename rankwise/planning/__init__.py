@@ -1,1 +1,0 @@
-"""What a step works on, planned once: parameters and their rules, units, owners, and where states lie."""

@@ -1,0 +1,334 @@
+"""Whether saved states are those of an optimizer's parameters: compared before any of them is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankwise.kernels.low_precision_runs import is_coded
+from rankwise.layout.agreement import gather_together
+from rankwise.layout.layout_source import LayoutSource
+from rankwise.plan.checkpoint_mismatch import MisfitError, check_shape, refuse_strange
+from rankwise.plan.planner import Planned, Planner
+from rankwise.saving.old_checkpoints import with_replaced
+from rankwise.saving.states_by_parameter import (
+    COUNT,
+    RECORD,
+    WITH_STATES,
+    extras_of,
+    matrices_of,
+    steps_taken,
+    without_matrices,
+)
+from rankwise.states.group_values import GroupValues
+from rankwise.states.matrix_states import MatrixState
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.packed_states import packed_in
+from rankwise.states.param_remainders import REMAINDER
+from rankwise.states.parameter_table import Groups, ParameterTable
+
+__all__ = ["WRITTEN_BY", "CheckpointFit", "in_order_of", "same_groups", "this_rank"]
+
+Names = Sequence[Sequence[str | None]]
+"""Names of the parameters of each param group, in order; None where it is not known."""
+WRITTEN_BY = "written_by"
+"""Key of a dictionary that has parts of parameters: the rank that wrote it, and the number of ranks."""
+_TORCHS = frozenset({"foreach", "maximize", "differentiable", "adjust_lr_fn"})
+
+
+def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are as many groups of as many parameters; torch itself refuses anything else."""
+    return [len(group["params"]) for group in state_dict["param_groups"]] == [len(group["params"]) for group in groups]
+
+
+def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
+    """A state dictionary with the parameters of each group in another order.
+
+    torch matches element states by position alone, which is right only if both sides list their parameters alike.
+
+    Args:
+        owner: Owner of the message: the optimizer.
+        state_dict: With as many groups of as many parameters as ``ours``.
+        ours: The names to put them in the order of.
+
+    Returns:
+        The dictionary with its own order where names are not known, or are other ones altogether: as in torch the place
+        counts then, for the states of matrices too, which are kept by name.
+
+    Raises:
+        MisfitError: The names show that the parameters are not the same ones.
+    """
+    result = dict(state_dict)
+    theirs = _saved_names(state_dict)
+    known = [name for names in (*ours, *theirs) for name in names]
+    if None in known or [list(names) for names in ours] == theirs:
+        return result
+    place = {name: (group, index) for group, names in enumerate(theirs) for index, name in enumerate(names)}
+    mine = {name: (group, index) for group, names in enumerate(ours) for index, name in enumerate(names)}
+    if any(set(names) != set(saved) for names, saved in zip(ours, theirs, strict=True)):
+        moved = next((name for name in mine if name in place and place[name] != mine[name]), None)
+        if moved is not None:
+            raise MisfitError(
+                f"{owner}: the checkpoint's parameters are invalid: they must be this optimizer's, in its groups, but "
+                f"{moved!r} is number {place[moved][1]} of group {place[moved][0]} there and number {mine[moved][1]} "
+                f"of group {mine[moved][0]} here; build the optimizer from the same named parameters in the same groups"
+            )
+        names_here = {name: ours[group][index] for name, (group, index) in place.items()}
+        result["matrix_states"] = _renamed(state_dict.get("matrix_states", {}), names_here)
+        return result
+    result["param_groups"] = [
+        _reordered(group, [place[name][1] for name in names])
+        for group, names in zip(state_dict["param_groups"], ours, strict=True)
+    ]
+    return result
+
+
+def _renamed(states: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """States by other names; those of one matrix of a stack have its place in brackets behind the name."""
+    found = {}
+    for key, state in states.items():
+        name = key
+        while name and name not in names:
+            name = name.rpartition("[")[0]
+        found[names[name] + key[len(name) :] if name else key] = state
+    return found
+
+
+def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    lists = {name: group[name] for name in ("params", "param_names") if len(group.get(name) or ()) == len(order)}
+    return {**group, **{name: [values[index] for index in order] for name, values in lists.items()}}
+
+
+def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
+    if "layout" not in state_dict and any(RECORD in group for group in state_dict["param_groups"]):
+        # torch's functions have put ours in the order of this optimizer, and left the saved list of names as it was.
+        return [[None] * len(group["params"]) for group in state_dict["param_groups"]]
+    found: list[list[str | None]] = []
+    records: Iterator[Mapping[str, Any]] = iter(state_dict.get("layout", ()))
+    for group in state_dict["param_groups"]:
+        count = len(group["params"])
+        recorded = [next(records, {}).get("name") for _ in range(count)]
+        listed = list(group.get("param_names") or ())
+        # Of checkpoints that were written before the layout had names.
+        found.append(listed if None in recorded and len(listed) == count else recorded)
+    return found
+
+
+class CheckpointFit:
+    """Whether a state dictionary is one of this optimizer's.
+
+    Args:
+        spec: The states that rules keep.
+        values: The options of groups.
+        table: The parameters and their rules.
+        planner: The units, whose owners expect states of their matrices.
+    """
+
+    def __init__(self, spec: OptimizerSpec, values: GroupValues, table: ParameterTable, planner: Planner) -> None:
+        self._spec, self._values, self._table, self._planner = spec, values, table, planner
+
+    def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
+        """A dictionary as this optimizer would have written it; a collective where ranks have parts of parameters.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            state_dict: State dict of any optimizer.
+            groups: This one's.
+
+        Raises:
+            ValueError: Another optimizer has written it, or for other parameters, or another rank.
+        """
+        _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
+        state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
+        self._refuse_foreign(state_dict)
+        if same_groups(state_dict, groups):
+            names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
+            state_dict = self._with_matrices(in_order_of(self._spec.identity, state_dict, names), names)
+            self._refuse_unknown_matrices(state_dict)
+            state_dict["state"] = self._with_present_states(state_dict, groups)
+            self._refuse_misfits(optimizer, state_dict, groups)
+            state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
+        return state_dict
+
+    def _with_matrices(self, state_dict: dict[str, Any], names: Names) -> dict[str, Any]:
+        """With the states of matrices beside those of parameters, which may stand among these."""
+        states = dict(state_dict["state"])
+        found: dict[str, MatrixState] = {}
+        for own, group in zip(names, state_dict["param_groups"], strict=True):
+            for name, key in zip(own, group["params"], strict=True):
+                found |= matrices_of(str(name), states.get(key, {}))
+                if key in states:
+                    states[key] = without_matrices(states[key])
+        return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
+
+    def _with_present_states(self, state_dict: Mapping[str, Any], present: Groups) -> dict[Any, Any]:
+        """States by parameter, in the place of those of earlier versions what has replaced them since."""
+        found, layout = dict(state_dict["state"]), state_dict.get("layout")
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            merged = {**group, **{key: value for key, value in saved.items() if key != "params"}}
+            for key in saved["params"]:
+                if key in found:
+                    record = None if layout is None else layout[key]
+                    found[key] = with_replaced(self._spec, found[key], record, merged)
+        return found
+
+    def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a dictionary that is not one of this optimizer's.
+
+        Args:
+            state_dict: As ``optimizer.state_dict()`` returned it, somewhere.
+
+        Raises:
+            ValueError: Another optimizer has written it, or it has states or parameters that this one has not.
+        """
+        self._refuse_foreign(state_dict)
+        self._refuse_unknown_matrices(state_dict)
+
+    def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        ours = self._spec.identity
+        theirs = state_dict.get("rankwise")
+        if theirs not in (None, ours):
+            raise ValueError(
+                f"{ours}: the checkpoint's rankwise={theirs!r} is invalid: it names the optimizer that wrote it, "
+                f"which must be {ours!r}; load it into that one, or load the weights alone"
+            )
+        if theirs is None and not self._have_matrices(state_dict):
+            # Put together by others: what belongs to no parameter is lost.
+            if not all(map(self._is_ours, state_dict["param_groups"])):
+                raise ValueError(self._refusal_of_others())
+            if self._spec.matrix_state_names and state_dict["state"]:
+                raise ValueError(self._refusal_of_lost())
+        if theirs == ours and state_dict.get(COUNT) == 0 and steps_taken(state_dict["state"]):
+            # torch has filled a dictionary of this optimizer, which was fresh, with states of the same names.
+            raise ValueError(self._refusal_of_others())
+        if theirs == ours and state_dict.get(WITH_STATES) and not self._have_matrices(state_dict):
+            raise ValueError(self._refusal_of_lost())
+
+    def _is_ours(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group has our options, and none that only torch's own optimizers have."""
+        return set(self._spec.group_options) <= set(group) and _TORCHS.isdisjoint(group)
+
+    @staticmethod
+    def _have_matrices(state_dict: Mapping[str, Any]) -> bool:
+        return "matrix_states" in state_dict or any(matrices_of("", state) for state in state_dict["state"].values())
+
+    def _refusal_of_lost(self) -> str:
+        spec = self._spec
+        return (
+            f"{spec.identity}: the state dictionary has lost its matrix states "
+            f"({', '.join(spec.matrix_state_names)}), which are stored among a parameter's states as 'matrix.<name>'; "
+            "save all that optimizer.state_dict() returns, and load a flattened dictionary into a new optimizer"
+        )
+
+    def _refusal_of_others(self) -> str:
+        return (
+            f"{self._spec.identity}: the state dictionary was written by another optimizer than rankwise's, "
+            "torch.optim.AdamW for example, whose states mean something else; "
+            "load it into that one, or go on from it with continue_from(), which keeps what means the same and starts "
+            "the other states afresh"
+        )
+
+    def _refuse_unknown_matrices(self, state_dict: Mapping[str, Any]) -> None:
+        ours, names = self._spec.identity, self._spec.matrix_state_names
+        for key, state in state_dict.get("matrix_states", {}).items():
+            if self._table.base_name(key) not in self._table.catalog:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states has {key!r}, which is invalid: it must be the name of one "
+                    f"of this optimizer's parameters ({', '.join(list(self._table.catalog)[:3])}, ...); build the "
+                    "optimizer from the same named parameters"
+                )
+            unknown = sorted(name for name in state if name.partition("[")[0] not in names)
+            if unknown:
+                raise ValueError(
+                    f"{ours}: the checkpoint's matrix_states[{key!r}] has {unknown[0]!r}, which is invalid: it must be "
+                    f"one of {', '.join(names) or 'none'}; load it with the version that wrote it"
+                )
+
+    def _refuse_misfits(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
+        """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
+        spec = self._spec
+        matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
+        groups = []
+        for group, saved in zip(present, state_dict["param_groups"], strict=True):
+            groups.append({**group, **{key: value for key, value in saved.items() if key != "params"}})
+            for tensor, key in zip(group["params"], saved["params"], strict=True):
+                states = state_dict["state"].get(key)
+                if states:
+                    record = state_dict["layout"][key] if "layout" in state_dict else {}
+                    self._refuse_misfit(present, tensor, states, groups[-1], record)
+        for key, states in matrices.items():
+            info, (_, position) = self._table.matrix_info(key), self._table.catalog[self._table.base_name(key)]
+            # Slices of a matrix are compared with what their owner expects.
+            if info is not None and position < len(groups):
+                for state, shapes in spec.matrix_state_shapes(info, groups[position]).items():
+                    if state in states:
+                        check_shape(spec.identity, key, state, states[state].shape, shapes)
+        if spec.structures_of(groups) == spec.structures_of(present):
+            for unit in self._planner.units.values():
+                refuse_strange(spec.identity, unit, matrices, optimizer.step_costs(unit).matrix_state)
+
+    def _refuse_misfit(
+        self,
+        groups: Groups,
+        tensor: Tensor,
+        states: Mapping[str, Any],
+        group: Mapping[str, Any],
+        record: Mapping[str, Any],
+    ) -> None:
+        try:
+            self._planner.source.contents(tensor)
+        except (LookupError, RuntimeError):
+            return  # the step will say what is wrong
+        owner = self._spec.identity
+        # Shapes depend on no type.
+        content, kept = self._planner.kept_in(groups, tensor, group, torch.float32)
+        whole = self._planner.name_of(tensor)
+        key = whole or ", ".join(part.name for part in content.slices[:3])
+        for name, shape in kept.shapes(0).items():
+            if name in states:
+                check_shape(owner, key, name, self._opened_shape(key, name, states[name], record), [shape])
+            elif whole is not None and "step" in states and name not in (REMAINDER, *self._spec.optional_states):
+                raise MisfitError(
+                    f"{owner}: the checkpoint's states of {key!r} are invalid: they must include {name!r}, as "
+                    f"this optimizer's options say, but are {', '.join(map(repr, states))}; build it with the options "
+                    "that the checkpoint was saved with, or load the weights alone"
+                )
+
+    def _opened_shape(self, key: str, name: str, state: Tensor, record: Mapping[str, Any]) -> Sequence[int]:
+        """The shape of a saved state, when opened."""
+        packed = packed_in(record, name)
+        if is_coded(state.dtype) if packed is None else not packed[0].fits(state):
+            raise MisfitError(
+                f"{self._spec.identity}: the state {name!r} of {key!r} is in codes that the dictionary does not "
+                "explain: 'layout' must be in it as it was saved; save all that optimizer.state_dict() returns"
+            )
+        return state.shape if packed is None else packed[1]
+
+
+def this_rank() -> list[int]:
+    """This rank and the number of ranks."""
+    return [dist.get_rank(), dist.get_world_size()] if dist.is_initialized() else [0, 1]
+
+
+def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: LayoutSource) -> None:
+    """Parts of parameters say nothing of their place, so that they must return to their rank.
+
+    A collective where the parameters are parts too; refuses on all ranks, if one of them has another one's parts.
+    """
+    written = state_dict.get(WRITTEN_BY)
+    if written is not None:
+        source.connect()
+        gather_together(lambda: _refuse(owner, list(written)), source.group)
+
+
+def _refuse(owner: str, written: list[int]) -> None:
+    if written != this_rank():
+        raise ValueError(
+            f"{owner}: the state dictionary is invalid here, because rank {written[0]} of {written[1]} wrote it: with "
+            "parts of parameters that rank must load it, but this is rank {} of {}; ".format(*this_rank())
+            + "save with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+        )

@@ -1,0 +1,458 @@
+"""Saving and restoring an optimizer, and taking over states that another layout has saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.layout.agreement import gather_together
+from rankwise.layout.dtensors import cut_as, is_sharded
+from rankwise.plan.checkpoint_mismatch import refuse_strange
+from rankwise.plan.planner import Planned, Planner
+from rankwise.plan.step_unit import StepUnit
+from rankwise.plan.unit_builder import dtype_of
+from rankwise.saving.adamw_states import AdamWStates
+from rankwise.saving.changed_blocks import ChangedBlocks
+from rankwise.saving.checkpoint_fit import WRITTEN_BY, CheckpointFit, this_rank
+from rankwise.saving.shared_matrices import cut_evenly, owned_parts, whole_states
+from rankwise.saving.states_by_parameter import (
+    MATRIX,
+    RECORD,
+    asked_by_torch,
+    record_texts,
+    steps_taken,
+    under_parameters,
+    without_matrices,
+)
+from rankwise.states.element_states import ElementStates, States, StateTypes
+from rankwise.states.group_values import GroupValues
+from rankwise.states.matrix_states import MatrixState, MatrixStates, kept_by
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.packed_states import may_be_packed, packed_in
+from rankwise.states.param_remainders import NARROW, REMAINDER, fit_to_travel
+from rankwise.states.parameter_table import Groups, ParameterTable
+
+__all__ = ["SavedStates"]
+
+logger = logging.getLogger(__name__)
+
+
+class SavedStates:
+    """The part of an optimizer that outlives the process.
+
+    Args:
+        spec: The states that rules keep.
+        values: The options of groups.
+        table: The parameters and their rules.
+        planner: The units, in whose layout states are stored.
+        matrix_states: The optimizer's.
+
+    Attributes:
+        fit: Judges dictionaries before anything of them is taken over.
+        succession: Translates the states of other optimizers.
+        carrier: Knows what of them goes on where weights are divided otherwise.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        values: GroupValues,
+        table: ParameterTable,
+        planner: Planner,
+        matrix_states: MatrixStates,
+    ) -> None:
+        self._spec, self._table = spec, table
+        self._planner, self._matrix_states = planner, matrix_states
+        self._consolidated: dict[str, MatrixState] | None = None
+        self._waiting: dict[str, MatrixState] = {}
+        self._told_of_lost_bits = False
+        self.carrier = ChangedBlocks(spec, table)
+        self.fit = CheckpointFit(spec, values, table, planner)
+        self.succession = AdamWStates(spec, table, planner)
+
+    # --- dictionaries -------------------------------------------------------------------------------------------
+
+    def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+        """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike.
+
+        Args:
+            result: Torch's own, as it is to be saved.
+            groups: The optimizer's.
+        """
+        matrices = self._collected() if self._consolidated is None else self._consolidated
+        # Ranks that miss gradients alike have parts of parameters.
+        parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
+        return {
+            "matrix_states": {key: dict(state) for key, state in matrices.items()},
+            "rankwise": self._spec.identity,
+            "layout": self._layout_records(result, groups),
+            **parts,
+        }
+
+    def under_parameters(
+        self, result: Mapping[str, Any], groups: Groups, matrices: Mapping[str, MatrixState], extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A dictionary of torch's with everything in states and groups; see :mod:`rankwise.saving.states_by_parameter`.
+
+        Args:
+            result: The dictionary.
+            groups: The optimizer's.
+            matrices: Matrices of all matrices that this rank knows.
+            extra: What belongs to no parameter.
+        """
+        found = under_parameters(matrices, {key: self._table.base_name(key) for key in matrices})
+        state = {key: without_matrices(own) for key, own in result["state"].items()}
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        for group in groups:
+            for tensor in group["params"]:
+                key, own = next(keys), found.get(str(self._planner.name_of(tensor)))
+                if own and key in state:
+                    state[key] |= own
+        # Some rules keep nothing of a matrix.
+        with_states = sum(map(bool, matrices.values()))
+        texts = record_texts(self._spec.identity, with_states, steps_taken(state), extra, groups)
+        saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
+        return {**result, "state": state, "param_groups": saved}
+
+    def mark(self, groups: Sequence[dict[str, Any]], states: States, states_too: bool = True) -> None:
+        """Say in living groups and states that a checkpoint has more of them: torch asks for no other names.
+
+        Args:
+            groups: The optimizer's param groups.
+            states: Its element states.
+            states_too: Whether to mark states: once torch's functions have shown up, or where ranks have parts of
+                parameters, which nothing else saves.
+        """
+        if not self._planner.is_plain:
+            return
+        for group in groups:
+            group[RECORD] = ""
+            for tensor in group["params"] if states_too and self._spec.matrix_state_names else ():
+                if tensor in states:
+                    states[tensor].setdefault(MATRIX, {})
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks have parts of parameters as torch's sharded tensors, and share the matrix states."""
+        source = self._planner.source
+        return source.mesh() is not None and len(self._spec.matrix_state_names) > 0
+
+    def shared_matrices(self, optimizer: Planned) -> dict[str, MatrixState]:
+        """The states of all ranks, of each of which this rank has a part; a collective."""
+        if self._waiting:
+            return self._waiting
+        present, mesh = self._matrix_states.everything(), self._planner.source.mesh()
+        found: dict[str, MatrixState] = {}
+        for unit in self._planner.units.values():
+            for key, name, whole in whole_states(unit, optimizer.step_costs(unit), present):
+                found.setdefault(key, {})[name] = cut_evenly(whole, mesh)
+        return found
+
+    def deliver(self, optimizer: Planned) -> None:
+        """Give the states of a dictionary, of which every rank has parts, to their owners, which are known by now."""
+        if not self._waiting:
+            return
+        own: dict[str, MatrixState] = {}
+        for unit in self._planner.units.values():
+            own |= owned_parts(self._spec.identity, unit, optimizer.step_costs(unit), self._waiting)
+        self._matrix_states.load(own)
+        self._waiting = {}
+
+    def as_saved(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
+        """What a dictionary of torch's has of states: packed ones as they are, which the layout's records explain.
+
+        They are opened where nobody reads these records: in torch's sharded tensors, whose parts any mesh may ask for,
+        and for torch's checkpoint functions, which take states and groups alone. What torch may send is made fit to
+        travel.
+        """
+        found = dict(result["state"])
+        everywhere = self._planner.is_plain and asked_by_torch()
+        opened = self._opener(groups)
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        for group in groups:
+            for tensor in group["params"]:
+                key, state = next(keys), states.get(tensor, {})
+                if (everywhere or is_sharded(tensor)) and key in found:
+                    found[key] = found[key] | opened(tensor, group, state)
+                if REMAINDER in state and self._planner.is_plain:
+                    found[key] = {**found[key], REMAINDER: fit_to_travel(state[REMAINDER])}
+        return found
+
+    def opened(self, groups: Groups, states: States) -> dict[Tensor, dict[str, Any]]:
+        """All states, with new ones in the place of those that are packed."""
+        opened = self._opener(groups)
+        own = ((tensor, group, states.get(tensor, {})) for group in groups for tensor in group["params"])
+        return {tensor: {**state, **opened(tensor, group, state)} for tensor, group, state in own}
+
+    def _opener(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
+        """What opens the packed ones among a tensor's states."""
+        planned, computed = self._places(), _computed(groups)
+
+        def opened(tensor: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+            packed = {name: value for name, value in state.items() if may_be_packed(value)}
+            if not packed:
+                return packed
+            unit, index = planned.get(id(tensor), (None, 0))
+            kept = self._planner.kept_in(groups, tensor, group, computed)[1] if unit is None else unit.states
+            return {name: kept.opened(index, name, value) for name, value in packed.items()}
+
+        return opened
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have states of parameters that this one has, and they are not consolidated."""
+        source = self._planner.source
+        shared = source.saved_by_some and source.group is not None and source.group.size() > 1
+        return shared and self._consolidated is None
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether one rank alone may ask for the states of all."""
+        return self._consolidated is not None
+
+    def consolidate(self) -> None:
+        """Keep the matrix states of all ranks, until the next step; a collective."""
+        self._consolidated = self._collected()
+
+    def forget_consolidated(self) -> None:
+        """They are not the present ones any more."""
+        self._consolidated = None
+
+    def _collected(self) -> dict[str, MatrixState]:
+        """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
+        states, planner = self._waiting or self._matrix_states.everything(), self._planner
+        if not planner.source.saved_by_some or planner.source.group is None:
+            return dict(states)
+        mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
+        kept = {place: states[place[0]][place[1]] for place in kept_by(planner.owner_of, planner.rank, states)}
+        parts = gather_together(lambda: (mine, kept), planner.source.group)
+        found = {key: dict(state) for theirs, _ in reversed(parts) for key, state in theirs.items()}
+        for _, theirs in parts:
+            for (key, name), value in theirs.items():
+                # What the owner has, too, is what counts.
+                found.setdefault(key, {}).setdefault(name, value)
+        return found
+
+    def _places(self) -> dict[int, tuple[StepUnit, int]]:
+        """By the identity of a tensor, the unit that it is planned in and its index there."""
+        units = self._planner.units.values()
+        return {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+
+    def _layout_records(self, result: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
+        """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
+        planned, computed = self._places(), _computed(groups)
+        keys = (key for group in result["param_groups"] for key in group["params"])
+        return [
+            self._layout_record(groups, tensor, group, result["state"].get(next(keys)), planned, computed)
+            for group in groups
+            for tensor in group["params"]
+        ]
+
+    def _layout_record(
+        self,
+        groups: Groups,
+        tensor: Tensor,
+        group: Mapping[str, Any],
+        state: Mapping[str, Any] | None,
+        planned: Mapping[int, tuple[StepUnit, int]],
+        computed: torch.dtype,
+    ) -> dict[str, Any]:
+        held = {name: value for name, value in (state or {}).items() if name not in ("step", MATRIX)}
+        name = self._planner.name_of(tensor)
+        own = {} if name is None else {"name": name}
+        if id(tensor) in planned:
+            unit, index = planned[id(tensor)]
+            return {"group": unit.tensor_groups[index], **unit.states.record(held, index), **own}
+        if state is None:
+            return {"group": 0, "runs": [], "states": {}, **own}
+        # States were loaded and no step has planned since.
+        content, kept = self._planner.kept_in(groups, tensor, group, computed)
+        return {"group": content.group, **kept.record(held, 0), **own}
+
+    # --- taking over --------------------------------------------------------------------------------------------
+
+    def restore(self, state_dict: Mapping[str, Any], groups: Groups, states: States) -> None:
+        """Finish what torch has begun: the states.
+
+        Args:
+            state_dict: See :meth:`CheckpointFit.fitted`.
+            groups: Loaded.
+            states: Emptied by torch, which would cast and copy all of them to the types of the parameters.
+        """
+        computed = _computed(groups)
+        saved_ids = (key for group in state_dict["param_groups"] for key in group["params"])
+        own = ((tensor, group) for group in groups for tensor in group["params"])
+        for key, (tensor, group) in zip(saved_ids, own, strict=True):
+            saved = state_dict["state"].get(key)
+            if saved is not None:
+                record = state_dict["layout"][key] if "layout" in state_dict else None
+                self._restore(tensor, saved, record, states, groups, group, computed)
+
+    def _restore(
+        self,
+        tensor: Tensor,
+        saved: Mapping[str, Any],
+        record: Mapping[str, Any] | None,
+        states: States,
+        groups: Groups,
+        group: Mapping[str, Any],
+        computed: torch.dtype,
+    ) -> None:
+        """Copies of a tensor's states; the count, too, is advanced in place."""
+        kept: ElementStates | None = None
+        for name, value in saved.items():
+            if name == "step" and not isinstance(value, Tensor):
+                value = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+            packed = None if record is None else packed_in(record, name)
+            if name == REMAINDER and not self._keeps_remainder(tensor):
+                self._tell_of_lost_bits()
+            elif packed is not None:
+                try:
+                    kept = kept or self._planner.kept_in(groups, tensor, group, computed)[1]
+                except (LookupError, RuntimeError):
+                    # The framework's weights are not those of its copies yet, but its layout is the one that was saved.
+                    alike = self._spec.asked_type(name) == "int8"
+                    own = value if alike else packed[0].opened(value, packed[1])
+                    states[tensor][name] = own.to(device=tensor.device, copy=alike)
+                else:
+                    states[tensor][name] = kept.taken(0, name, value, packed[0])
+            elif isinstance(value, Tensor):
+                device = self._spec.count_device(tensor) if name == "step" else tensor.device
+                value = value if name == "step" else cut_as(value, tensor)
+                states[tensor][name] = value.to(device=device, copy=True)
+            else:
+                states[tensor][name] = value
+
+    def _keeps_remainder(self, tensor: Tensor) -> bool:
+        return self._spec.options.store_param_remainders and tensor.dtype is NARROW
+
+    def _tell_of_lost_bits(self) -> None:
+        if not self._told_of_lost_bits and self._planner.rank == 0:
+            logger.warning(
+                "%s: the checkpoint has the 16 bits that its weights in bfloat16 lack, which this optimizer does not "
+                "keep: weights go on rounded. store_param_remainders=True and a model in bfloat16 keep them.",
+                self._spec.name,
+            )
+        self._told_of_lost_bits = True
+
+    def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the matrix states of a dictionary."""
+        self.forget_consolidated()
+        saved = self.carrier.carried(state_dict.get("matrix_states", {}))
+        copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
+        # Slices of a matrix are made of the whole, and parts go to owners, once these are known.
+        self._waiting = copies if self._planner.source.missing_alike else {}
+        self._matrix_states.load({} if self._waiting else copies)
+
+    def adopt_groups(self, groups: Sequence[dict[str, Any]], saved: Groups) -> None:
+        """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some.
+
+        Args:
+            groups: The optimizer's, changed in place.
+            saved: The checkpoint's.
+        """
+        before = self._spec.structures_of(groups)
+        for group, theirs in zip(groups, saved, strict=True):
+            group.update({name: value for name, value in theirs.items() if name != "params"})
+        if self._spec.structures_of(groups) != before:
+            self._planner.route_again(groups)
+
+    def forget(self, states: dict[Tensor, Any]) -> None:
+        """Drop all states, but what weights lack: the next step is a first one."""
+        self.forget_consolidated()
+        self._waiting = {}
+        for unit in self._planner.units.values():
+            for tensor in unit.tensors:
+                own = states.pop(tensor, {})
+                if REMAINDER in own:
+                    states[tensor] = {REMAINDER: own[REMAINDER]}
+        self._matrix_states.forget()
+
+    def adopt(
+        self,
+        optimizer: Planned,
+        states: States,
+        matrix_states: Mapping[str, MatrixState],
+        steps: Mapping[int, Tensor],
+    ) -> None:
+        """Take over matrix states and step counts by group from another layout's checkpoint.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            states: Its element states.
+            matrix_states: By matrix.
+            steps: By the position of a group.
+
+        Raises:
+            MisfitError: A state is not of the shape of its matrix; nothing has changed then.
+        """
+        self.forget_consolidated()
+        units = list(self._planner.units.values())
+        matrix_states = self.carrier.carried(matrix_states)
+        self.refuse_misfits(optimizer, matrix_states)
+        device = next((unit.device for unit in units), torch.device("cpu"))
+        self._matrix_states.load(
+            {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
+        )
+        for unit in units:
+            for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
+                step = steps.get(group_index)
+                if step is not None:
+                    states[tensor]["step"] = step.to(device=self._spec.count_device(tensor), copy=True)
+
+    def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
+        """Refuse states of other shapes than this rank's matrices have.
+
+        Args:
+            optimizer: Knows what its matrices begin with.
+            matrix_states: By matrix; their values do not matter.
+
+        Raises:
+            MisfitError: Names the first one.
+        """
+        for unit in self._planner.units.values():
+            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
+
+    # --- where states lie ---------------------------------------------------------------------------------------
+
+    def kept_states(self, groups: Groups, name: str) -> StateTypes:
+        """The element states that a parameter's rule keeps, the same on every rank.
+
+        Raises:
+            KeyError: The optimizer has no such parameter.
+        """
+        info, index = self._table.catalog[name]
+        return self._table.element_states(info, self._table.routes[name].rule, groups[index])
+
+    def stored_states(
+        self, groups: Groups, states: States, tensor: Tensor, name: str, state: str
+    ) -> list[tuple[int, Tensor]]:
+        """Where an element state of one parameter lies.
+
+        Args:
+            groups: The optimizer's.
+            states: Its element states.
+            tensor: A tensor of the param groups, stepped or loaded before.
+            name: A parameter.
+            state: One of its :meth:`kept_states`.
+
+        Returns:
+            The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.
+        """
+        place = self._planner.place_of(tensor)
+        if place is not None:
+            unit, index = place
+            return unit.states.of_parameter(states, index, name, state)
+        # States were loaded and no step has planned since.
+        group = groups[self._planner.source.contents(tensor).group]
+        _, kept = self._planner.kept_in(groups, tensor, group, _computed(groups))
+        return kept.of_parameter(states, 0, name, state)
+
+
+def _computed(groups: Groups) -> torch.dtype:
+    """In which type steps compute."""
+    return dtype_of(tensor for group in groups for tensor in group["params"])

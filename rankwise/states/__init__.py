@@ -1,0 +1,1 @@
+"""What optimizers keep of parameters: which states, in which types and groups, and where they lie."""

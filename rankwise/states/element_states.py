@@ -1,0 +1,469 @@
+"""Where per-element states lie in the tensors that store them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.graphs import refuse_capture
+from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
+from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
+from rankwise.layout.dtensors import PLAIN, is_sharded, local_view, sharded_like
+from rankwise.layout.layout_source import real_view
+from rankwise.states.entries import Entry, PlannedEntries
+from rankwise.states.packed_states import PackedLayout, PackedValues, StateRun
+
+__all__ = ["CodesPlan", "ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
+
+StateTypes = Mapping[str, torch.dtype | None]
+"""Type of every element state by name, in codes or wider; None is that of the computation."""
+
+States = Mapping[Tensor, dict[str, Any]]
+"""``Optimizer.state``: handed in at every call, because loading a checkpoint replaces it."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it.
+
+    Attributes:
+        dtype: Its type; of one that is packed, when it is opened.
+        compact_numel: Elements of a compact state, else None.
+        numel: Elements of the state, compact or not.
+        offsets: Where the entries' parts begin, by their index.
+        packed: How it is kept in codes, or in several types; else None.
+    """
+
+    dtype: torch.dtype
+    compact_numel: int | None
+    numel: int
+    offsets: Mapping[int, int]
+    packed: PackedLayout | None = None
+
+
+def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[StateRun], kept: torch.dtype) -> _Slot:
+    """The slot of a state; of no run, of a type."""
+    # What is decided for a parameter is decided wherever it is stored: one tensor may keep several types.
+    types = list(dict.fromkeys(run.dtype for run in runs)) or [kept]
+    narrowest = min(types, key=lambda dtype: dtype.itemsize)
+    packed = PackedLayout(narrowest, numel, runs) if len(types) > 1 or is_coded(narrowest) else None
+    dtype = narrowest if packed is None else packed.opened_type
+    return _Slot(dtype, numel if compact else None, numel, offsets, packed)
+
+
+class EntryRuns(NamedTuple):
+    """Runs of entries.
+
+    Attributes:
+        tensors: Tensors of the unit, those that have any, in the order of the runs.
+        runs: In them.
+    """
+
+    tensors: tuple[int, ...]
+    runs: RunPlan
+
+
+class _StateRuns(NamedTuple):
+    """Runs of entries in a state.
+
+    Attributes:
+        tensors: Tensors of the unit, those that have any, in the order of the runs; one of several types may repeat.
+        types: As which type the packed ones are seen; None: they are not packed.
+        runs: In them.
+    """
+
+    tensors: tuple[int, ...]
+    types: tuple[torch.dtype | None, ...]
+    runs: RunPlan
+
+
+class CodesPlan(NamedTuple):
+    """Where the codes and exponents of parts of entries lie, in their order.
+
+    Attributes:
+        tensors: Tensors of the unit, those that have any, in the order of the parts.
+        codes: Index of every code in those states.
+        exponents: Index of every exponent in them.
+    """
+
+    tensors: tuple[int, ...]
+    codes: RunPlan
+    exponents: RunPlan
+
+
+def _runs_of_entries(
+    entries: Iterable[Entry],
+    first: Callable[[Entry], int],
+    kind: Callable[[Entry], torch.dtype | None] = lambda entry: None,
+) -> _StateRuns:
+    """Plan views of entries.
+
+    Args:
+        entries: In the order of the views.
+        first: Where the run of one begins in its flat tensor.
+        kind: The type that the tensor has where it begins there, if it has several.
+    """
+    tensors: list[tuple[int, torch.dtype | None]] = []
+    places: list[list[RunPlace]] = []
+    for entry in entries:
+        shard, own = entry.shard, kind(entry)
+        if not tensors or tensors[-1] != (shard.tensor, own):
+            tensors.append((shard.tensor, own))
+            places.append([])
+        places[-1].append(RunPlace(first(entry), shard.numel, shard.spread))
+    return _StateRuns(tuple(at for at, _ in tensors), tuple(own for _, own in tensors), RunPlan(places))
+
+
+def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
+    """Where entries lie in weights and gradients."""
+    planned = _runs_of_entries(entries, lambda entry: entry.shard.offset)
+    return EntryRuns(planned.tensors, planned.runs)
+
+
+class ElementStates:
+    """Allocates the element states of a unit's tensors and finds each entry's part of them.
+
+    Args:
+        tensors: The tensors of the unit.
+        entries: Its entries.
+        spec: For every entry, the states its rule keeps.
+        dtype: Type of the computation.
+        of_empty: The states that sharded tensors have of which this rank holds an empty part, by their index.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        entries: Sequence[Entry],
+        spec: Sequence[StateTypes],
+        dtype: torch.dtype,
+        of_empty: Mapping[int, StateTypes] | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self._sharded = any(map(is_sharded, tensors))
+        self._spec = spec
+        self._by_tensor: list[list[Entry]] = [[] for _ in tensors]
+        for entry in entries:
+            self._by_tensor[entry.shard.tensor].append(entry)
+        # By tensor, and by name of the state.
+        self._slots: list[dict[str, _Slot]] = [{} for _ in tensors]
+        self._dtype = dtype
+        for index, stored in enumerate(self._by_tensor):
+            for name in dict.fromkeys(name for entry in stored for name in spec[entry.index]):
+                numel = real_view(local_view(tensors[index])).numel()
+                self._slots[index][name] = self._slot(numel, stored, name)
+        self._empty = tuple(of_empty or ())
+        for index, states in (of_empty or {}).items():
+            for name, kept in states.items():
+                self._slots[index][name] = _slot(0, False, {}, (), dtype if kept is None else kept)
+
+    def _slot(self, full: int, stored: Sequence[Entry], name: str) -> _Slot:
+        users = [entry for entry in stored if name in self._spec[entry.index]]
+        offsets, position = {}, 0
+        compact = len(users) < len(stored)
+        for entry in users:
+            offsets[entry.index] = position if compact else entry.shard.offset
+            position += entry.shard.numel
+        runs = [
+            StateRun(offsets[entry.index], entry.shard.numel, entry.shard.start, self.type_of(name, entry))
+            for entry in users
+        ]
+        return _slot(position if compact else full, compact, offsets, runs, self._dtype)
+
+    def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
+        """Views of a state on some entries that keep it in no codes, see :class:`RunPlan`; allocated on first use."""
+        if isinstance(entries, PlannedEntries):
+            planned = entries.once(("state", name), partial(self._plan, name))
+        else:
+            planned = self._plan(name, entries)
+        return planned.runs.cut(
+            [
+                self._flat(states, index, name)
+                if kind is None
+                else PackedLayout.as_type(self._packed(states, index, name), kind)
+                for index, kind in zip(planned.tensors, planned.types, strict=True)
+            ]
+        )
+
+    def _plan(self, name: str, entries: Iterable[Entry]) -> _StateRuns:
+        def kind(entry: Entry) -> torch.dtype | None:
+            packed = self._slots[entry.shard.tensor][name].packed is not None
+            return self.type_of(name, entry if entry.stored is None else entry.stored) if packed else None
+
+        return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
+
+    def type_of(self, name: str, entry: Entry) -> torch.dtype:
+        """In which type a stored entry keeps a state: that of the codes, where it is kept in codes."""
+        return self._spec[entry.index][name] or self._dtype
+
+    def type_now(self, name: str, entry: Entry, state: Tensor) -> torch.dtype:
+        """In which type a stored entry's part of a state is at the moment: it may be opened."""
+        packed = self._slots[entry.shard.tensor][name].packed
+        return self.type_of(name, entry) if packed is not None and packed.fits(state) else state.dtype
+
+    def codes(self, states: States, name: str, plan: CodesPlan) -> tuple[RunViews, RunViews]:
+        """Codes and exponents of parts of entries that keep a state in codes; allocated on first use."""
+        kept = [self._packed(states, index, name) for index in plan.tensors]
+        return plan.codes.cut(kept), plan.exponents.cut([state.view(torch.int8) for state in kept])
+
+    def plan_codes(self, name: str, parts: Iterable[tuple[Entry, slice]]) -> CodesPlan:
+        """Where codes and exponents of parts of stored entries lie.
+
+        Args:
+            name: Name of the state.
+            parts: In the order of the tensors; each begins with a block, or where its entry does.
+        """
+        tensors: list[int] = []
+        codes: list[list[RunPlace]] = []
+        exponents: list[list[RunPlace]] = []
+        for entry, part in parts:
+            index, start = entry.shard.tensor, entry.shard.start
+            slot = self._slots[index][name]
+            assert slot.packed is not None
+            if not tensors or tensors[-1] != index:
+                tensors.append(index)
+                codes.append([])
+                exponents.append([])
+            offset, numel = slot.offsets[entry.index], part.stop - part.start
+            block = slot.packed.exponents[offset] + (start + part.start) // BLOCK - start // BLOCK
+            codes[-1].append(RunPlace(offset + part.start, numel))
+            exponents[-1].append(RunPlace(block, blocks_of(start + part.start, numel)))
+        return CodesPlan(tuple(tensors), RunPlan(codes), RunPlan(exponents))
+
+    def allocate(self, states: States, index: int) -> None:
+        """Make the states of one tensor that it does not have yet, each in the form that steps change."""
+        for name, slot in self._slots[index].items():
+            if slot.packed is None:
+                self._stored(states, index, name, slot)
+            else:
+                self._packed(states, index, name)
+
+    def allocate_empty(self, states: States, tensor: Tensor) -> None:
+        """Make the states of a sharded tensor of which this rank has an empty part."""
+        for index in self._empty:
+            if self._tensors[index] is tensor:
+                self.allocate(states, index)
+
+    def opened(self, index: int, name: str, state: Any) -> Any:
+        """A state of one tensor as it is when opened, which itself stays as it is."""
+        packed = self._layout_of(index, name, state)
+        if packed is None:
+            return state
+        owner = self._tensors[index]
+        return sharded_like(owner, packed.opened(state, self._local_shape(owner, self._slots[index][name])))
+
+    def _layout_of(self, index: int, name: str, state: Any) -> PackedLayout | None:
+        """How a state of one tensor is packed; None where it is not, or not any more."""
+        slot = self._slots[index].get(name)
+        packed = None if slot is None else slot.packed
+        return packed if packed is not None and isinstance(state, Tensor) and packed.fits(state) else None
+
+    def taken(self, index: int, name: str, state: Tensor, layout: PackedLayout) -> Tensor:
+        """A state that another optimizer has packed, of as many elements, in the form in which this one keeps it.
+
+        Args:
+            index: Index of the tensor.
+            name: Name of the state.
+            state: As it was packed; it stays so.
+            layout: How.
+        """
+        owner, slot = self._tensors[index], self._slots[index].get(name)
+        if slot is None:
+            return layout.opened(state, (layout.size,))
+        if slot.packed is None:
+            return layout.opened(state, self._local_shape(owner, slot), slot.dtype).to(owner.device)
+        if slot.packed.is_like(layout):
+            return state.to(owner.device, copy=True)
+        return slot.packed.packed_again(state, layout, owner.device)
+
+    def flat(self, states: States, index: int, name: str) -> Tensor | None:
+        """A state of one tensor in a row, allocated on first use; None if the tensor keeps no such state."""
+        return self._flat(states, index, name) if name in self._slots[index] else None
+
+    def _flat(self, states: States, index: int, name: str) -> Tensor:
+        stored = self._stored(states, index, name, self._slots[index][name])
+        return stored if stored.dim() == 1 else stored.view(-1)
+
+    def _first(self, entry: Entry, name: str) -> int:
+        slot, stored = self._slots[entry.shard.tensor][name], entry if entry.stored is None else entry.stored
+        offset = slot.offsets[stored.index]
+        first = offset if slot.packed is None else slot.packed.firsts[offset]
+        return first + entry.shard.offset - stored.shard.offset
+
+    def refuse_unfit(self, states: States, index: int, what: str, fix: str) -> None:
+        """Refuse states that users have put in the place of others and no step can go on with.
+
+        Args:
+            states: The optimizer's.
+            index: A tensor of the unit.
+            what: The subject of the message, but for the state's name.
+            fix: What else helps.
+
+        Raises:
+            RuntimeError: One is no tensor, or has another shape.
+        """
+        owner, own = self._tensors[index], states[self._tensors[index]]
+        for name, slot in self._slots[index].items():
+            if name not in own:
+                continue
+            state = own[name]
+            if not isinstance(state, Tensor):
+                found = "is no tensor"
+            elif slot.packed is not None and slot.packed.fits(state):
+                continue
+            else:
+                local = local_view(state)
+                shapes = (self._local_shape(owner, slot), (slot.numel,))
+                if tuple(local.shape) in shapes and not is_coded(local.dtype):
+                    continue
+                found = f"has the shape {tuple(local.shape)}"
+            raise RuntimeError(
+                f"{what.format(name)} {found}, but must have {self._shape(owner, slot)}: it was replaced since the "
+                f"optimizer was built; put the state of that shape back, or, {fix}"
+            )
+
+    def lay_in_rows(self, states: States, index: int) -> None:
+        """Lay states in a row that users have put there in another order of memory, as :meth:`views` expects them."""
+        own = states[self._tensors[index]]
+        for name in self._slots[index]:
+            state = own.get(name)
+            if state is not None and type(state) in PLAIN and not state.is_contiguous():
+                own[name] = state.contiguous()
+
+    def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
+        """This rank's part of a state."""
+        owner = self._tensors[index]
+        state = states[owner]
+        stored: Tensor | None = state.get(name)
+        if stored is None:
+            refuse_capture(owner.device, "the first step of a parameter")
+            stored = torch.zeros(self._local_shape(owner, slot), dtype=slot.dtype, device=owner.device)
+            state[name] = sharded_like(owner, stored)
+            return stored
+        cut = self._sharded and type(stored) not in PLAIN
+        local: Tensor = stored._local_tensor if cut else stored  # type: ignore[attr-defined]
+        if local.dtype != slot.dtype or local.device != owner.device or local.numel() != slot.numel:
+            local = self._as_planned(local, owner, name, slot)
+            state[name] = sharded_like(owner, local)
+        elif cut and not local.is_contiguous():
+            # As a checkpoint may have left a part of rows.
+            local = local.contiguous()
+            state[name] = sharded_like(owner, local)
+        return local
+
+    def _as_planned(self, stored: Tensor, owner: Tensor, name: str, slot: _Slot) -> Tensor:
+        """A packed state, of a checkpoint, or of before the model was brought to another type."""
+        refuse_capture(owner.device, "the first step with states of another type")
+        if slot.packed is not None and slot.packed.fits(stored):
+            stored = slot.packed.opened(stored, self._local_shape(owner, slot))
+        self._refuse_other_shape(stored, owner, name, slot)
+        return stored.to(owner.device, slot.dtype)
+
+    def _packed(self, states: States, index: int, name: str) -> Tensor:
+        owner, slot = self._tensors[index], self._slots[index][name]
+        layout, state = slot.packed, states[owner]
+        assert layout is not None
+        kept: Tensor | None = state.get(name)
+        if kept is None or not layout.fits(kept) or kept.device != owner.device:
+            refuse_capture(owner.device, "the first step of a parameter, or one with states of another type")
+            if kept is None:
+                kept = layout.fresh(owner.device)
+            elif not layout.fits(kept):
+                kept = local_view(kept)
+                self._refuse_other_shape(kept, owner, name, slot)
+                kept = layout.packed(kept.reshape(-1))
+            kept = state[name] = kept.to(owner.device)
+        return kept
+
+    def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
+        # Codes that are not of this layout mean nothing.
+        if state.numel() != slot.numel or is_coded(state.dtype):
+            raise RuntimeError(
+                f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
+                f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "
+                "put the state of that shape back"
+            )
+
+    @classmethod
+    def _local_shape(cls, owner: Tensor, slot: _Slot) -> tuple[int, ...]:
+        return tuple(local_view(owner).shape) if is_sharded(owner) else cls._shape(owner, slot)
+
+    @staticmethod
+    def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:
+        return tuple(real_view(owner).shape) if slot.compact_numel is None else (slot.compact_numel,)
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every state of one tensor."""
+        owner = self._tensors[index]
+        return {name: self._shape(owner, slot) for name, slot in self._slots[index].items()}
+
+    def offset(self, name: str, entry: Entry) -> int | None:
+        """Where the entry's part of an opened state begins; None if its rule keeps no such state."""
+        slot = self._slots[entry.shard.tensor].get(name)
+        return None if slot is None else slot.offsets.get(entry.index)
+
+    def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
+        """The entries in one tensor with what their states are to be written into; packed ones stay so."""
+        return [
+            (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
+            for entry in self._by_tensor[index]
+        ]
+
+    def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
+        index, slot = entry.shard.tensor, self._slots[entry.shard.tensor][name]
+        if slot.packed is None:
+            return self._open_view(states, name, entry)
+        kept = self._packed(states, index, name)
+        return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
+
+    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
+        """The entries in one tensor with views of their states, opened, allocated if they were not."""
+        return [
+            (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
+            for entry in self._by_tensor[index]
+        ]
+
+    def _open_view(self, states: States, name: str, entry: Entry) -> Tensor:
+        """A view of a stored entry's part of a state that is, and stays, opened until the next step."""
+        offset = self._slots[entry.shard.tensor][name].offsets[entry.index]
+        return self._flat(states, entry.shard.tensor, name)[offset : offset + entry.shard.numel]
+
+    def of_parameter(self, states: States, index: int, name: str, state: str) -> list[tuple[int, Tensor]]:
+        """First elements of the runs of one parameter in one tensor, with views of a state its rule keeps."""
+        found = []
+        for entry in self._by_tensor[index]:
+            if entry.info.name == name:
+                # A matrix of a stack counts from its own first element.
+                before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.shard.shape)
+                found.append((before + entry.shard.start, self._open_view(states, state, entry)))
+        return found
+
+    def record(self, held: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """What one tensor and its states store, in plain data.
+
+        Args:
+            held: The states, by name.
+            index: Index of the tensor.
+
+        Returns:
+            ``runs``, with key, shape, start, end and offset of each; ``states``, with the offsets of the runs' parts by
+            name, see :meth:`offset`; and of those that are packed ``packed``, see :meth:`PackedLayout.record`.
+        """
+        entries, owner = self._by_tensor[index], self._tensors[index]
+        shards = [entry.shard for entry in entries]
+        packed = {}
+        for name, state in held.items():
+            layout = self._layout_of(index, name, state)
+            if layout is not None:
+                packed[name] = layout.record(self._local_shape(owner, self._slots[index][name]))
+        return {
+            "runs": [[part.key, list(part.shape), part.start, part.end, part.offset] for part in shards],
+            "states": {name: [self.offset(name, entry) for entry in entries] for name in held},
+            **({"packed": packed} if packed else {}),
+        }

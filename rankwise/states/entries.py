@@ -1,0 +1,138 @@
+"""The shards of a step with the rules they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rankwise.layout.fused_blocks import Block, cut_into_blocks
+from rankwise.layout.layout import Shard
+from rankwise.layout.layout_source import Slice, TensorContents
+from rankwise.routing.roles import ParameterInfo, Route
+
+__all__ = ["Entry", "PlannedEntries", "cut_into_entries", "entries_of_blocks"]
+
+T = TypeVar("T")
+
+# Sets of entries whose gradients come and go are many.
+_MOST_ANSWERS = 4096
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A local shard with the rule its parameter takes.
+
+    Attributes:
+        index: Among the entries of the unit.
+        shard: Where it lies.
+        info: Info of the parameter, or of the block of it.
+        route: The rule.
+        stored: The entry that keeps its states, of which it is a piece; None where it is that entry itself.
+    """
+
+    index: int
+    shard: Shard
+    info: ParameterInfo
+    route: Route
+    stored: Entry | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the parameter, or of one matrix of a stack."""
+        return self.shard.key
+
+
+class PlannedEntries(tuple[Entry, ...]):
+    """Entries of a unit that are stepped together, and what has been worked out for them; lives as long as the unit.
+
+    Args:
+        entries: In storage order.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        super().__init__()
+        self._planned: dict[Hashable, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+    def once(self, what: Hashable, plan: Callable[[PlannedEntries], T]) -> T:
+        """What follows from the entries alone: worked out when it is first asked for.
+
+        Args:
+            what: Another one for every question.
+            plan: Answers it, given the entries.
+        """
+        if what not in self._planned:
+            if len(self._planned) >= _MOST_ANSWERS:
+                self._planned.clear()
+            self._planned[what] = plan(self)
+        found: T = self._planned[what]
+        return found
+
+    def only(self, places: Sequence[int]) -> PlannedEntries:
+        """Some of them, by their places; the same object every time."""
+        return self.once(("only", *places), lambda entries: PlannedEntries(entries[place] for place in places))
+
+
+def cut_into_entries(
+    contents: Sequence[TensorContents], infos: Mapping[str, ParameterInfo], routes: Mapping[str, Route]
+) -> list[Entry]:
+    """Turn slices into shards, splitting a stack of matrices into its matrices.
+
+    Args:
+        contents: What each tensor of the step stores.
+        infos: The parameters by name.
+        routes: Their rules.
+
+    Returns:
+        The entries in storage order.
+    """
+    entries: list[Entry] = []
+    for tensor, content in enumerate(contents):
+        for piece in content.slices:
+            info, chosen = infos[piece.name], routes[piece.name]
+            for shard in _shards(piece, tensor, info, chosen):
+                entries.append(Entry(len(entries), shard, info, chosen))
+    return entries
+
+
+def entries_of_blocks(
+    stored: list[Entry],
+    blocks: Mapping[str, Sequence[Block]],
+    infos: Mapping[str, ParameterInfo],
+    routes: Mapping[str, Route],
+) -> list[Entry]:
+    """The entries that matrix rules see: pieces of blocks where weights are fused; the same list where none is.
+
+    Args:
+        stored: The entries as states are kept for them.
+        blocks: Blocks of fused weights, by key.
+        infos: What is known of every parameter and block, by the keys of blocks.
+        routes: Routes of everything, by the same keys.
+    """
+    if not blocks:
+        return stored
+    entries: list[Entry] = []
+    for entry in stored:
+        for piece in cut_into_blocks(entry.shard, blocks.get(entry.key, ())):
+            info = infos[piece.key] if piece is not entry.shard else entry.info
+            entries.append(Entry(len(entries), piece, info, routes[piece.key], entry))
+    return entries
+
+
+def _shards(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) -> Iterator[Shard]:
+    if piece.start == piece.end:
+        return
+    if chosen.rule != "matrix" or len(info.shape) != 3:
+        yield Shard(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy)
+        return
+    rows, width = info.matrix_shape[0], info.matrix_shape[-1]
+    size = rows * (width if piece.columns is None else piece.columns[1] - piece.columns[0])
+    for index in range(piece.start // size, (piece.end - 1) // size + 1):
+        first = index * size
+        start, end = max(piece.start, first), min(piece.end, first + size)
+        offset = piece.offset + start - piece.start
+        place = (start - first, end - first, tensor, offset)
+        yield Shard(f"{piece.name}[{index}]", info.matrix_shape, *place, piece.columns, piece.copy)

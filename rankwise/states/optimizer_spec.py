@@ -1,0 +1,201 @@
+"""What an optimizer's paper says of parameters and states, as far as its options decide it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rankwise.kernels.dispatch import product_dtype_for
+from rankwise.kernels.low_precision_runs import ROOT, SIGNED
+from rankwise.options.fields import Options
+from rankwise.options.validation import called_or
+from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.states.element_states import StateTypes
+from rankwise.states.state_takeover import MOMENTS
+from rankwise.states.step_groups import StepGroups
+
+__all__ = ["OptimizerSpec"]
+
+FEWEST_CODED = 4096
+"""Elements of a parameter from which on its states are kept in codes: those of smaller ones weigh nothing."""
+
+
+class OptimizerSpec(ABC):
+    """Routes and states of parameters by the options alone: nothing here changes while an optimizer lives.
+
+    Args:
+        kind: The optimizer's class, for checkpoints.
+        options: Its options.
+
+    Attributes:
+        name: What messages call the optimizer: the name that the user chose it by, or its class.
+        group_options: Options that may differ between param groups.
+        structural_options: Keys of a param group on which routes and shapes of states depend.
+        constant_options: Those that no group may set otherwise than the constructor.
+        step_groups: Makes what steps read of param groups.
+        capturable: Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights.
+    """
+
+    idle_advice: ClassVar[Mapping[str, str]] = {}
+    """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
+    matrix_state_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the states that an owner keeps of a matrix."""
+    counted_states: ClassVar[tuple[str, ...]] = ()
+    """The matrix states that the host works with; they lie in its memory, unless the optimizer is capturable."""
+    compared_options: ClassVar[tuple[str, ...]] = ()
+    """Options under which a state of the same name and shape is another one."""
+    optional_states: ClassVar[tuple[str, ...]] = ()
+    """Element states that a parameter may have been stepped without."""
+    replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Element states that are made of others, which earlier checkpoints have in their place."""
+    health_means: ClassVar[tuple[str, ...]] = ()
+    """Metrics of the optimizer's health beyond the common ones, reported as means."""
+    health_totals: ClassVar[tuple[str, ...]] = ()
+    """The same, reported as totals over ranks."""
+    product_option: ClassVar[str] = ""
+    """The option that names the type of the rule's matrix products, or leaves it to the machine."""
+    owns_blocks: ClassVar[bool] = False
+    """Whether the blocks of a fused weight are matrices with owners of their own."""
+    block_states: ClassVar[tuple[str, ...]] = ()
+    """Where they have none of their own: the states of a matrix of which each block has one, ``name[block]``."""
+    codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": ROOT}
+    """What "int8" is for element states of which it is something else than signed codes."""
+    slow_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    """How the names of element states begin that decay by less than half a digit a step."""
+    always_coded: ClassVar[tuple[str, ...]] = ()
+    """Element states in codes for small parameters, too."""
+    sums_cover_fallback: ClassVar[bool] = False
+    """Whether per-parameter sums are taken over parameters on the fallback too."""
+
+    def __init__(self, kind: str, options: Options) -> None:
+        self.kind, self.name = kind, called_or(kind)
+        self.options = options
+        self.group_options = options.varying
+        self.structural_options = ("fallback", *options.structural())
+        self.constant_options = frozenset(options.names()).difference(self.group_options, self.structural_options)
+        self.step_groups = StepGroups(options)
+        self.capturable = bool(getattr(options, "capturable", False))
+
+    @property
+    def identity(self) -> str:
+        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        values = {name: getattr(self.options, name) for name in self.compared_options}
+        defaults = self.options.table()
+        return "-".join([self.family, *(f"{n}={v}" for n, v in values.items() if v != defaults[n].default)])
+
+    @property
+    def family(self) -> str:
+        """The optimizer, and the choice that decides which states it has."""
+        return self.kind
+
+    @property
+    @abstractmethod
+    def policy(self) -> RoutingPolicy:
+        """Which parameters take the matrix rule."""
+
+    def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
+        """Last word on a parameter's route."""
+        return chosen
+
+    def splits(self, info: ParameterInfo) -> bool:
+        """Whether the logical matrices of a fused weight that takes the rule are matrices to it."""
+        return False
+
+    @abstractmethod
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """Names of a parameter's per-element states, and their type (None: that of the computation)."""
+
+    def kept_as(self, states: Sequence[str], info: ParameterInfo, **own: str | None) -> StateTypes:
+        """The types in which element states of a parameter are kept, by the option ``state_dtype``.
+
+        Args:
+            states: Their names.
+            info: The parameter.
+            own: Types that other options ask for, by name.
+        """
+        return {name: self._type(name, own.get(name) or self.asked_type(name), info) for name in states}
+
+    def asked_type(self, state: str) -> str | None:
+        """What the option ``state_dtype`` says of a state; None: the type of the computation."""
+        wish = getattr(self.options, "state_dtype", None)
+        word = wish.get(state.rstrip("_0123456789")) if isinstance(wish, Mapping) else wish
+        return None if word == "float32" else word
+
+    def _type(self, name: str, asked: str | None, info: ParameterInfo) -> torch.dtype | None:
+        if asked != "int8":
+            return None if asked is None else getattr(torch, asked)
+        if prod(info.shape) < FEWEST_CODED and name not in self.always_coded:
+            return None
+        return self.codes.get(name, SIGNED)
+
+    def rounds_stochastically(self, state: str) -> bool:
+        """Whether an element state is rounded so where it is narrow."""
+        wish = getattr(self.options, "state_rounding", "nearest")
+        return wish == "stochastic" or (wish == "auto" and state.startswith(self.slow_states))
+
+    def moments(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """Element states that mean the same in AdamW, by AdamW's names; a parameter hands over all of them, or none."""
+        kept = self.element_states(info, rule, group)
+        return {name: name for name in MOMENTS if name in kept}
+
+    @classmethod
+    def is_replaced(cls, name: str, states: Collection[str], group: Mapping[str, Any]) -> bool:
+        """Whether a parameter of an earlier checkpoint now has one of the states in :attr:`replaced`.
+
+        Args:
+            name: Name of the state.
+            states: The names of all that the checkpoint has of the parameter.
+            group: As it was saved.
+        """
+        return False
+
+    @classmethod
+    def made_of(cls, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """One of the states in :attr:`replaced`.
+
+        Args:
+            name: Name of the state.
+            states: Those that a checkpoint has in its place.
+            group: As it was saved.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no state {name!r} in the place of others")
+
+    def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
+        """A matrix gradient's squared norm, averaged over time, as far as the states tell; None where they do not."""
+        return None
+
+    def matrix_state_shapes(
+        self, info: ParameterInfo, group: Mapping[str, Any]
+    ) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """The shapes that the states of one matrix may have, by name; those not named are not compared."""
+        return {}
+
+    def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+        """The type of the rule's matrix products on this machine; None for a rule without a choice.
+
+        Args:
+            device: Device of the weights.
+            dtype: Type of the computation.
+        """
+        if not self.product_option:
+            return None
+        wish = getattr(self.options, self.product_option)
+        return product_dtype_for(device, dtype) if wish == "auto" else getattr(torch, wish)
+
+    def count_device(self, tensor: Tensor) -> torch.device:
+        """Where the step count of a weight lies."""
+        # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.
+        return tensor.device if self.capturable else torch.device("cpu")
+
+    def structure_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """A group's values of the structural options."""
+        return tuple(group.get(name) for name in self.structural_options)
+
+    def structures_of(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+        """The values of all groups on which shapes of states depend."""
+        return [self.structure_of(group) for group in groups]

@@ -1,0 +1,374 @@
+"""What an optimizer knows of its parameters before its first step: names, roles, param groups, rules."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankwise.layout.fused_blocks import Block
+from rankwise.layout.layout_source import WholeParameters, layout_with, real_view, refuse_unreadable
+from rankwise.layout.logical_matrices import block_info, blocks_of
+from rankwise.options.validation import OptionError
+from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmatched
+from rankwise.routing.roles import ParameterInfo, Role, Route, Rule, describe, info_of, recall, route
+from rankwise.routing.stored_shapes import parts_by_name, transposed_by_name
+from rankwise.states.element_states import StateTypes
+from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.param_remainders import NARROW, REMAINDER, refuse_other_types
+
+__all__ = ["Groups", "ParameterTable", "idle_allowed"]
+
+Groups = Sequence[Mapping[str, Any]]
+"""``Optimizer.param_groups``: handed in at every call, because loading a checkpoint replaces them."""
+
+logger = logging.getLogger(__name__)
+_allowances = 0
+_NAMELESS = re.compile(r"group\d+\.param\d+(@.*)?")
+
+
+def _is_named(info: ParameterInfo) -> bool:
+    return _NAMELESS.fullmatch(info.name) is None
+
+
+@contextmanager
+def idle_allowed() -> Iterator[None]:
+    """Accept optimizers with nothing for their own rule, where they are given only one stage of a model.
+
+    Whoever uses this calls :meth:`ParameterTable.refuse_if_idle` where no other stage has anything either.
+    """
+    global _allowances
+    _allowances += 1
+    try:
+        yield
+    finally:
+        _allowances -= 1
+
+
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+
+
+class ParameterTable:
+    """Names an optimizer's parameters and picks their rules.
+
+    Args:
+        spec: Which parameters take the optimizer's own rule.
+
+    Attributes:
+        catalog: What is known of every parameter, and its param group, by name.
+        parameters: The parameters the optimizer was built on, by name.
+        routes: Their rules, by name.
+        blocks: The logical matrices of those that are several and take the optimizer's own rule, by name.
+        structures: Values of the structural options that they were routed by.
+        plain: The layout of plain PyTorch: every parameter by its name.
+        exchanged: Parameters that came in the place of others, by the identity of those, until somebody has followed.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self.catalog: dict[str, tuple[ParameterInfo, int]] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.routes: dict[str, Route] = {}
+        self.blocks: dict[str, tuple[Block, ...]] = {}
+        self.structures: dict[str, tuple[Any, ...]] = {}
+        self.plain = WholeParameters()
+        self.exchanged: dict[int, Tensor] = {}
+        self._warned_of_nameless = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It knows the parameters by their places in memory.
+        return {name: value for name, value in vars(self).items() if name != "plain"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._warned_of_nameless = False
+        self.replace_parameters({})
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    def refuse_unreadable(self, group: Mapping[str, Any]) -> None:
+        """Refuse parameters of a group that no rule can read.
+
+        Raises:
+            OptionError: One has its values elsewhere, or is complex and was asked to take a matrix rule.
+        """
+        owner = self._spec.name
+        names: Sequence[str] = group.get("param_names") or [f"number {place}" for place in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            refuse_unreadable(owner, name, parameter)
+            if parameter.is_complex() and group.get("fallback") is False:
+                raise OptionError(
+                    f"{owner}: fallback=False in the param group of '{name}' is invalid: it must not be "
+                    "false for a complex parameter, because no matrix rule supports one; remove it"
+                )
+        if self._spec.options.store_param_remainders:
+            refuse_other_types(owner, names, group["params"])
+
+    def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
+        """What is kept of every element of a parameter, or of a block: its rule's states, a narrow weight's rest."""
+        kept = self._spec.element_states(info, rule, group)
+        if not self._spec.options.store_param_remainders:
+            return kept
+        narrow = self.parameters[self.base_name(info.name)].dtype is NARROW
+        return {**kept, REMAINDER: torch.int16} if narrow else kept
+
+    def add_group(self, groups: Groups, index: int) -> None:
+        """Name the parameters of a group and route them."""
+        group = groups[index]
+        names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        recalled = recall(group["params"])
+        for position, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
+            info = info_of(parameter, name, f"group{index}.param{position}", recalled)
+            if parameter.is_complex():
+                info = replace(info, shape=tuple(real_view(parameter).shape))
+            if info.name in self.catalog:
+                info = info.told_apart(index, position)
+            self.catalog[info.name] = (info, index)
+            self.parameters[info.name] = parameter
+            self.route_by(groups, info.name)
+            self._register(parameter, info.name, index)
+        self._know_by_name(groups)
+
+    def name_again(self, groups: Groups) -> None:
+        """Name and route all parameters by what is known of them by now."""
+        self.catalog.clear()
+        self.routes.clear()
+        self.blocks.clear()
+        self.structures.clear()
+        self.parameters.clear()
+        for index in range(len(groups)):
+            self.add_group(groups, index)
+
+    def replace_parameters(self, found: Mapping[str, Tensor]) -> None:
+        """Go on with other tensors as the same parameters, by name."""
+        self.exchanged = {id(self.parameters[name]): new for name, new in found.items()}
+        self.plain = WholeParameters()
+        self.parameters |= found
+        for name, parameter in self.parameters.items():
+            self._register(parameter, name, self.catalog[name][1])
+
+    def move(self, name: str, position: int) -> None:
+        """Follow a parameter into another param group."""
+        info, before = self.catalog[name]
+        if position != before:
+            self.catalog[name] = (info, position)
+            self._register(self.parameters[name], name, position)
+
+    def _register(self, parameter: Tensor, name: str, position: int) -> None:
+        self.plain = layout_with(self.plain, parameter)
+        self.plain.register(parameter, name, position)
+
+    def leave_out_empty_groups(self) -> None:
+        """Count param groups as a framework does that removed those without parameters."""
+        place = {index: new for new, index in enumerate(sorted({index for _, index in self.catalog.values()}))}
+        self.catalog = {name: (info, place[index]) for name, (info, index) in self.catalog.items()}
+
+    def names_by_group(self, count: int) -> list[list[str]]:
+        """Names of the parameters each group was made of, also where a framework has put parts in their place.
+
+        Args:
+            count: Number of the groups.
+        """
+        found: list[list[str]] = [[] for _ in range(count)]
+        for name, (_, index) in self.catalog.items():
+            if index < count:  # a user may have deleted groups
+                found[index].append(name)
+        return found
+
+    @property
+    def infos(self) -> dict[str, ParameterInfo]:
+        """What is known of every parameter, by name."""
+        return {name: info for name, (info, _) in self.catalog.items()}
+
+    def base_name(self, key: str) -> str:
+        """The parameter a key belongs to: itself, or what it is a slice or a matrix of; empty if there is none."""
+        while key and key not in self.catalog:
+            key = key.rpartition("[")[0]
+        return key
+
+    def matrix_info(self, key: str) -> ParameterInfo | None:
+        """What is known of the matrix that has states under a key; None for slices, and for what is none here."""
+        name = self.base_name(key)
+        info, _ = self.catalog[name]
+        place, *rest = _BRACKETS.findall(key[len(name) :]) or [""]
+        blocks = {block.name: block for block in self.blocks.get(name, ())} if self._spec.owns_blocks else {}
+        if len(info.shape) > 2:
+            if not place.isdecimal():
+                return None
+        elif place:
+            rest = [place, *rest]
+        if not blocks:
+            return None if rest else info
+        return block_info(info, blocks[rest[0]]) if len(rest) == 1 and rest[0] in blocks else None
+
+    def _know_by_name(self, groups: Groups) -> None:
+        """Take GPT-2's ``Conv1D`` weights, and what is fused, for what they are where nobody has shown the modules."""
+        turned = transposed_by_name(info for info, _ in self.catalog.values() if not info.transposed)
+        for name in turned:
+            info, position = self.catalog[name]
+            self.catalog[name] = (replace(info, transposed=True), position)
+        for name, (info, position) in self.catalog.items():
+            parts = parts_by_name(info)
+            if parts is not None:
+                self.catalog[name] = (replace(info, fused=parts), position)
+                self.route_by(groups, name)
+        if turned:
+            logger.info(
+                "%s: by their names and shapes, %s and %d more are taken for (inputs, outputs), as GPT-2's Conv1D "
+                "stores them; call rankwise.annotate(model) before the optimizer is built to make certain.",
+                self._spec.name,
+                turned[0],
+                len(turned) - 1,
+            )
+
+    # --- rules --------------------------------------------------------------------------------------------------
+
+    def route_by(self, groups: Groups, name: str) -> None:
+        """Pick a parameter's rule by the options of its group."""
+        info, index = self.catalog[name]
+        self.routes[name] = self.choose(info, groups[index])
+        blocks, _ = self._divided(info, groups[index])
+        if blocks:
+            self.blocks[name] = blocks
+        else:
+            self.blocks.pop(name, None)
+        self.structures[name] = self._spec.structure_of(groups[index])
+
+    def route_again(self, groups: Groups) -> None:
+        """Pick all rules by the present options of the groups."""
+        for name in self.catalog:
+            self.route_by(groups, name)
+
+    def send_to_fallback(self, names: Iterable[str], reason: str) -> None:
+        """Overrule the options, for a reason that only a model that runs shows."""
+        for name in names:
+            self.routes[name] = Route("fallback", reason)
+
+    def choose(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
+        """The rule that a parameter would take in a group."""
+        if self.parameters[info.name].is_complex():
+            return Route("fallback", "complex")
+        blocks, obstacle = self._divided(info, group)
+        # All of them take the rule, each by its shape; that of the whole says nothing then.
+        chosen = self._route(block_info(info, blocks[0]) if blocks else info, group)
+        return replace(chosen, reason=f"{chosen.reason}, undivided: {obstacle}") if obstacle else chosen
+
+    def _route(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
+        spec = self._spec
+        return spec.adjust_route(info, group, route(info, spec.policy, group.get("fallback")))
+
+    def _divided(self, info: ParameterInfo, group: Mapping[str, Any]) -> tuple[tuple[Block, ...], str]:
+        """A weight's logical matrices, if each of them takes the rule in a group; else it is one, as it is stored.
+
+        Heads that are too small for the rule are taken together.
+
+        Returns:
+            The blocks, and what kept a fused weight from being divided as asked.
+        """
+        options, spec = self._spec.options, self._spec
+        if not spec.splits(info) or self.parameters[info.name].is_complex():
+            return (), ""
+        layouts, split_heads = getattr(options, "blocks", None), getattr(options, "split_heads", False)
+        obstacle = ""
+        for together in (False, True):
+            blocks = blocks_of(spec.name, info, layouts, split_heads, together)
+            if together and not blocks:
+                break  # heads of one part alone
+            routes = ((block, self._route(block_info(info, block), group)) for block in blocks)
+            obstacles = (f"{block.name}: {chosen.reason}" for block, chosen in routes if chosen.rule != "matrix")
+            obstacle = next(obstacles, "")
+            if not obstacle:
+                return blocks, ""
+        return (), obstacle
+
+    def choose_in(self, groups: Groups, name: str, group: Mapping[str, Any]) -> Route:
+        """A parameter's rule if its group had these values."""
+        info, index = self.catalog[name]
+        structure_of = self._spec.structure_of
+        return self.routes[name] if structure_of(group) == structure_of(groups[index]) else self.choose(info, group)
+
+    def learn_roles(self, model: nn.Module, groups: Groups) -> None:
+        """Route by module type what the constructor knew by name or shape alone."""
+        found = {id(parameter): info for parameter, info in describe(model).items()}
+        for name, (info, index) in self.catalog.items():
+            learnt = found.get(id(self.parameters[name]))
+            if learnt is not None and info.role is Role.UNKNOWN and learnt.shape == info.shape:
+                known = replace(info, role=learnt.role, transposed=learnt.transposed, fused=learnt.fused)
+                self.catalog[name] = (known, index)
+        self.route_again(groups)
+
+    # --- judgements ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no parameter takes the optimizer's own rule."""
+        return all(chosen.rule != "matrix" for chosen in self.routes.values())
+
+    def refuse_if_idle(self, unless_allowed: bool = False) -> None:
+        """Refuse to be what AdamW would do as well.
+
+        Args:
+            unless_allowed: Accept it within :func:`idle_allowed`.
+
+        Raises:
+            OptionError: No parameter takes the optimizer's own rule.
+        """
+        if not self.is_idle or (unless_allowed and _allowances):
+            return
+        spec = self._spec
+        if not self.routes:
+            raise OptionError(
+                f"{spec.name}: params is invalid: it must have at least one parameter, and every param group is "
+                "empty; pass model.named_parameters()"
+            )
+        reasons = ", ".join(sorted({chosen.reason for chosen in self.routes.values()}))
+        further = "".join(f" {advice}," for reason, advice in spec.idle_advice.items() if reason in reasons)
+        raise OptionError(
+            f"{spec.name} would update none of the {len(self.routes)} parameters with its own rule (all are "
+            f"on the first-order fallback: {reasons}). Pass parameters with matrices, loosen 'exclude',{further} "
+            "or use AdamW."
+        )
+
+    def refuse_unmatched(self) -> None:
+        """Refuse patterns of options without effect, where all parameters are known by their names.
+
+        Raises:
+            OptionError: A pattern matches no name.
+        """
+        if not are_checked_later():
+            for key, patterns in self._spec.options.patterns.items():
+                if patterns:
+                    self._refuse_unmatched(key, patterns)
+
+    def _refuse_unmatched(self, key: str, patterns: Collection[str]) -> None:
+        spec, names = self._spec, list(self.catalog)
+        if all(_is_named(info) for info, _ in self.catalog.values()):
+            refuse_unmatched(spec.name, patterns, names, key)
+        elif unmatched(patterns, names):
+            # A framework may name them yet.
+            logger.warning(
+                "%s: %s=%s has no effect on parameters without names; pass model.named_parameters().",
+                spec.name,
+                key,
+                unmatched(patterns, names),
+            )
+
+    def warn_of_nameless(self) -> None:
+        """Say once that embeddings and heads cannot be told from other matrices; before the first step."""
+        judged = [info for info, _ in self.catalog.values() if info.role is Role.UNKNOWN and not _is_named(info)]
+        blind = [info for info in judged if self.routes[info.name].rule == "matrix" and len(info.shape) > 1]
+        if blind and not self._spec.policy.embeddings and not self._warned_of_nameless:
+            self._warned_of_nameless = True
+            logger.warning(
+                "%s: the matrix rule is used because of the shape alone, even for an embedding or output head, where "
+                "parameters have no names (%d of them); pass model.named_parameters(), or call "
+                "rankwise.annotate(model) first.",
+                self._spec.name,
+                len(blind),
+            )
