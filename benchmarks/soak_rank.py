@@ -178,7 +178,7 @@ def counts_of(engine: Any) -> dict[str, int]:
     return {
         "units": len(units),
         "index tables": sum(len(unit.indices) for unit in units),
-        "entries of units": sum(len(unit.scratch) for unit in units),
+        "entries of units": sum(len(unit.notes) for unit in units),
         "module hooks": sum(map(len, hooks)),
         "states": sum(len(state) for state in optimizer.state.values()),
         "matrix states": sum(len(states) for states in optimizer.matrix_states.values()),

@@ -26,6 +26,7 @@ from rankwise.ldadam.spec import LDAdamSpec
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
+from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.states.matrix_states import MatrixState
@@ -34,6 +35,8 @@ from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["LDAdam"]
+
+_MOVED_SHAPES: Note[set[tuple[int, ...]]] = Note("shapes of matrices whose bases have been moved")
 
 
 class LDAdam(ShardedOptimizer):
@@ -155,7 +158,7 @@ class LDAdam(ShardedOptimizer):
             return
         owned = {task.key: (task.signature.short, task.signature.long) for task in unit.exchange.owned()}
         if self._unstepped.isdisjoint(owned) and owned.keys() <= self.matrix_states.keys():
-            followed = unit.scratch.setdefault("moved shapes", set())
+            followed = unit.notes.obtain(_MOVED_SHAPES, set)
             if not followed.issuperset(owned.values()):
                 graphs.refuse_capture(unit.device, "the first step that moves a basis")
 
@@ -164,7 +167,7 @@ class LDAdam(ShardedOptimizer):
 
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
-        followed = unit.scratch.setdefault("moved shapes", set())
+        followed = unit.notes.obtain(_MOVED_SHAPES, set)
         kept = LowPrecisionSubspaces(self.spec)
         subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, kept, followed, unstepped)
 

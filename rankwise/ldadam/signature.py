@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
 from rankwise.ldadam.sliced_formulas import Cut, exchanged
+from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import StepUnit
 
 __all__ = [
@@ -95,6 +96,9 @@ def split_factors(factors: Tensor, signature: LowRankSignature) -> tuple[Tensor,
     )
 
 
+_REPLIES: Note[dict[LowRankSignature, Reply]] = Note("what owners return of matrices of a signature")
+
+
 def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) -> Reply:
     """The factors to every holder, or each one's elements of their products: whichever is less to send.
 
@@ -103,7 +107,7 @@ def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) 
         groups: Param groups by position.
         batch: Batch of its exchange; all of equal signature get the same answer.
     """
-    replies: dict[LowRankSignature, Reply] = unit.scratch.setdefault("replies", {})
+    replies = unit.notes.obtain(_REPLIES, dict)
     signature: LowRankSignature = batch.signature
     if signature not in replies:
         assert unit.exchange is not None

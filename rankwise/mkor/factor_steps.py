@@ -14,6 +14,7 @@ from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.sketches import Sketches, sign_table
+from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planned, Planner
 from rankwise.plan.step_unit import StepUnit
 from rankwise.routing.roles import ParameterInfo
@@ -24,7 +25,7 @@ from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import GLIMPSE, LayerVectors, refuse_broken_factors
 from rankwise.statistics.hooks import has_compiled
 
-__all__ = ["FactorSteps"]
+__all__ = ["WATCHED", "FactorSteps"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,14 @@ _COMPILED = (
     ", or torch.compile reuses code that it compiled for a module of the same class without hooks (compile and run "
     "others after this one, or set torch._dynamo.config.skip_nnmodule_hook_guards = False)"
 )
+
+
+WATCHED: Note[list[str]] = Note("matrices whose statistics the unit's steps look at")
+_TENSORS: Note[dict[str, Tensor]] = Note("their tensors, where those are parameters")
+_AWAITED: Note[list[str]] = Note("those that are listened to for the next step")
+_CERTAIN: Note[bool] = Note("whether the next step will want what is listened to")
+_STALE: Note[bool] = Note("whether a matrix has changed its rule since the unit was planned")
+_SIGNS: Note[Tensor] = Note("table of the signs of sketches")
 
 
 class _News(NamedTuple):
@@ -131,7 +140,7 @@ class FactorSteps:
         Between two rounds of steps: until then the units of one round are planned by the same routes.
         """
         planner = self._planner
-        for old in [unit for unit in planner.units.values() if unit.scratch.get("stale")]:
+        for old in [unit for unit in planner.units.values() if unit.notes.get(_STALE)]:
             self._drop_untouched(sorted(self.schedule.left_out.intersection(old.layout.shapes)))
             new = planner.new_unit(optimizer, groups, old.tensors, old.positions, old.planned_groups)
             new.traffic = old.total_traffic
@@ -162,14 +171,14 @@ class FactorSteps:
         places = dict(unit.key_tensors)
         if unit.tensors and not places and unit.missing_alike:
             places = {entry.key: entry.shard.tensor for entry in unit.entries}
-        unit.scratch["statistics"] = keys
-        unit.scratch["tensors"] = {key: unit.tensors[places[key]] for key in keys} if places else {}
+        unit.notes[WATCHED] = keys
+        unit.notes[_TENSORS] = {key: unit.tensors[places[key]] for key in keys} if places else {}
 
     def counts(self, unit: StepUnit, states: States) -> dict[str, int]:
         """The number of this step of every watched matrix that takes it."""
         if not unit.missing_alike:
-            return dict.fromkeys(unit.scratch["statistics"], unit.common_step(states))
-        tensors: dict[str, Tensor] = unit.scratch["tensors"]
+            return dict.fromkeys(unit.notes[WATCHED], unit.common_step(states))
+        tensors = unit.notes[_TENSORS]
         return {key: int(states[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
 
     def begin_anew(self, unit: StepUnit, keys: Sequence[str], groups: Groups) -> None:
@@ -182,13 +191,13 @@ class FactorSteps:
         """
         self.learn(groups)
         self.schedule.forget(keys)
-        self._unheard.update(set(keys).difference(unit.scratch.get("awaited", keys)))
+        self._unheard.update(set(keys).difference(keys if (awaited := unit.notes.get(_AWAITED)) is None else awaited))
 
     def miss_unheard(self) -> None:
         """Between a backward pass and its step: of what was not listened to, nothing can begin with this step."""
         for unit in self._planner.units.values():
-            if "awaited" in unit.scratch:
-                self._unheard.update(set(unit.scratch["statistics"]).difference(unit.scratch["awaited"]))
+            if _AWAITED in unit.notes:
+                self._unheard.update(set(unit.notes[WATCHED]).difference(unit.notes[_AWAITED]))
 
     def due(self, counts: Mapping[str, int]) -> dict[str, int]:
         """The matrices whose factors move at this step, with its number."""
@@ -199,21 +208,21 @@ class FactorSteps:
 
     def prepare(self, unit: StepUnit, counts: Mapping[str, int], states: States) -> None:
         """Listen to what may be due at the next step."""
-        tensors: dict[str, Tensor] = unit.scratch["tensors"]
+        tensors = unit.notes[_TENSORS]
         awaited = []
-        for key in unit.scratch["statistics"]:
+        for key in unit.notes[WATCHED]:
             count = counts[key] if key in counts else int(states.get(tensors[key], {}).get("step", 0))
             # A factor step that turns out to have been undone comes again.
             again = self._options.skip_nonfinite and self.schedule.is_due(key, count)
             if again or self.schedule.is_due(key, count + 1):
                 awaited.append(key)
         # Vectors leave early only if they will be wanted: a layer that is not in use now may stay so.
-        unit.scratch["certain"] = any(key in counts for key in awaited)
-        unit.scratch["awaited"] = sorted({*awaited, *self.schedule.missed.intersection(unit.scratch["statistics"])})
+        unit.notes[_CERTAIN] = any(key in counts for key in awaited)
+        unit.notes[_AWAITED] = sorted({*awaited, *self.schedule.missed.intersection(unit.notes[WATCHED])})
         units = list(self._planner.units.values())
-        known = [other.scratch.get("awaited", other.scratch.get("statistics", ())) for other in units]
+        known = [other.notes.get(_AWAITED if _AWAITED in other.notes else WATCHED) or () for other in units]
         keys = [key for unit_keys in known for key in unit_keys]
-        self._statistics.listen_to(keys, any(other.scratch.get("certain", True) for other in units))
+        self._statistics.listen_to(keys, any(other.notes.get(_CERTAIN) is not False for other in units))
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
@@ -247,10 +256,10 @@ class FactorSteps:
             unit: The unit.
             due: The numbers of their steps.
         """
-        table = unit.scratch.get("signs")
+        table = unit.notes.get(_SIGNS)
         if table is None:
-            longest = max(max(unit.infos[key].matrix_shape) for key in unit.scratch["statistics"])
-            table = unit.scratch["signs"] = sign_table(longest, unit.device, unit.dtype)
+            longest = max(max(unit.infos[key].matrix_shape) for key in unit.notes[WATCHED])
+            table = unit.notes[_SIGNS] = sign_table(longest, unit.device, unit.dtype)
         return Sketches(due, table, self._options.decay, self._options.interval)
 
     def learn_before(self, unit: StepUnit | None, groups: Groups) -> None:
@@ -282,7 +291,7 @@ class FactorSteps:
 
     def drop_statistics(self, unit: StepUnit) -> None:
         """Statistics gathered for a step that takes none must not be added to those of the next one."""
-        seen = self._statistics.drop(unit.scratch["statistics"])
+        seen = self._statistics.drop(unit.notes[WATCHED])
         self.schedule.glimpsed.update(self.schedule.missed.intersection(seen))
 
     def _own_report(self, key: str) -> Tensor | None:
@@ -320,7 +329,7 @@ class FactorSteps:
             for other in self._planner.units.values():
                 # Not the unit of the step alone: it may have been planned anew since.
                 if any(key in other.layout.shapes for key in (*silent, *found)):
-                    other.scratch["stale"] = True
+                    other.notes[_STALE] = True
 
     def _take_back(self, found: Sequence[str], groups: Groups) -> None:
         """Give matrices the rule again that their options ask for."""
@@ -353,8 +362,8 @@ class FactorSteps:
         before = set(self.schedule.left_out)
         self.schedule.load_state_dict(state)
         for unit in self._planner.units.values():
-            unit.scratch.pop("awaited", None)
-            unit.scratch.pop("certain", None)
+            unit.notes.drop(_AWAITED)
+            unit.notes.drop(_CERTAIN)
         if self.schedule.left_out != before:
             self._take_back(sorted(before - self.schedule.left_out), groups)
             self._planner.forget()

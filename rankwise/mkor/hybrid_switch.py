@@ -20,6 +20,7 @@ from rankwise.comm.message_format import Traffic
 from rankwise.kernels.host_copies import HostCopy
 from rankwise.layout.layout import Layout
 from rankwise.layout.layout_source import framework_advice
+from rankwise.mkor.factor_steps import WATCHED
 from rankwise.mkor.options import MKOROptions
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import StepUnit
@@ -348,5 +349,5 @@ class Switch:
         elif self._statistics.hooks is not None:
             # Back from after the switch: hooks and factors come into use again.
             self._statistics.put_back()
-            if any("statistics" not in unit.scratch for unit in self._planner.units.values()):
+            if any(WATCHED not in unit.notes for unit in self._planner.units.values()):
                 self._planner.forget()

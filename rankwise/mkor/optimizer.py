@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.surroundings import undisturbed, undisturbed_anywhere
-from rankwise.mkor.factor_steps import FactorSteps
+from rankwise.mkor.factor_steps import WATCHED, FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import scratch_of
 from rankwise.mkor.rule import MKORRule, matrix_tasks, uncaptured_tasks
 from rankwise.mkor.spec import MKORSpec
+from rankwise.mkor.workspace import SPACE
 from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
+from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.states.matrix_states import MatrixState
@@ -32,10 +34,13 @@ from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.working_tensors import BEGUN
 
 __all__ = ["MKOR"]
 
 logger = logging.getLogger(__name__)
+
+_MOVED: Note[list[str]] = Note("matrices whose factors the step under way has moved")
 
 
 def _scratch_of(tasks: Sequence[MatrixTask]) -> int:
@@ -254,10 +259,10 @@ class MKOR(ShardedOptimizer):
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         self.switch.consider(unit)
-        if unit.scratch.get("statistics") and not self.switch.is_over:
+        if unit.notes.get(WATCHED) and not self.switch.is_over:
             buckets = self._precondition(unit, buckets)
         else:
-            unit.scratch.pop("space", None)
+            unit.notes.drop(SPACE)
         self._first_order.apply(unit, buckets)
 
     def _precondition(self, unit: StepUnit, buckets: list[Bucket]) -> list[Bucket]:
@@ -266,8 +271,8 @@ class MKOR(ShardedOptimizer):
         Returns:
             What the first-order rule has yet to step.
         """
-        if unit.scratch["begun"]:
-            self.factor_steps.begin_anew(unit, unit.scratch["begun"], self.param_groups)
+        if unit.notes[BEGUN]:
+            self.factor_steps.begin_anew(unit, unit.notes[BEGUN], self.param_groups)
         counts = self.factor_steps.counts(unit, self.state)
         due = self.factor_steps.due(counts)
         vectors = self._measured(unit, counts, due) if self.needs_capture else self.factor_steps.sketches(unit, due)
@@ -275,7 +280,7 @@ class MKOR(ShardedOptimizer):
             return buckets
         refuse_stranded(unit, self.matrix_states, "failures")
         fetch_kept_states(unit, self.matrix_states, self._fresh)
-        unit.scratch["moved"] = list(due)
+        unit.notes[_MOVED] = list(due)
         held = self._first_order, self._factors, self.matrix_states
         rule = MKORRule(unit, buckets, self.param_groups, self.health, *held, vectors)
         step_matrices(rule)
@@ -291,7 +296,7 @@ class MKOR(ShardedOptimizer):
 
     def _after_step(self, unit: StepUnit) -> None:
         # Once it is certain, on the device, that the step counts.
-        return_kept_states(unit, self.matrix_states, unit.scratch.pop("moved", ()))
+        return_kept_states(unit, self.matrix_states, unit.notes.drop(_MOVED) or ())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.local_matrices import LocalMatrix, LocalMatrixPlan
 from rankwise.mkor.preconditioning import Preconditioned
 from rankwise.mkor.sketches import Sketches
-from rankwise.mkor.workspace import Workspace
+from rankwise.mkor.workspace import SPACE, Workspace
 from rankwise.options.validation import OptionError
+from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import WHOLE, Bucket, StepUnit
 from rankwise.states.element_states import EntryRuns, offset_runs
 from rankwise.states.entries import Entry
@@ -31,7 +32,7 @@ from rankwise.step.first_order import FirstOrder, adamw_step
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule, profiled
 
-__all__ = ["MKORRule", "matrix_tasks", "uncaptured_tasks"]
+__all__ = ["TAKEN", "MKORRule", "matrix_tasks", "uncaptured_tasks"]
 
 _MOST_RUNS = 64
 """Most runs of a block that is stepped where it lies: each is a row of tables that the host makes."""
@@ -49,6 +50,9 @@ class _InPlace(NamedTuple):
     matrices: Sequence[BatchPlan]
     plans: list[tuple[LocalMatrixPlan, EntryRuns]]
     rest: list[BatchPlan]
+
+
+TAKEN: Note[_InPlace] = Note("matrices that were preconditioned together, and how they lie")
 
 
 class MKORRule(MatrixRule):
@@ -84,7 +88,7 @@ class MKORRule(MatrixRule):
         self._taken: list[LocalMatrix] = []
         self._values: list[Tensor] = []
         self._taken_elements = 0
-        self._space: Workspace = unit.scratch.setdefault("space", Workspace())
+        self._space = unit.notes.obtain(SPACE, Workspace)
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._stepped: set[int] = set()
@@ -180,9 +184,9 @@ class MKORRule(MatrixRule):
         flats = self._flat_gradients() if self._together is not None and self._first_order.is_adamw else None
         if flats is None:
             return matrices
-        planned: _InPlace | None = self.unit.scratch.get("taken")
+        planned = self.unit.notes.get(TAKEN)
         if planned is None or planned.matrices is not matrices:
-            planned = self.unit.scratch["taken"] = self._planned(matrices)
+            planned = self.unit.notes[TAKEN] = self._planned(matrices)
         for plan, (tensors, runs) in planned.plans:
             with profiled("rankwise: compute in place"):
                 self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))

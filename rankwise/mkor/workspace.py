@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Workspace"]
+from rankwise.plan.notes import Note
+
+__all__ = ["SPACE", "Workspace"]
 
 
 class Workspace:
@@ -30,3 +32,6 @@ class Workspace:
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return buffer[:numel].view(*shape)
+
+
+SPACE: Note[Workspace] = Note("what a unit's matrices are preconditioned in")

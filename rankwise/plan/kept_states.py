@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.plan.checkpoint_mismatch import InitialStates
+from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.matrix_states import MatrixState, MatrixStates
 
@@ -35,6 +36,10 @@ class _KeptState(NamedTuple):
     def of(self, states: MatrixStates) -> Tensor | None:
         """The state, if this rank has it."""
         return states.get(self.task.key, {}).get(self.state)
+
+
+_LOANS: Note[list[_KeptState]] = Note("states that their owners do not keep, all ranks' in one order")
+_BORROWED: Note[list[_KeptState]] = Note("those that are with their owners for the step under way")
 
 
 def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStates) -> None:
@@ -59,7 +64,8 @@ def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStat
         for loan in loans
         if loan.keeper == rank
     ]
-    borrowed = unit.scratch["borrowed"] = []
+    borrowed: list[_KeptState] = []
+    unit.notes[_BORROWED] = borrowed
     for loan, value in _moved(unit, loans, sent, back=False):
         if loan.of(states) is None:
             states[loan.task.key][loan.state] = value
@@ -98,12 +104,12 @@ def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection
         changed: Matrices whose states may have, alike on all ranks.
     """
     rank = unit.layout.rank
-    leaving = [loan for loan in unit.scratch.get("loans", ()) if loan.task.key in changed]
+    leaving = [loan for loan in unit.notes.get(_LOANS) or () if loan.task.key in changed]
     if leaving:
         sent = [states[loan.task.key][loan.state] for loan in leaving if loan.owner == rank]
         for loan, value in _moved(unit, leaving, sent, back=True):
             states.setdefault(loan.task.key, {})[loan.state] = value
-    for loan in (*unit.scratch.pop("borrowed", ()), *leaving):
+    for loan in (*(unit.notes.drop(_BORROWED) or ()), *leaving):
         if loan.owner == rank:
             states[loan.task.key].pop(loan.state, None)
 
@@ -129,16 +135,15 @@ def initial_part(unit: StepUnit, task: MatrixTask, present: MatrixState, initial
 
 def _loans(unit: StepUnit, initial: InitialStates) -> Sequence[_KeptState]:
     """All ranks', in one order; planned once."""
-    if "loans" not in unit.scratch:
+    if _LOANS not in unit.notes:
         assert unit.exchange is not None
         plan, meta = unit.exchange.plan, torch.device("meta")
         tasks = {task.key: task for batch in plan.batches for task in batch.tasks} if plan.keepers else {}
-        unit.scratch["loans"] = [
+        unit.notes[_LOANS] = [
             _KeptState(tasks[key], name, plan.owners[key], keeper, initial(tasks[key], meta)[name])
             for (key, name), keeper in sorted(plan.keepers.items())
         ]
-    found: Sequence[_KeptState] = unit.scratch["loans"]
-    return found
+    return unit.notes[_LOANS]
 
 
 def _moved(

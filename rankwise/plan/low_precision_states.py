@@ -15,6 +15,7 @@ from rankwise.kernels.passes import Field
 from rankwise.kernels.quantization import key_of
 from rankwise.kernels.run_views import RunPlace
 from rankwise.layout.indices import DeviceIndices
+from rankwise.plan.notes import Note, Notes
 from rankwise.states.element_states import CodesPlan, ElementStates, States
 from rankwise.states.entries import Entry, PlannedEntries
 from rankwise.states.quantized_segments import Segments, part_in_stored, segments_of
@@ -86,6 +87,26 @@ class _PassPlan:
     loose: list[tuple[int, slice, int, slice]] = field(default_factory=list)  # place, its elements, run, the run's
 
 
+@dataclass
+class _Plans:
+    """What is planned once.
+
+    Attributes:
+        rows: Rows, in the message, of the blocks that a part of an entry's state shares with other ranks.
+        runs: How parts of entries lie in a state.
+        segments: How stored entries are cut, by their index.
+        made_of: The entries whose states each stored one keeps.
+    """
+
+    rows: dict[tuple[int, str, int, int], dict[int, int]] = field(default_factory=dict)
+    runs: dict[Any, tuple[Any, Any, Any]] = field(default_factory=dict)
+    segments: dict[int, Segments] = field(default_factory=dict)
+    made_of: dict[int, list[Entry]] = field(default_factory=dict)
+
+
+_PLANS: Note[_Plans] = Note("how narrow states are cut")
+
+
 class LowPrecisionStates:
     """The narrow states of a unit, from the beginning of a step to its end.
 
@@ -96,7 +117,7 @@ class LowPrecisionStates:
         shared: Blocks in several runs.
         indices: Puts places on the device.
         dtype: Type of the computation.
-        scratch: Scratch of the unit, for what is planned once.
+        notes: Notes of the unit.
         stochastic: Whether a state is rounded so, by its name.
     """
 
@@ -108,15 +129,15 @@ class LowPrecisionStates:
         shared: SharedExponents,
         indices: DeviceIndices,
         dtype: torch.dtype,
-        scratch: dict[str, Any],
+        notes: Notes,
         stochastic: Callable[[str], bool],
     ) -> None:
         self._kept, self._states, self._entries, self._shared = kept, states, entries, shared
         self._indices, self._dtype, self._stochastic = indices, dtype, stochastic
         self._form = quantization_for(indices.device, dtype)
-        self._scratch: dict[Any, Any] = scratch.setdefault("narrow", {})
-        if len(self._scratch) > _MOST_PLANS:
-            self._scratch.clear()
+        self._plans = notes.obtain(_PLANS, _Plans)
+        if len(self._plans.rows) + len(self._plans.runs) > _MOST_PLANS:
+            self._plans = notes[_PLANS] = _Plans()
         self._opened: dict[tuple[int, str, int | None], _Opened] = {}
 
     # --- what a step takes --------------------------------------------------------------------------------------
@@ -302,13 +323,12 @@ class LowPrecisionStates:
 
     def _rows_of(self, run: _Opened) -> dict[int, int]:
         """The shared ones of a run's blocks, with their rows in the message; only the outer ones can be."""
-        key = ("rows", run.entry.index, run.name, run.part.start, run.part.stop)
-        if key not in self._scratch:
+        key = (run.entry.index, run.name, run.part.start, run.part.stop)
+        if key not in self._plans.rows:
             last = blocks_of(run.first, run.part.stop - run.part.start) - 1
             rows = {block: self._shared.row(run.entry.shard, run.name, run.first, block) for block in (0, last)}
-            self._scratch[key] = {block: row for block, row in rows.items() if row is not None}
-        found: dict[int, int] = self._scratch[key]
-        return found
+            self._plans.rows[key] = {block: row for block, row in rows.items() if row is not None}
+        return self._plans.rows[key]
 
     # --- how it lies --------------------------------------------------------------------------------------------
 
@@ -330,17 +350,17 @@ class LowPrecisionStates:
 
     def _segments(self, entry: Entry) -> Segments:
         stored = self._stored(entry)
-        found: dict[int, Segments] = self._scratch.setdefault("segments", {})
-        if stored.index not in found:
-            found[stored.index] = segments_of(stored, self._made_of()[stored.index])
-        return found[stored.index]
+        segments = self._plans.segments
+        if stored.index not in segments:
+            segments[stored.index] = segments_of(stored, self._made_of()[stored.index])
+        return segments[stored.index]
 
     def _made_of(self) -> dict[int, list[Entry]]:
         """The unit's entries by those that keep their states: looked through once, not for every one of them."""
-        found: dict[int, list[Entry]] = self._scratch.setdefault("made of", {})
-        for entry in () if found else self._entries:
-            found.setdefault(self._stored(entry).index, []).append(entry)
-        return found
+        made_of = self._plans.made_of
+        for entry in () if made_of else self._entries:
+            made_of.setdefault(self._stored(entry).index, []).append(entry)
+        return made_of
 
     @staticmethod
     def _stored(entry: Entry) -> Entry:
@@ -405,10 +425,10 @@ class LowPrecisionStates:
 
     def _narrow(self, name: str, parts: Sequence[tuple[Entry, slice]]) -> LowPrecisionRuns:
         """The runs of a state that parts of stored entries are."""
-        key = ("runs", name, tuple((entry.index, part.start, part.stop) for entry, part in parts))
-        if key not in self._scratch:
-            self._scratch[key] = self._planned(name, parts)
-        plan, firsts, keys = self._scratch[key]
+        key = (name, tuple((entry.index, part.start, part.stop) for entry, part in parts))
+        if key not in self._plans.runs:
+            self._plans.runs[key] = self._planned(name, parts)
+        plan, firsts, keys = self._plans.runs[key]
         if plan is not None:
             return LowPrecisionRuns(*self._kept.codes(self._states, name, plan), firsts, keys)
         views = self._kept.views(self._states, name, [entry for entry, _ in parts])

@@ -34,6 +34,7 @@ from rankwise.layout.equal_slices import SlicedMatrix, in_slices
 from rankwise.layout.indices import DeviceIndices
 from rankwise.layout.layout import Layout
 from rankwise.plan.low_precision_states import LowPrecisionStates, PassPart
+from rankwise.plan.notes import Notes
 from rankwise.routing.roles import ParameterInfo, Route, Rule
 from rankwise.states.element_states import ElementStates, States
 from rankwise.states.entries import Entry, PlannedEntries
@@ -265,7 +266,7 @@ class StepUnit:
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
     halo: HaloExchange | None = None
     traffic: Traffic = field(default_factory=Traffic)  # of collectives an optimizer starts itself
-    scratch: dict[str, Any] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
 
     def __post_init__(self) -> None:
         self.indices = DeviceIndices(self.device)
@@ -332,7 +333,7 @@ class StepUnit:
     def begin(self, states: States) -> LowPrecisionStates:
         """What hands out the narrow states of a step that begins."""
         self.narrow = LowPrecisionStates(
-            self.states, states, self.entries, self.shared, self.indices, self.dtype, self.scratch, self.stochastic
+            self.states, states, self.entries, self.shared, self.indices, self.dtype, self.notes, self.stochastic
         )
         return self.narrow
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankwise.comm.halo import Halo, HaloExchange, ReadField
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
+from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
 from rankwise.sonew import formulas
@@ -24,9 +25,9 @@ from rankwise.sonew.windows import windowed_directions
 from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["SONew"]
+__all__ = ["DIRECTIONS", "SONew"]
 
-
+DIRECTIONS: Note[Tensor] = Note("memory for directions on CPUs")
 _LINE = 16
 
 
@@ -61,9 +62,9 @@ def _buffers(unit: StepUnit, bucket: Bucket, start: int) -> list[Tensor]:
         ]
     sizes = _sizes(bucket)
     end = start + sum(sizes)
-    memory: Tensor | None = unit.scratch.get("directions")
+    memory = unit.notes.get(DIRECTIONS)
     if memory is None or memory.numel() < end:
-        memory = unit.scratch["directions"] = bucket.grads[0].new_empty(end)
+        memory = unit.notes[DIRECTIONS] = bucket.grads[0].new_empty(end)
     parts = memory[start:end].split(sizes)
     return [part[: grad.numel()] for part, grad in zip(parts, bucket.grads, strict=True)]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.votes import all_vote
+from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import StepUnit
 from rankwise.plan.transition import Transition
@@ -20,9 +21,14 @@ from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import REMAINDER
 from rankwise.states.parameter_table import ParameterTable
 
-__all__ = ["FollowedStates"]
+__all__ = ["MARKED", "FollowedStates"]
 
 logger = logging.getLogger(__name__)
+
+MARKED: Note[bool] = Note("whether states carry what torch's checkpoint functions look for")
+_FOLLOWED: Note[tuple[Sequence[int], tuple[int, ...]]] = Note("tensors and states of the last step")
+_SEEN: Note[dict[int, tuple[int, ...]]] = Note("identities of the states that each tensor had in its last step")
+_MATRIX_PLACES: Note[dict[str, set[int]]] = Note("the tensors that have something of each matrix with an owner")
 
 _RESET = "to begin afresh, remove all states of the parameter (optimizer.state.pop(parameter))"
 
@@ -131,13 +137,13 @@ class FollowedStates:
         """
         self._rounds += 1
         present = (stepped, _objects(states))
-        if present == unit.scratch.get("followed"):
+        if present == unit.notes.get(_FOLLOWED):
             return []
-        seen: dict[int, tuple[int, ...]] = unit.scratch.setdefault("seen", {})
+        seen = unit.notes.obtain(_SEEN, dict)
         tensors = unit.tensors
         changed = [at for at in stepped if tuple(map(id, states[tensors[at]].values())) != seen.get(at)]
         if not changed:
-            unit.scratch["followed"] = present
+            unit.notes[_FOLLOWED] = present
             return []
         fresh = [at for at in changed if "step" not in states[tensors[at]]]
         kept = sorted(set(changed).difference(fresh))
@@ -204,7 +210,7 @@ class FollowedStates:
         known = {at for at in fresh if unit.tensors[at] in self.counts}
         agreed = not known or self.agree(",".join(self._named(unit.tensors[at]) for at in sorted(known)), unit)
         for at in fresh:
-            own, seen = states[unit.tensors[at]], unit.scratch["seen"]
+            own, seen = states[unit.tensors[at]], unit.notes[_SEEN]
             seen.pop(at, None)
             for name in unit.states.shapes(at):
                 # Nor what has been recorded for this very step.
@@ -217,7 +223,7 @@ class FollowedStates:
         names = {entry.info.name for entry in unit.entries if entry.shard.tensor in fresh}
         self._transition.leave(names)
         # torch's checkpoint functions look for the marks in states.
-        unit.scratch.pop("marked", None)
+        unit.notes.drop(MARKED)
         return self._drop_matrices(unit, set(fresh), known)
 
     def _drop_matrices(self, unit: StepUnit, fresh: set[int], known: set[int]) -> list[str]:
@@ -241,7 +247,7 @@ def _objects(states: States) -> tuple[int, ...]:
 
 def _places(unit: StepUnit) -> dict[str, set[int]]:
     """The tensors that are, or have something of, each matrix that has an owner; planned once."""
-    found: dict[str, set[int]] | None = unit.scratch.get("matrix_places")
+    found = unit.notes.get(_MATRIX_PLACES)
     if found is None:
         held: dict[str, set[int]] = {key: {at} for key, at in unit.key_tensors.items()}
         for entry in unit.entries if not held else ():
@@ -249,5 +255,5 @@ def _places(unit: StepUnit) -> dict[str, set[int]]:
         wholes = {part: key for key, matrix in unit.slices.items() for part in matrix.parts}
         owned = () if unit.exchange is None else unit.exchange.plan.owners
         found = {key: held.get(key) or held.get(wholes.get(key, key), set()) for key in owned}
-        unit.scratch["matrix_places"] = found
+        unit.notes[_MATRIX_PLACES] = found
     return found

@@ -38,7 +38,7 @@ from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import refuse_unless_narrow
 from rankwise.states.parameter_table import ParameterTable
 from rankwise.states.step_groups import PEAK, rate_of
-from rankwise.step.followed_states import FollowedStates
+from rankwise.step.followed_states import MARKED, FollowedStates
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
@@ -359,9 +359,9 @@ class ShardedOptimizer(Optimizer, ABC):
             else:
                 update(grads)
             self.working_tensors.close(unit, self.state, weights)
-            if not unit.scratch.get("marked"):
+            if not unit.notes.get(MARKED):
                 self.saved.mark(self.param_groups, self.state, states_too=self.planner.source.missing_alike)
-                unit.scratch["marked"] = True
+                unit.notes[MARKED] = True
             self._after_step(unit)
             if unit is next(iter(self.planner.units.values())):
                 self.health.add("steps", 1.0)

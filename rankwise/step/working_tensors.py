@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.layout.layout_source import real_view, refuse_unreadable
+from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.plan.transition import Transition
@@ -30,12 +31,17 @@ from rankwise.step.followed_states import FollowedStates
 from rankwise.updates.remainders import join, split
 
 __all__ = [
+    "BEGUN",
+    "BUCKETS",
     "WorkingTensors",
     "WorkingViews",
     "are_deferred",
     "deferred_steps",
 ]
 
+BEGUN: Note[list[str]] = Note("matrices that had states and are fresh in the step under way")
+BUCKETS: Note[dict[Any, list[_BucketPlan]]] = Note("how entries fall into buckets, by their counts")
+_LENGTHS: Note[list[int]] = Note("elements of the tensors when the first step began")
 _deferred = threading.local()
 
 
@@ -147,7 +153,7 @@ class WorkingTensors:
         if any(map(Tensor.is_inference, held)):
             self._refuse_inference(unit, held, found)
         taking = [index for index, grad in enumerate(found) if zeros or grad is not None]
-        unit.scratch["begun"] = self._followed.follow(unit, states, taking)
+        unit.notes[BEGUN] = self._followed.follow(unit, states, taking)
         opened = WorkingViews([], [])
         stepped: list[Tensor] = []
         for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, found, strict=True)):
@@ -195,7 +201,7 @@ class WorkingTensors:
     def _refuse_other_lengths(self, unit: StepUnit, held: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Before the step is counted, and a kernel reads or writes behind what has become shorter."""
         lengths = [tensor.numel() for tensor in held]
-        planned = unit.scratch.setdefault("lengths", lengths)
+        planned = unit.notes.obtain(_LENGTHS, lambda: lengths)
         for tensor, grad, length, before in zip(unit.tensors, grads, lengths, planned, strict=True):
             if length != before:
                 self._refuse_length("tensor", tensor, length, before)
@@ -323,7 +329,7 @@ def _plans_of(
         before: Steps that the count of a parameter has from before its states began.
         key: Another one where ``before`` answers otherwise.
     """
-    kept: dict[Any, list[_BucketPlan]] = unit.scratch.setdefault("buckets", {})
+    kept = unit.notes.obtain(BUCKETS, dict)
     first = next((count for count in counts if count is not None), 0)
     sign = (key, counts if not first else tuple(None if count is None else count - first for count in counts))
     found = kept.get(sign)

@@ -15,6 +15,8 @@ from torch import nn
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.kernels import lists, triton
 from rankwise.kernels.dispatch import using
+from rankwise.mkor.rule import TAKEN
+from rankwise.step.working_tensors import BUCKETS
 
 pytest.importorskip("triton")
 
@@ -51,8 +53,8 @@ class Run:
             for cache in (segments.planned_table, tables.table_of):
                 cache.cache_clear()
             for unit in self.optimizer.planned_units:
-                unit.scratch.pop("buckets", None)
-                unit.scratch.pop("taken", None)
+                unit.notes.drop(BUCKETS)
+                unit.notes.drop(TAKEN)
         torch.manual_seed(seed)
         if self.optimizer.needs_capture:
             self.model(torch.randn(5, 6)).square().mean().backward()

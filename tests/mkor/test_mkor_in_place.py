@@ -20,6 +20,7 @@ from rankwise.kernels import native
 from rankwise.kernels.dispatch import using
 from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor.factors import KroneckerFactors
+from rankwise.mkor.workspace import SPACE
 from tests.ranks import run_ranks
 
 WIDTH = 48
@@ -189,6 +190,6 @@ def test_the_switch_gives_the_workspace_back(monkeypatch: pytest.MonkeyPatch) ->
         backward(model, optimizer, step)
         optimizer.step()
         (unit,) = optimizer.planner.units.values()
-        spaces.append("space" in unit.scratch)  # type: ignore[arg-type]
+        spaces.append(SPACE in unit.notes)  # type: ignore[arg-type]
         optimizer.switch.is_over = step == 1
     assert spaces == [True, True, False]

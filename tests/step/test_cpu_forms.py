@@ -23,6 +23,7 @@ from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import native as native_ldadam
 from rankwise.plan import step_unit as unit
 from rankwise.sonew import native as native_sonew
+from rankwise.sonew.optimizer import DIRECTIONS
 
 CONFIGURATIONS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mars-adamw": (MARS, {"weight_decay": 0.1}),
@@ -206,7 +207,7 @@ def test_directions_lie_where_they_lay() -> None:
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
         for planned in optimizer.planner.units.values():
-            places.append([planned.scratch["directions"].data_ptr()])
+            places.append([planned.notes[DIRECTIONS].data_ptr()])
 
     _steps("sonew-tridiagonal", native, noted)
     assert len(places) == 4 and places[0] and all(place == places[0] for place in places)
@@ -220,7 +221,7 @@ def test_directions_are_there_a_part_at_a_time(at_once: int, monkeypatch: pytest
     sizes: set[int] = set()
 
     def noted(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:
-        sizes.update(each.scratch["directions"].numel() for each in optimizer.planner.units.values())
+        sizes.update(each.notes[DIRECTIONS].numel() for each in optimizer.planner.units.values())
 
     monkeypatch.setattr(unit, "AT_ONCE", at_once)
     parts, _ = _steps("sonew-tridiagonal", native, noted)
