@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, get_args
 from rankwise.checkpoint.named_checkpoint import ConversionError, NamedCheckpoint, renaming
 from rankwise.launch.settings import Form
 from rankwise.layout.chunked_vectors import StorageError
-from rankwise.names import CLASSES
-from rankwise.saving.old_checkpoints import with_replaced
 
 __all__ = ["CONVERSION_ERRORS", "convert_checkpoint", "how_to_load"]
 
@@ -78,7 +76,6 @@ def convert_checkpoint(
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
         named = _format(form).read(source, scratch)
         named.check(source)
-        _renew(named)
         if names is not None:
             named = _under_new_names(named, Path(names))
         further = (Path(like), scratch) if like is not None else ()
@@ -173,15 +170,6 @@ def _beside(target: Path) -> Iterator[tuple[Path, Path]]:
         yield folder, scratch
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _renew(named: NamedCheckpoint) -> None:
-    """Put what is kept now in the place of states that earlier versions kept."""
-    kinds = [kind.spec_class for kind in CLASSES if kind.__name__ == named.identity.partition("-")[0]]
-    for group in named.groups if kinds else ():
-        for name in group.members:
-            own = named.parameters[name]
-            own.states = with_replaced(kinds[0], own.states, None, group.settings)
 
 
 def _under_new_names(named: NamedCheckpoint, path: Path) -> NamedCheckpoint:

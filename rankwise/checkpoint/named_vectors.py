@@ -282,7 +282,7 @@ def _destinations(
 
     Returns:
         They, by name; and what is to be done then, for what is filled in the place of narrow weights that keep a
-        remainder, and of states that are made of others.
+        remainder.
     """
     wanted: Vectors = {}
     unpacked: list[Callable[[], object]] = []
@@ -300,31 +300,7 @@ def _destinations(
                 _add(wanted, name, prod(part.shape), part.start, value)
                 if isinstance(value, PackedValues):
                     unpacked.append(value.close)
-        for name in optimizer.spec.replaced.keys() & own.keys() if states else ():
-            places = {old: f"element/{old}/{part.key}" for old in optimizer.spec.replaced[name]}
-            if f"element/{name}/{part.key}" not in stored and set(places.values()) <= set(stored):
-                # It was not saved, but what it is made of was.
-                theirs = {
-                    old: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-                    for old in places
-                }
-                for old, place in places.items():
-                    _add(wanted, place, prod(part.shape), part.start, theirs[old])
-                unpacked.append(partial(_make, optimizer, part.key, name, own[name], theirs))
     return wanted, unpacked
-
-
-def _make(
-    optimizer: ShardedOptimizer, key: str, name: str, values: Tensor | PackedValues, theirs: Mapping[str, Tensor]
-) -> None:
-    """Fill an element state with what is made of the saved ones."""
-    _, position = optimizer.table.catalog[optimizer.table.base_name(key)]
-    made = optimizer.spec.made_of(name, theirs, optimizer.param_groups[position])
-    if isinstance(values, PackedValues):
-        values.to_fill().copy_(made)
-        values.close()
-    else:
-        values.copy_(made)
 
 
 def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:

@@ -30,7 +30,6 @@ __all__ = [
     "Scale",
     "clip_coefficient",
     "correction_factor",
-    "gradient_average",
     "orthogonal_direction",
     "shape_factor",
 ]
@@ -60,29 +59,6 @@ def correction_factor(gamma: float, beta1: float) -> float:
     if not 0.0 <= beta1 < 1.0:
         raise ValueError(f"beta1 must lie in [0, 1), got {beta1}; 0.95 is the published value")
     return gamma * beta1 / (1.0 - beta1)
-
-
-def gradient_average(exp_avg: Tensor, reference: Tensor, gamma: float) -> Tensor:
-    r"""The average of the gradients that a momentum without a clip is made of.
-
-    With :math:`n_t = \beta_1 n_{t-1} + (1 - \beta_1) g_t` and :math:`n_0 = g_0 = m_0 = 0` the momentum of the corrected
-    gradients is :math:`m_t = (1 - \gamma) n_t + \gamma g_t`, as both sides follow the same recursion:
-
-    .. math:: \beta_1 m_{t-1} + (1 - \beta_1) g_t + \gamma \beta_1 (g_t - g_{t-1})
-              = (1 - \gamma) (\beta_1 n_{t-1} + (1 - \beta_1) g_t) + \gamma g_t.
-
-    Args:
-        exp_avg: ``m``, any shape.
-        reference: The gradient of the same step, in that shape.
-        gamma: Strength of the correction in all steps before. Where it is 1, the momentum is the gradient, in which
-            the average has no part: it is taken for the momentum.
-
-    Returns:
-        ``n``, in float32 or the wider dtype of ``exp_avg``.
-    """
-    wide = torch.promote_types(exp_avg.dtype, torch.float32)
-    momentum, grad = exp_avg.to(wide), reference.to(wide)
-    return momentum.clone() if gamma == 1.0 else momentum + (momentum - grad) * (gamma / (1.0 - gamma))
 
 
 def clip_coefficient(squared_norm: Tensor, clip: float) -> Tensor:

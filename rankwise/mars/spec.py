@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from rankwise.mars.formulas import gradient_average
 from rankwise.mars.options import MARSOptions
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.states.element_states import StateTypes
@@ -29,7 +27,6 @@ class MARSSpec(OptimizerSpec):
     product_option = "ns_dtype"
     compared_options = ("exact",)  # another gradient is compared with
     optional_states = ("next_reference",)
-    replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {"grad_avg": ("exp_avg", "reference")}
 
     def __init__(self, kind: str, options: MARSOptions) -> None:
         super().__init__(kind, options)
@@ -88,16 +85,6 @@ class MARSSpec(OptimizerSpec):
         """See the base class: the average of the gradients is AdamW's first moment."""
         kept = self.element_states(info, rule, group)
         return {"exp_avg": "grad_avg"} if "grad_avg" in kept else super().moments(info, rule, group)
-
-    @classmethod
-    def is_replaced(cls, name: str, states: Collection[str], group: Mapping[str, Any]) -> bool:
-        """See the base class: where neither AdamW nor the exact mode has added to them, and nothing is clipped."""
-        return group.get("clip", 1.0) is None and set(states) == set(cls.replaced[name])
-
-    @classmethod
-    def made_of(cls, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-        """See the base class."""
-        return gradient_average(states["exp_avg"], states["reference"], group["gamma"])
 
     @property
     def owns_blocks(self) -> bool:  # type: ignore[override]

@@ -14,7 +14,6 @@ from rankwise.layout.agreement import gather_together
 from rankwise.layout.layout_source import LayoutSource
 from rankwise.plan.checkpoint_mismatch import MisfitError, check_shape, refuse_strange
 from rankwise.plan.planner import Planned, Planner
-from rankwise.saving.old_checkpoints import with_replaced
 from rankwise.saving.states_by_parameter import (
     COUNT,
     RECORD,
@@ -149,7 +148,6 @@ class CheckpointFit:
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
             state_dict = self._with_matrices(in_order_of(self._spec.identity, state_dict, names), names)
             self._refuse_unknown_matrices(state_dict)
-            state_dict["state"] = self._with_present_states(state_dict, groups)
             self._refuse_misfits(optimizer, state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
@@ -164,17 +162,6 @@ class CheckpointFit:
                 if key in states:
                     states[key] = without_matrices(states[key])
         return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
-
-    def _with_present_states(self, state_dict: Mapping[str, Any], present: Groups) -> dict[Any, Any]:
-        """States by parameter, in the place of those of earlier versions what has replaced them since."""
-        found, layout = dict(state_dict["state"]), state_dict.get("layout")
-        for group, saved in zip(present, state_dict["param_groups"], strict=True):
-            merged = {**group, **{key: value for key, value in saved.items() if key != "params"}}
-            for key in saved["params"]:
-                if key in found:
-                    record = None if layout is None else layout[key]
-                    found[key] = with_replaced(self._spec, found[key], record, merged)
-        return found
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.

@@ -51,8 +51,6 @@ class OptimizerSpec(ABC):
     """Options under which a state of the same name and shape is another one."""
     optional_states: ClassVar[tuple[str, ...]] = ()
     """Element states that a parameter may have been stepped without."""
-    replaced: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Element states that are made of others, which earlier checkpoints have in their place."""
     health_means: ClassVar[tuple[str, ...]] = ()
     """Metrics of the optimizer's health beyond the common ones, reported as means."""
     health_totals: ClassVar[tuple[str, ...]] = ()
@@ -142,28 +140,6 @@ class OptimizerSpec(ABC):
         """Element states that mean the same in AdamW, by AdamW's names; a parameter hands over all of them, or none."""
         kept = self.element_states(info, rule, group)
         return {name: name for name in MOMENTS if name in kept}
-
-    @classmethod
-    def is_replaced(cls, name: str, states: Collection[str], group: Mapping[str, Any]) -> bool:
-        """Whether a parameter of an earlier checkpoint now has one of the states in :attr:`replaced`.
-
-        Args:
-            name: Name of the state.
-            states: The names of all that the checkpoint has of the parameter.
-            group: As it was saved.
-        """
-        return False
-
-    @classmethod
-    def made_of(cls, name: str, states: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
-        """One of the states in :attr:`replaced`.
-
-        Args:
-            name: Name of the state.
-            states: Those that a checkpoint has in its place.
-            group: As it was saved.
-        """
-        raise NotImplementedError(f"{cls.__name__} has no state {name!r} in the place of others")
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
         """A matrix gradient's squared norm, averaged over time, as far as the states tell; None where they do not."""
