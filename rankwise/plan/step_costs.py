@@ -1,4 +1,7 @@
-"""What one step of an optimizer costs beyond what its layout and owners say; read by estimates, never by a step."""
+"""What one step of an optimizer costs beyond what its layout and owners say, and what its matrix states begin with.
+
+Estimates read the costs; planning, loading and the first step read the states.
+"""
 
 from __future__ import annotations
 
