@@ -94,7 +94,8 @@ def run_self_test(timeout: float) -> Finding:
 
 def _end_of(said: bytes) -> str:
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
+    # What started the ranks ends with an error, too, which says no more than that a rank has failed.
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (errors or lines or [f"{sys.executable} -m torch.distributed.run said nothing"])[-1][-500:]
 
 

@@ -95,7 +95,8 @@ def test_two_ranks_follow_and_a_rank_that_cannot_start_is_told(monkeypatch: pyte
     found = doctor.run_self_test(300)
     assert found.status == "ok" and re.match(r"7 optimizers follow, [\w-]+ least", found.value), found
     command = "rankwise.launch.spawn.torchrun_command"
-    monkeypatch.setattr(command, lambda *_: ["python", "-c", "raise OSError('no network')"])
+    told = "print('OSError: no network', flush=True); raise type('ChildFailedError', (Exception,), {})"
+    monkeypatch.setattr(command, lambda *_: ["python", "-c", told])
     assert doctor.run_self_test(60).advice == "OSError: no network"
     monkeypatch.setattr(command, lambda *_: ["sleep", "60"])
     assert doctor.run_self_test(0.2).value == "no end after 0 s"
