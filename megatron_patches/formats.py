@@ -82,7 +82,7 @@ def refuse_holder(wrapper: MegatronOptimizer, saved: tuple[int, int] | None) -> 
     if wrong:
         rank, given = next(iter(wrong.items()))
         raise ValueError(
-            f"{type(wrapper.optimizer).__name__}: rank {rank} of the {mine[1]} that share these parameters was given "
+            f"{wrapper.optimizer.spec.name}: rank {rank} of the {mine[1]} that share these parameters was given "
             f"the states of rank {given[0]} of {given[1]}, and every one holds others. Save every rank's state_dict() "
             f"and load it there, or {_FIX}"
         )

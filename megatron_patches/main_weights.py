@@ -100,6 +100,9 @@ class Remainders(KeptWeights):
 class HostWeights(KeptWeights):
     """fp32 main weights in the host's memory, where the optimizer steps; its states follow its tensors.
 
+    Of a model in fp32 the weights are its own, as without the setting: what is loaded or written into it counts. Those
+    of a model in fewer bits are the main weights.
+
     Args:
         wrapper: See the base class.
         pin_weights: Whether their memory is pinned.
@@ -125,9 +128,11 @@ class HostWeights(KeptWeights):
         for (main, _), grad in zip(self.pairs, self._grads, strict=True):
             given = main.grad
             present.append(None if given is None else grad.copy_(given, non_blocking=True))
-        if any(grad is not None for grad in present):
-            # Also of the weights that the last step has sent to the device.
-            torch.cuda.current_stream().synchronize()
+        for (main, model), weight in zip(self.pairs, self._host, strict=True):
+            if model.dtype is main.dtype:
+                weight.copy_(model, non_blocking=True)
+        # Also for the weights that the last step has sent to the device.
+        torch.cuda.current_stream().synchronize()
         for (main, _), weight, found in zip(self.pairs, self._host, present, strict=True):
             main.grad = None
             main.data = weight

@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_patches.main_weights import HostWeights, KeptWeights, Remainders
-from rankwise.names import Named
+from rankwise.names import BY_NAME
 
 __all__ = ["buffer_refusals", "hidden", "hide", "keep", "memory_refusals", "steps_on_host", "take_settings"]
 
@@ -99,12 +99,12 @@ def steps_on_host(wrapper: Any) -> bool:
     return bool(getattr(wrapper.config, "rankwise_memory", {}).get("optimizer_cpu_offload", False))
 
 
-def memory_refusals(settings: Any, named: Named) -> Iterator[tuple[str, str]]:
+def memory_refusals(settings: Any, name: str) -> Iterator[tuple[str, str]]:
     """Settings that cannot be done, with the reason and what works.
 
     Args:
         settings: Megatron's config or arguments.
-        named: The optimizer.
+        name: The optimizer's name.
     """
     aware = getattr(settings, "use_precision_aware_optimizer", False)
     offload = getattr(settings, "optimizer_cpu_offload", False)
@@ -121,7 +121,7 @@ def memory_refusals(settings: Any, named: Named) -> Iterator[tuple[str, str]]:
         )
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if _type(settings, field) != "fp32":
-            yield "--" + field.replace("_", "-"), _state_types(named)
+            yield "--" + field.replace("_", "-"), _state_types(name)
     yield from _offload_refusals(settings, offload)
 
 
@@ -167,9 +167,9 @@ def _type(settings: Any, field: str) -> str:
     return str(names.get(value, value))
 
 
-def _state_types(named: Named) -> str:
+def _state_types(name: str) -> str:
     """What is said to Megatron's names of Adam's moments."""
-    cls = named.optimizer
-    ours = [f"--{cls.options_type.flag(key)}" for key in _STATE_TYPES if key in cls.options_type.names()]
+    options = BY_NAME[name].optimizer.options_type
+    ours = [f"--{options.flag(key)}" for key in _STATE_TYPES if key in options.names()]
     instead = f"use {' or '.join(ours)} for what can be kept in fewer bits"
-    return f"it names a state of Megatron's Adam, and {cls.__name__} has states of its own; {instead}; leave it out"
+    return f"it names a state of Megatron's Adam, and {name} has states of its own; {instead}; leave it out"

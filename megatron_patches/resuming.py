@@ -93,7 +93,7 @@ def settle_options(
             found[_difference(inner, name, saved[name], value, True)] = None
     if found:
         way_out = f". {OVERRIDE} lets this run's count" if stays else ""
-        inner.reports.announce(f"rankwise {type(inner).__name__}: on resuming, {'; '.join(found)}{way_out}")
+        inner.reports.announce(f"rankwise {inner.spec.name}: on resuming, {'; '.join(found)}{way_out}")
 
 
 def _difference(inner: ShardedOptimizer, name: str, theirs: Any, mine: Any, is_mine: bool) -> str:

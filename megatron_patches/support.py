@@ -11,7 +11,6 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from megatron_patches.memory import buffer_refusals, memory_refusals
-from rankwise.names import BY_NAME
 from rankwise.options.fields import Options
 
 __all__ = [
@@ -75,7 +74,7 @@ def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], 
         name: The optimizer's name.
         default: The parser's default of an argument.
     """
-    yield from memory_refusals(args, BY_NAME[name])
+    yield from memory_refusals(args, name)
     for refusal in (*_FSDP, *_REFUSED):
         if getattr(args, refusal.field, False):
             yield refusal.flag, f"{refusal.reason}; {refusal.fix}"
@@ -149,7 +148,7 @@ def refuse_settings(config: OptimizerConfig, name: str) -> None:
     for field, flag, reason, fix in _REFUSED:
         if getattr(config, field, False):
             raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}; {fix}")
-    for flag, reason in memory_refusals(config, BY_NAME[name]):
+    for flag, reason in memory_refusals(config, name):
         raise SupportError(f"{flag} is invalid with --optimizer {name}: {reason}")
     if getattr(config, "rankwise_layer_wise", False):
         for field, flag in (("use_distributed_optimizer", "--use-distributed-optimizer"), ("fp16", "--fp16")):

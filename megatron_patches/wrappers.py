@@ -130,7 +130,7 @@ class Adoption:
 
     def _refuse_unmatched(self) -> None:
         """Refuse patterns of options that match no parameter on any rank. A collective."""
-        owner = next((type(inner).__name__ for inner in self._adopted), "the optimizer")
+        owner = next((inner.spec.name for inner in self._adopted), "the optimizer")
         names = [parameter.info.name for parameter in self.parameters.values()]
         names += [name for inner in self._adopted for name in inner.parameters_by_name]
         for key in ("exclude", "blocks"):
@@ -342,7 +342,7 @@ class _Distributed(_Adopted, DistributedOptimizer):
     def save_parameter_state(self, filename: str) -> None:
         """Refused: the legacy format has room for Adam's two moments alone."""
         raise RuntimeError(
-            f"ckpt_format='torch' cannot hold the states of {type(self.optimizer).__name__} under the distributed "
+            f"ckpt_format='torch' cannot hold the states of {self.optimizer.spec.name} under the distributed "
             "optimizer; use --ckpt-format torch_dist."
         )
 

@@ -124,15 +124,40 @@ def _check_resumed(jobs: list[tuple[str, Cell, Cell]], folder: Path) -> None:
 
 def test_resumes_bitwise(tmp_path: Path) -> None:
     remainders, host, plain = _saved("remainders"), _saved("host"), replace(PLAIN, **ALL_THERE)
-    _check_resumed([("ldadam", remainders, remainders), ("sonew", host, plain)], tmp_path)
+    jobs = [("ldadam", remainders, remainders), ("sonew", host, plain)]
+    _check_resumed([*jobs, ("mars-lion", _saved("host, fp32"), _saved("host, fp32"))], tmp_path)
 
 
 @pytest.mark.exhaustive
 def test_resumes_bitwise_with_and_without(tmp_path: Path) -> None:
     jobs = [(name, _saved(label), _saved(label)) for name in TYPES for label in CELLS]
-    host, plain = _saved("host"), replace(PLAIN, **ALL_THERE)
-    jobs += [job for name in TYPES for job in ((name, host, plain), (name, plain, host))]
+    for label in ("host", "host, fp32", "host, fp16"):
+        host, plain = _saved(label), replace(CELLS[label][1], **ALL_THERE)
+        jobs += [job for name in TYPES for job in ((name, host, plain), (name, plain, host))]
     _check_resumed(jobs, tmp_path)
+
+
+def _written(rank: int, world: int, names: list[str]) -> list[tuple[Result, Result]]:
+    """A model in fp32 whose weights someone writes between two steps: on the host, and without."""
+
+    def found(name: str, cell: Cell) -> Result:
+        with opened(replace(cell, **ALL_THERE), maker(name)) as trainer:
+            trained(trainer, 1)
+            with torch.no_grad():
+                for chunk in trainer.chunks:
+                    for parameter in chunk.parameters():
+                        parameter.data.mul_(0.5)
+            return trained(trainer, 2)
+
+    with cpu_megatron():
+        return [tuple(found(name, cell) for cell in CELLS["host, fp32"]) for name in names]
+
+
+@pytest.mark.parametrize("names", [["sonew"], pytest.param(list(TYPES), marks=pytest.mark.exhaustive)])
+def test_what_is_written_into_a_model_in_fp32_counts(names: list[str]) -> None:
+    for name, (host, without) in zip(names, run_ranks(2, _written, names)[0], strict=True):
+        assert host.losses == without.losses, name
+        assert all(torch.equal(host.weights[key], without.weights[key]) for key in without.weights), name
 
 
 def _into_remainders(rank: int, world: int, folder: Path) -> tuple[float, list[bool]]:
@@ -283,7 +308,7 @@ def test_weights_of_8_bits_have_no_remainders() -> None:
         (
             "sonew",
             {**AWARE, "exp_avg_dtype": torch.bfloat16},
-            "--exp-avg-dtype is invalid .* SONew .* --sonew-state-dtype",
+            "--exp-avg-dtype is invalid .* and sonew has .* --sonew-state-dtype",
         ),
         ("ldadam", {**AWARE, "exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype .* --ldadam-error-dtype for what"),
         ("mkor-h", {**AWARE, "exp_avg_dtype": torch.float16}, "--exp-avg-dtype .* --mkor-factor-dtype for what"),

@@ -130,15 +130,15 @@ def seen(folder: Path) -> list[dict[str, Seen]]:
 
 
 LINES = {
-    "betas": "rankwise LDAdam: on resuming, --ldadam-betas is (0.9, 0.95) in the checkpoint and (0.8, 0.9) in this "
+    "betas": "rankwise ldadam: on resuming, --ldadam-betas is (0.9, 0.95) in the checkpoint and (0.8, 0.9) in this "
     "run: the checkpoint's counts. --override-opt_param-scheduler lets this run's count\n",
-    "betas override": "rankwise LDAdam: on resuming, --ldadam-betas is (0.9, 0.95) in the checkpoint and (0.8, 0.9) in "
+    "betas override": "rankwise ldadam: on resuming, --ldadam-betas is (0.9, 0.95) in the checkpoint and (0.8, 0.9) in "
     "this run: this run's counts\n",
-    "gamma": "rankwise MARS: on resuming, --mars-gamma is 0.05 in the checkpoint and 0.025 in this run: the "
+    "gamma": "rankwise mars-m: on resuming, --mars-gamma is 0.05 in the checkpoint and 0.025 in this run: the "
     "checkpoint's counts. --override-opt_param-scheduler lets this run's count\n",
-    "interval": "rankwise MKOR: on resuming, --mkor-update-interval is 3 in the checkpoint and 5 in this run: this "
+    "interval": "rankwise mkor: on resuming, --mkor-update-interval is 3 in the checkpoint and 5 in this run: this "
     "run's counts\n",
-    "feedback off": "rankwise LDAdam: on resuming, --ldadam-error-feedback is True in the checkpoint and False in this "
+    "feedback off": "rankwise ldadam: on resuming, --ldadam-error-feedback is True in the checkpoint and False in this "
     "run: this run's counts\n",
     "same": "",
 }
