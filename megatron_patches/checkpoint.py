@@ -41,6 +41,7 @@ from rankwise.checkpoint.named_vectors import (
 )
 from rankwise.layout.dtensors import is_sharded
 from rankwise.layout.layout import Shard
+from rankwise.mkor.factor_schedule import joined, without_factors
 from rankwise.saving.changed_blocks import start_afresh, without_blocks
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -48,6 +49,7 @@ __all__ = ["explained_load", "load_sharded", "sharded_state"]
 
 # Megatron rounds their rows up to a multiple of the tensor-parallel size, as many as the vocabulary has or not.
 _PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+_OURS = "optimizer.rankwise"
 logger = logging.getLogger(__name__)
 Records = Sequence[Mapping[str, Any]]
 
@@ -73,7 +75,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
     inner = wrapper.optimizer
     if inner is not None:
         inner.plan_ahead(inner.layout_source.units())
-    step = _step(inner)
+    step, extras = _of_all_ranks(wrapper)
     weights = {} if is_loading else model_keys(wrapper, model_state)
     state: dict[str, Any] = {TAKEOVER: Takeover(wrapper, model_state)} if is_loading and model_state else {}
     if inner is None:
@@ -87,7 +89,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
             "groups": [_settings(group) for group in inner.param_groups],
             "members": [sorted(names) for names in wrapper.members],
             "options": options_record(inner),
-            "extra": inner.extra_state(),
+            "extra": joined(extras),
             "weights": weights,
         },
         "elements": {str(index): _sharded(piece, is_loading) for index, piece in enumerate(_pieces(wrapper))},
@@ -168,6 +170,7 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
     _refuse_another(wanted, saved, "optimizer" in stored)
     for place, record in wanted_records(placed, theirs).items():
         match_groups(_recorded_groups(placed[place]), _recorded_groups(record))
+    _leave_out_without_factors(requested, wanted_records(placed, theirs))
     _leave_out_divided_otherwise(requested, placed, folder)
     try:
         yield partial(_settled, partial(relocate_records, requested=placed, stored=theirs), in_place)
@@ -208,6 +211,16 @@ def _predecessor(requested: Any, theirs: Mapping[Any, Any], common: Mapping[str,
     for holder in holders:
         del holder[TAKEOVER]
     return None
+
+
+def _leave_out_without_factors(requested: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Ask for no state of a matrix that had none: what the record says of it makes it go on without."""
+    for place, record in stored.items():
+        names, matrices = without_factors(record["extra"]), at_place(requested, place).get("matrices", {})
+        prefix = f"{_OURS}.{record['identity']}.matrix."
+        for key, value in list(matrices.items()):
+            if without_blocks(value.key.removeprefix(prefix).partition(".")[2]) in names:
+                del matrices[key]
 
 
 def _leave_out_divided_otherwise(
@@ -259,16 +272,20 @@ def _refusal(saved: Sequence[str], wanted: str) -> str:
     )
 
 
-def _step(inner: ShardedOptimizer | None) -> int:
-    """Steps taken, alike on all ranks: Megatron saves rank 0's record, whose stage may have no experts at all."""
-    steps = [0] * dist.get_world_size()
-    dist.all_gather_object(steps, 0 if inner is None else common_step(inner))
-    return max(steps)
+def _of_all_ranks(wrapper: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Steps taken, and extra states of all parameters, alike on all ranks.
+
+    Megatron saves rank 0's record alone, which has one stage and some of the experts, or none at all.
+    """
+    inner = wrapper.optimizer
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (0 if inner is None else common_step(inner), wrapper.adoption.extra_states()))
+    return max(steps for steps, _ in everyone), [extra for _, extras in everyone for extra in extras]
 
 
 def _prefix(inner: ShardedOptimizer) -> str:
     # With the optimizer's name: Megatron reads into our states in place, and must find nothing in another's checkpoint.
-    return f"optimizer.rankwise.{inner.identity}"
+    return f"{_OURS}.{inner.identity}"
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

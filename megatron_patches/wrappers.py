@@ -97,6 +97,10 @@ class Adoption:
         wrapper.holds_experts = expert
         self._adopted[inner] = wrapper
 
+    def extra_states(self) -> list[dict[str, Any]]:
+        """What this rank's optimizers keep besides weights and states."""
+        return [inner.extra_state() for inner in self._adopted]
+
     def finish(self, built: MegatronOptimizer) -> None:
         """Hook the model for MKOR; refuse a model nothing of which takes the optimizer's own rule. A collective.
 

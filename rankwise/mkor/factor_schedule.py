@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FactorSchedule"]
+__all__ = ["FactorSchedule", "joined", "without_factors"]
 
 
 class FactorSchedule:
@@ -113,3 +113,27 @@ class FactorSchedule:
         self._phases, self._searching, self._efforts = (
             dict(state.get(name, {})) for name in ("phases", "searching", "efforts")
         )
+
+
+def joined(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One extra state of those of ranks that step other matrices, whose schedules alone differ.
+
+    Args:
+        extras: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave them, of any optimizer.
+    """
+    schedule: dict[str, Any] = {}
+    for name, value in (item for extra in extras for item in extra.get("factor_schedule", {}).items()):
+        if isinstance(value, Mapping):
+            schedule[name] = {**schedule.get(name, {}), **value}
+        else:
+            schedule[name] = sorted({*schedule.get(name, ()), *value})
+    return {**extras[0], **({"factor_schedule": schedule} if schedule else {})}
+
+
+def without_factors(extra: Mapping[str, Any]) -> frozenset[str]:
+    """Matrices that had no factors when an optimizer was saved, as they had had no token.
+
+    Args:
+        extra: See :func:`joined`.
+    """
+    return frozenset(extra.get("factor_schedule", {}).get("left_out", ()))

@@ -36,6 +36,7 @@ class Cell:
 
     Attributes:
         tp, pp, ep: Sizes of tensor, pipeline and expert parallelism; the rest of the world is data parallel.
+        etp: Size of experts' tensor parallelism; that of the others' if None.
         vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
         cp: Size of context parallelism, with an attention of the tests' own.
         sp: Whether sequence parallelism goes with tensor parallelism.
@@ -60,12 +61,14 @@ class Cell:
         fsdp: Whether the model is wrapped by TorchFullyShardedDataParallel.
         bf16_gradients: Whether gradient buffers have the parameters' type.
         optimizer: Further fields of the optimizer's config.
+        transformer: Further fields of the transformer's.
     """
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    etp: int | None = None
     cp: int = 1
     sp: bool = False
     precision: str = "fp32"
@@ -91,6 +94,7 @@ class Cell:
     fsdp: bool = False
     bf16_gradients: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
+    transformer: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -117,6 +121,7 @@ class Cell:
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
             "context_parallel_size": self.cp,
             "pipeline_dtype": dtype,
             # As Megatron's arguments demand for two interleaved stages, each of which is the other's neighbour on both
@@ -147,7 +152,7 @@ class Cell:
             layout |= {"fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
         if self.latent:
             return MLATransformerConfig(**{**model, "num_query_groups": HEADS, **LATENT}, **layout, **off)
-        return TransformerConfig(**model, **layout, **off)
+        return TransformerConfig(**{**model, **layout, **off, **self.transformer})
 
     def optimizer_config(self) -> dict[str, Any]:
         """Fields of an OptimizerConfig."""

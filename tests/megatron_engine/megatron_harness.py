@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron_cells import DECAY_STEPS, GLOBAL_BATCH, LENGTH, MAX_LR, MIN_LR, VOCABULARY, Cell, tokens
-from megatron_weights import bare, cuts, gathered, main_weight, model_weight, set_initial
+from megatron_weights import Cut, bare, cuts, gathered, initial, main_weight, model_weight
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -39,7 +39,7 @@ from megatron_patches.cpu import cpu_megatron
 
 Gathered = tuple[dict[str, Tensor], float]
 # Sizes of the process groups of this rank's process, the present ones last.
-_open_sizes: list[tuple[int, ...]] = []
+_open_sizes: list[tuple[int | None, ...]] = []
 
 
 class Fsdp2(TorchFullyShardedDataParallel):
@@ -106,7 +106,9 @@ class Trainer:
         cell = self.cell
         vp_stage = stage if cell.vpp > 1 else None
         model = self._model(stage, vp_stage)
-        set_initial(model, cell.tied)
+        with torch.no_grad():
+            for parameter, cut in self.cuts(model):
+                parameter.copy_(cut.of(initial(cut.name, cut.shape)))
         if cell.precision in ("bf16", "fp16"):
             model = Float16Module(self.config, model)
         if cell.fsdp:
@@ -146,6 +148,10 @@ class Trainer:
                 self.config, use_transformer_engine=False, normalization=self.config.normalization, vp_stage=vp_stage
             )
         return get_gpt_layer_local_spec(num_experts=cell.moe or None, normalization=self.config.normalization)
+
+    def cuts(self, model: nn.Module) -> Iterable[tuple[nn.Parameter, Cut]]:
+        """Every parameter of a model chunk, and what it is of the unsharded model."""
+        return cuts(model, self.cell.tied)
 
     def _connect(self) -> None:
         """What Megatron's training loop sets on the config before its first step."""
@@ -228,11 +234,7 @@ class Trainer:
                 if getattr(optimizer, "kept", None) is not None:
                     stack.enter_context(optimizer.main_weights())
             return gathered(
-                [
-                    (cut, of(parameter, optimizers))
-                    for chunk in self.chunks
-                    for parameter, cut in cuts(chunk, self.cell.tied)
-                ]
+                [(cut, of(parameter, optimizers)) for chunk in self.chunks for parameter, cut in self.cuts(chunk)]
             )
 
     def sharded_state(self, is_loading: bool = False, optimizer_format: str | None = None) -> dict[str, Any]:
@@ -306,7 +308,7 @@ def opened(
         make_optimizer: Builds the optimizer.
         kind: Another class of trainers, with a model of its own.
     """
-    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.cp)
+    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.etp, cell.cp)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
         _end_groups()
@@ -316,6 +318,7 @@ def opened(
             pipeline_model_parallel_size=cell.pp,
             virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
             expert_model_parallel_size=cell.ep,
+            expert_tensor_parallel_size=cell.etp,
             context_parallel_size=cell.cp,
         )
         _open_sizes.append(sizes)

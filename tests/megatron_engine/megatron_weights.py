@@ -56,13 +56,13 @@ def cuts(model: nn.Module, tied: bool) -> Iterator[tuple[nn.Parameter, Cut]]:
     model = bare(model)
     for name, parameter in model.named_parameters():
         expert = not getattr(parameter, "allreduce", True)
-        rank, size = _tensor_rank(expert)
+        rank, size = tensor_rank(expert)
         shape, dim, index = list(parameter.shape), None, None
         dim, strips = _dimension(model, name, parameter) if size > 1 else (None, 1)
         if dim is not None:
             shape[dim] *= size
             index = _positions(shape[dim], strips, rank, size)
-        yield parameter, Cut(_unsharded_name(model, name, tied), tuple(shape), dim, index)
+        yield parameter, Cut(unsharded_name(model, name, tied), tuple(shape), dim, index)
 
 
 def _dimension(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int | None, int]:
@@ -73,7 +73,8 @@ def _dimension(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[in
     return parameter.partition_dim, parameter.partition_stride
 
 
-def _tensor_rank(expert: bool) -> tuple[int, int]:
+def tensor_rank(expert: bool) -> tuple[int, int]:
+    """This rank among those that share an expert's, or another, weight by tensor parallelism, and their number."""
     if expert:
         return mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -84,7 +85,8 @@ def _positions(length: int, stride: int, rank: int, size: int) -> Tensor:
     return torch.arange(length).view(stride, size, -1)[:, rank].flatten()
 
 
-def _unsharded_name(model: nn.Module, name: str, tied: bool) -> str:
+def unsharded_name(model: nn.Module, name: str, tied: bool) -> str:
+    """What a parameter of this rank's model is called in the unsharded one."""
     name = local_name(name)
     if tied and name == TIED_COPY:
         return TIED
@@ -104,12 +106,6 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
     if len(shape) == 1:
         return 0.02 * noise + (1.0 if name.endswith("norm.weight") else 0.0)
     return noise * (0.1 if "embedding" in name else shape[1] ** -0.5)
-
-
-@torch.no_grad()
-def set_initial(model: nn.Module, tied: bool) -> None:
-    for parameter, cut in cuts(model, tied):
-        parameter.copy_(cut.of(initial(cut.name, cut.shape)))
 
 
 @torch.no_grad()

@@ -1,0 +1,155 @@
+"""Models of the shapes of gpt-oss and Qwen3-Next: what two ranks have saved goes on on one, and as it went on there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from megatron_cells import DISTRIBUTED, Cell
+from megatron_harness import Result, Trainer, move, opened, trained
+from megatron_shapes import ShapedTrainer, shaped
+from megatron_types import TYPES, maker
+from megatron_weights import initial
+from ranks import run_ranks
+
+import megatron_patches
+from megatron_patches.cpu import cpu_megatron
+
+BEFORE, AFTER = 3, 2
+# Of the largest change of a weight. Tokens that two experts suit alike make much of rounding, here of sums alone.
+LARGEST = 2e-3
+
+
+class Move(NamedTuple):
+    """A run of an optimizer, and one that goes on from its checkpoint; each in a layout of so many ranks."""
+
+    name: str
+    shape: str
+    ranks: int
+    start: dict[str, Any]
+    end: dict[str, Any]
+    end_ranks: int = 1
+
+
+# Experts with biases know no tensor parallelism of their own.
+CUT = {"gpt-oss": {"tp": 2, "sp": True, "ep": 2, "etp": 1}, "qwen3-next": {"tp": 2, "sp": True}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "EP2": (2, {"ep": 2}),
+    "PP2": (2, {"pp": 2}),
+    "DP2": (2, {}),
+    "TP2 DP2": (4, {"tp": 2, "sp": True, "etp": 1}),
+    "TP2 EP2": (4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+}
+MOVES = [Move("ldadam", "gpt-oss", 2, CUT["gpt-oss"], {}), Move("mkor", "qwen3-next", 2, CUT["qwen3-next"], {})]
+
+
+def _all_moves(shape: str) -> list[Move]:
+    found = []
+    for name in TYPES:
+        for distributed in ({}, DISTRIBUTED):
+            ranks = [(2, CUT[shape]), *LAYOUTS.values()]
+            found += [Move(name, shape, world, {**layout, **distributed}, {}) for world, layout in ranks]
+            found += [Move(name, shape, 1, {}, {**layout, **distributed}, world) for world, layout in ranks]
+    return found
+
+
+def _save(rank: int, world: int, jobs: list[tuple[Move, Path]]) -> list[Result | None]:
+    megatron_patches.apply()
+    found = []
+    with cpu_megatron():
+        for job, folder in jobs:
+            with opened(shaped(job.shape, **job.start), maker(job.name), ShapedTrainer) as trainer:
+                trained(trainer, BEFORE)
+                trainer.save(folder)
+                found.append(trained(trainer, AFTER))
+    return found
+
+
+def _resume(rank: int, world: int, jobs: list[tuple[Move, Path]]) -> list[Result | None]:
+    megatron_patches.apply()
+    found = []
+    with cpu_megatron():
+        for job, folder in jobs:
+            with opened(shaped(job.shape, **job.end), maker(job.name), ShapedTrainer) as trainer:
+                trainer.load(folder)
+                found.append(trained(trainer, AFTER))
+    return found
+
+
+def _check(moves: list[Move], folder: Path) -> None:
+    jobs = [(job, folder / str(index)) for index, job in enumerate(moves)]
+    for _, place in jobs:
+        place.mkdir()
+    for world in {job.ranks for job in moves}:
+        for end_world in {job.end_ranks for job in moves if job.ranks == world}:
+            chosen = [job for job in jobs if (job[0].ranks, job[0].end_ranks) == (world, end_world)]
+            whole, again = run_ranks(world, _save, chosen)[0], run_ranks(end_world, _resume, chosen)[0]
+            for (job, _), there, here in zip(chosen, whole, again, strict=True):
+                start = {name: initial(name, tuple(value.shape)) for name, value in there.weights.items()}
+                assert move(here.weights, there.weights, start).largest < LARGEST, job
+                assert there.replica_gap == here.replica_gap == 0, job
+
+
+def test_what_two_ranks_have_saved_goes_on_on_one(tmp_path: Path) -> None:
+    _check(MOVES, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", CUT)
+def test_every_type_moves_between_all_layouts(tmp_path: Path, shape: str) -> None:
+    _check(_all_moves(shape), tmp_path)
+
+
+# --- experts that had no token when their factors were due -----------------------------------------------------------
+
+INTERVAL = 2
+# Steps at which nothing is routed to an expert, in which two steps have factors due, and the step after which is saved.
+SILENCES = {"at first": ({0}, 1), "at first, and long": ({0, 1, 2}, 2), "later": ({2}, 3), "while saved": ({2, 3}, 3)}
+
+
+def _route(trainer: Trainer, expert: int, silent: bool) -> None:
+    """A bias of the last layer's router sends nothing to an expert, or not less than to others."""
+    with torch.no_grad():
+        for chunk in trainer.chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("router.bias") and parameter.numel():
+                    parameter[expert] = -100.0 if silent else 0.5
+
+
+def _silenced(rank: int, world: int, cell: Cell, expert: int, silence: str, folder: Path, load: bool) -> Result | None:
+    silent, saved = SILENCES[silence]
+    last = saved + 2 * INTERVAL
+    megatron_patches.apply()
+    with cpu_megatron(), opened(cell, maker("mkor", update_interval=INTERVAL), ShapedTrainer) as trainer:
+        for step in range(saved if load else 0, last):
+            if step == saved:
+                trainer.load(folder) if load else trainer.save(folder)
+            _route(trainer, expert, step in silent)
+            trainer.train_step()
+        return trained(trainer, 0)
+
+
+def _check_silence(silence: str, start: dict[str, Any], end: dict[str, Any], folder: Path) -> None:
+    """The expert is the last one: another rank's than the first, where there are several."""
+    cells = [shaped("gpt-oss", **layout) for layout in (start, end)]
+    worlds = [max(layout.get("ep", 1), layout.get("pp", 1)) for layout in (start, end)]
+    whole = run_ranks(worlds[0], _silenced, cells[0], 3, silence, folder, False)[0]
+    again = run_ranks(worlds[1], _silenced, cells[1], 3, silence, folder, True)[0]
+    begin = {name: initial(name, tuple(value.shape)) for name, value in whole.weights.items()}
+    assert move(again.weights, whole.weights, begin).largest < (LARGEST if start != end else 1e-30), (start, end)
+
+
+def test_an_expert_without_factors_goes_on_without(tmp_path: Path) -> None:
+    _check_silence("at first", {"ep": 2}, {"ep": 2}, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("start", [{}, {"ep": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("end", [{}, {"ep": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("silence", SILENCES)
+def test_schedules_of_all_ranks_factors_are_saved(
+    tmp_path: Path, silence: str, start: dict[str, Any], end: dict[str, Any]
+) -> None:
+    _check_silence(silence, start, end, tmp_path)
