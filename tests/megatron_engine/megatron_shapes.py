@@ -47,15 +47,28 @@ def _l2norm(values: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     return values * torch.rsqrt(values.square().sum(dim, keepdim=True) + eps)
 
 
+class _Kernels(types.ModuleType):
+    """A package of kernels of which one thing is called: in Megatron's deterministic mode it does the rest itself."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _l2norm if name == "l2norm" else None
+
+
+_KERNELS = """
+fla fla.modules fla.modules.l2norm fla.modules.convolution fla.ops fla.ops.gated_delta_rule fla.ops.cp fla.ops.gdn2
+fla.ops.gdn2.chunk
+""".split()
+
+
 def _delta_net() -> Any:
     """Megatron's module, with what it takes of a package of kernels that is not there; for this process."""
     name = "megatron.core.ssm.gated_delta_net"
-    if "fla.modules.l2norm" not in sys.modules:
-        for kernel in ("fla", "fla.modules", "fla.modules.l2norm", "fla.ops", "fla.ops.gated_delta_rule"):
-            sys.modules[kernel] = types.ModuleType(kernel)
-            sys.modules[kernel].__path__ = []  # type: ignore[attr-defined]
-        sys.modules["fla.modules.l2norm"].l2norm = _l2norm  # type: ignore[attr-defined]
-        sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = None  # type: ignore[attr-defined]
+    if "fla" not in sys.modules:
+        sys.modules.update({kernel: _Kernels(kernel) for kernel in _KERNELS})
         for found in [found for found in sys.modules if found.startswith(name)]:
             del sys.modules[found]
     return importlib.import_module(name)
@@ -89,14 +102,16 @@ def shaped(name: str, **changed: Any) -> Cell:
 class ShapedTrainer(Trainer):
     """Of a cell of :func:`shaped`."""
 
+    marks_biases = False
+    """Whether biases of experts keep a mark of Megatron's, for which gradients of several experts are added up."""
+
     def _model(self, stage: int, vp_stage: int | None) -> nn.Module:
         model = super()._model(stage, vp_stage)
         for name, module in model.named_modules():
             if "local_experts" in name and name.endswith("linear_fc2"):
                 # Megatron adds the bias in place to what autograd takes for a view of the layer's input.
                 module.register_forward_hook(lambda module, given, output: (output[0].clone(), *output[1:]))
-                # Its gradients would be added to those of other experts, on other tensor-parallel ranks.
-                if module.bias is not None:
+                if module.bias is not None and not self.marks_biases:
                     module.bias.sequence_parallel = False
         return model
 

@@ -11,8 +11,9 @@ from megatron_cells import DISTRIBUTED, Cell
 from megatron_harness import Result, Trainer, move, opened, trained
 from megatron_shapes import ShapedTrainer, shaped
 from megatron_types import TYPES, maker
-from megatron_weights import initial
+from megatron_weights import initial, reduced_gradient
 from ranks import run_ranks
+from torch import Tensor
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
@@ -100,6 +101,28 @@ def test_what_two_ranks_have_saved_goes_on_on_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", CUT)
 def test_every_type_moves_between_all_layouts(tmp_path: Path, shape: str) -> None:
     _check(_all_moves(shape), tmp_path)
+
+
+# --- a fault of Megatron's, with any optimizer ------------------------------------------------------------------------
+
+
+class _Marked(ShapedTrainer):
+    marks_biases = True
+
+
+def _gradients(rank: int, world: int, layout: dict[str, Any]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    with cpu_megatron(), opened(shaped("gpt-oss", **layout), maker("adam"), _Marked) as trainer:
+        trainer.train_step(lambda before: found.update(before.weights(reduced_gradient)[0]))
+    return found
+
+
+@pytest.mark.exhaustive
+def test_megatron_adds_up_gradients_of_different_experts_biases() -> None:
+    """With its Adam. Where this fails, Megatron has mended it, and docs/frameworks/megatron.md need not say it."""
+    alone, cut = run_ranks(1, _gradients, {})[0], run_ranks(2, _gradients, CUT["gpt-oss"])[0]
+    apart = {name for name, value in alone.items() if not torch.allclose(cut[name], value, rtol=1e-3, atol=1e-6)}
+    assert apart == {name for name in alone if "local_experts" in name and name.endswith("linear_fc2.bias")}
 
 
 # --- experts that had no token when their factors were due -----------------------------------------------------------
