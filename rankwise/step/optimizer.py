@@ -60,8 +60,8 @@ class ShardedOptimizer(Optimizer, ABC):
 
     Element states (one value per parameter element) live in ``self.state`` with the shape of the tensor the framework
     handed over, so that its checkpoints carry them; matrix states live in ``self.matrix_states``, by parameter name,
-    on their owner, or on the rank that keeps them for it. What torch keeps and replaces (``param_groups``, ``state``) is
-    handed to the objects below at every call; none of them knows the optimizer.
+    on their owner, or on the rank that keeps them for it. What torch keeps and replaces (``param_groups``, ``state``)
+    is handed to the objects below at every call; none of them knows the optimizer.
 
     Args:
         params: Parameters, ``(name, parameter)`` pairs or param groups.
