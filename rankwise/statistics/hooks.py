@@ -133,6 +133,14 @@ class Capture:
             views[:] = [(replace(view, weight=now(view.weight), bias=now(view.bias)), record) for view, record in views]
         self._names = {now(parameter): name for parameter, name in self._names.items()}
 
+    def replaced(self) -> set[Parameter]:
+        """Weights that other modules of the model use by now than those that are heard."""
+        present = set() if self.root is None else set(self.root.modules())
+        others = present - self._by_module.keys()
+        used = {parameter for module in others for parameter in module._parameters.values()}
+        heard = {view.weight for module in present - others for view, _ in self._by_module[module]}
+        return {parameter for parameter in self.records if parameter in used and parameter not in heard}
+
     def remove(self) -> None:
         """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
         for handle in self._handles:
