@@ -14,7 +14,7 @@ from deepspeed_plugin.auto_tp import is_cut, tensor_ranks
 from deepspeed_plugin.experts import are_cut_alike, are_native
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
-from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer, living_optimizers
 
 __all__ = ["refuse_masters", "refuse_replaced", "refuse_settings", "refuse_wrapper"]
 
@@ -261,7 +261,7 @@ def refuse_replaced(engine: DeepSpeedEngine) -> None:
         return
     # torch keeps the dictionaries it is given: that one of ours has the same ones shows of what this one was made.
     groups = {id(group) for group in engine.basic_optimizer.param_groups}
-    for optimizer in list(ShardedOptimizer.instances):
+    for optimizer in living_optimizers():
         if any(id(group) in groups for group in optimizer.param_groups):
             raise OptionError(
                 f"{optimizer.spec.name} was built for this model, but the engine got "

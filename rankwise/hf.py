@@ -5,7 +5,9 @@ With DeepSpeed nothing of this is needed: the JSON names the type, and :mod:`dee
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,6 +81,12 @@ class _MARSOfTrainer(MARS):
         super().add_param_group(param_group)
 
 
+def _hear_of_loss(optimizer: weakref.ref[MKOR], output: Any) -> None:
+    found, loss = optimizer(), output.get("loss") if isinstance(output, Mapping) else None
+    if found is not None and isinstance(loss, Tensor):
+        found.switch.expect(loss)
+
+
 class CapturingMKOR(MKOR):
     """MKOR that captures the model it is built for.
 
@@ -92,12 +100,8 @@ class CapturingMKOR(MKOR):
         super().__init__(params, **options)
         self.capture(captured)
         if self.needs_loss:
-            captured.register_forward_hook(ModuleHook(captured, self._hear_of_loss))
-
-    def _hear_of_loss(self, output: Any) -> None:
-        loss = output.get("loss") if isinstance(output, Mapping) else None
-        if isinstance(loss, Tensor):
-            self.switch.expect(loss)
+            # The model may outlive the optimizer.
+            captured.register_forward_hook(ModuleHook(captured, partial(_hear_of_loss, weakref.ref(self))))
 
     def state_dict(self) -> dict[str, Any]:
         """As MKOR's; the Trainer calls it on one rank.

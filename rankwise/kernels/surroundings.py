@@ -16,7 +16,7 @@ import torch
 
 from rankwise.kernels.full_precision import full_precision
 
-__all__ = ["stand_ins", "undisturbed", "undisturbed_anywhere"]
+__all__ = ["is_imagined", "stand_ins", "undisturbed", "undisturbed_anywhere"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -108,6 +108,11 @@ def stand_ins() -> str | None:
     keys = [getattr(torch._C._TorchDispatchModeKey, name, None) for name in _STAND_INS]
     modes = [torch._C._get_dispatch_mode(key) for key in keys if key is not None]
     return next((type(mode).__name__ for mode in modes if mode is not None), None)
+
+
+def is_imagined() -> bool:
+    """Whether a pass of a model is made by stand-ins; a compiler's own is compiled, and real later."""
+    return not torch.compiler.is_compiling() and stand_ins() is not None
 
 
 def _refuse_stand_ins(owner: Any, method: str) -> None:

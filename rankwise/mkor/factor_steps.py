@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -309,9 +309,11 @@ class FactorSteps:
         unit, counts = news.unit, news.counts
         schedule, keys = self.schedule, list(counts)
         reports, tokens = news.numbers.read()
+        missed = set(schedule.missed)
         self._failures |= {key: float(int(report)) for key, report in zip(keys, reports, strict=True)}
         for key, report, number in zip(keys, reports, tokens, strict=True):
             schedule.note(key, counts[key], number > 0, report % 1 > 0)
+        self._warn_of_replaced(unit, schedule.missed - missed)
         silent = sorted(counts.keys() - schedule.heard - schedule.left_out)
         found = sorted(schedule.left_out & schedule.heard)
         if silent and unit.layout.rank == 0:
@@ -330,6 +332,20 @@ class FactorSteps:
                 # Not the unit of the step alone: it may have been planned anew since.
                 if any(key in other.layout.shapes for key in (*silent, *found)):
                     other.notes[_STALE] = True
+
+    def _warn_of_replaced(self, unit: StepUnit, missed: Collection[str]) -> None:
+        """Of layers that a step has missed for the first time, tell which have other modules than when captured."""
+        hooks = self._statistics.hooks
+        if not missed or hooks is None or unit.layout.rank != 0:
+            return
+        replaced = hooks.replaced()
+        names = [key for key in sorted(missed) if self._table.parameters[key] in replaced]
+        if names:
+            logger.warning(
+                "MKOR: %s: another module than when capture() was called uses the weight now, of which nothing is "
+                "heard: its factors stay as they are; call optimizer.capture(model) again.",
+                ", ".join(names),
+            )
 
     def _take_back(self, found: Sequence[str], groups: Groups) -> None:
         """Give matrices the rule again that their options ask for."""

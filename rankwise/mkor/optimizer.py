@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import MatrixTask
-from rankwise.kernels.surroundings import undisturbed, undisturbed_anywhere
+from rankwise.kernels.surroundings import stand_ins, undisturbed, undisturbed_anywhere
 from rankwise.mkor.factor_steps import WATCHED, FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
@@ -30,7 +30,7 @@ from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
-from rankwise.statistics.hooks import Describe
+from rankwise.statistics.hooks import Capture, Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.matrices import step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
@@ -48,10 +48,16 @@ def _scratch_of(tasks: Sequence[MatrixTask]) -> int:
 
 
 def _follow_resets(optimizer: weakref.ref[MKOR]) -> None:
-    """In a forward pass, so that what begins anew is listened to."""
+    """In a forward pass, so that what begins anew is listened to; one that is imagined is not listened to."""
     found = optimizer()
-    if found is not None:
+    if found is not None and not found.state and stand_ins() is None:
         ShardedOptimizer.follow_resets(found)
+
+
+def _let_go(hooks: weakref.ref[Capture]) -> None:
+    found = hooks()
+    if found is not None:
+        found.let_go()
 
 
 class MKOR(ShardedOptimizer):
@@ -135,6 +141,7 @@ class MKOR(ShardedOptimizer):
         if self.statistics.hooks is not None and self.needs_capture:
             # Before layers are heard again, whose model may outlive the optimizer.
             self.statistics.hooks.on_forward = partial(_follow_resets, weakref.ref(self))
+            weakref.finalize(self, _let_go, weakref.ref(self.statistics.hooks)).atexit = False
         self.factor_steps.drop_turned(before)
         self.factor_steps.route_captured()
         self.planner.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatch
 
 import torch.distributed as dist
@@ -13,23 +14,22 @@ from rankwise.options.validation import OptionError
 
 __all__ = ["are_checked_later", "checked_later", "refuse_unmatched", "refuse_unmatched_everywhere", "unmatched"]
 
-_later = 0
+_later: ContextVar[bool] = ContextVar("later", default=False)
 
 
 @contextmanager
 def checked_later() -> Iterator[None]:
     """Accept patterns that match none of the parameters given: more are known to the caller, who checks them all."""
-    global _later
-    _later += 1
+    token = _later.set(True)
     try:
         yield
     finally:
-        _later -= 1
+        _later.reset(token)
 
 
 def are_checked_later() -> bool:
     """Whether :func:`checked_later` is in force."""
-    return _later > 0
+    return _later.get()
 
 
 def unmatched(patterns: Collection[str], names: Collection[str]) -> list[str]:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ Groups = Sequence[Mapping[str, Any]]
 """``Optimizer.param_groups``: handed in at every call, because loading a checkpoint replaces them."""
 
 logger = logging.getLogger(__name__)
-_allowances = 0
+_is_idle_allowed: ContextVar[bool] = ContextVar("is_idle_allowed", default=False)
 _NAMELESS = re.compile(r"group\d+\.param\d+(@.*)?")
 
 
@@ -43,12 +44,11 @@ def idle_allowed() -> Iterator[None]:
 
     Whoever uses this calls :meth:`ParameterTable.refuse_if_idle` where no other stage has anything either.
     """
-    global _allowances
-    _allowances += 1
+    token = _is_idle_allowed.set(True)
     try:
         yield
     finally:
-        _allowances -= 1
+        _is_idle_allowed.reset(token)
 
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -319,7 +319,7 @@ class ParameterTable:
         Raises:
             OptionError: No parameter takes the optimizer's own rule.
         """
-        if not self.is_idle or (unless_allowed and _allowances):
+        if not self.is_idle or (unless_allowed and _is_idle_allowed.get()):
             return
         spec = self._spec
         if not self.routes:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from rankwise.kernels.surroundings import stand_ins
+from rankwise.kernels.surroundings import is_imagined
 from rankwise.layout.dtensors import is_sharded
 from rankwise.statistics.backward_passes import BackwardPasses, will_add_to
 from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, describe_linear, placed, views_of
@@ -133,12 +133,27 @@ class Capture:
             views[:] = [(replace(view, weight=now(view.weight), bias=now(view.bias)), record) for view, record in views]
         self._names = {now(parameter): name for parameter, name in self._names.items()}
 
+    def replaced(self) -> set[Parameter]:
+        """Weights that other modules of the model use by now than those that are heard."""
+        present = set() if self.root is None else set(self.root.modules())
+        others = present - self._by_module.keys()
+        used = {parameter for module in others for parameter in module._parameters.values()}
+        heard = {view.weight for module in present - others for view, _ in self._by_module[module]}
+        return {parameter for parameter in self.records if parameter in used and parameter not in heard}
+
     def remove(self) -> None:
         """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self.clear()
+
+    def let_go(self) -> None:
+        """Hold nothing of the optimizer and hear no more: it is gone, while the model that has the hooks lives on.
+
+        They stay there: another thread may be in a forward pass.
+        """
+        vars(self).update(vars(Capture([])), enabled=False)
 
     def listen_to(self, records: Collection[Record], in_company: bool) -> None:
         """Collect the statistics of some weights, until told otherwise; of all at first.
@@ -239,7 +254,7 @@ class Capture:
         if not self.enabled or self.paused:
             return
         result = output[0] if isinstance(output, tuple) else output
-        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform() or _among_stand_ins():
+        if not isinstance(result, Tensor) or not result.requires_grad or _in_transform() or is_imagined():
             return
         if self.on_training_forward is not None:
             self.on_training_forward([record.parameter for _, record in self._by_module.get(module, ())])
@@ -308,11 +323,6 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
 def _in_transform() -> bool:
     """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors belong to it."""
     return torch._C._functorch.maybe_current_level() is not None
-
-
-def _among_stand_ins() -> bool:
-    """Whether this pass is imagined, by tensors that have no values; a compiler's own is compiled, and real later."""
-    return not torch.compiler.is_compiling() and stand_ins() is not None
 
 
 def _in_rehearsal() -> bool:

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from rankwise.kernels.surroundings import is_imagined
+
 __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """Calls a function with what one module returns.
+    """Calls a function with what one module returns, unless that has no values.
 
     Modules are copied and pickled with their hooks: exponential averages of weights must neither report what they
     compute nor take along what the function belongs to.
@@ -26,7 +28,7 @@ class ModuleHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """See :meth:`torch.nn.Module.register_forward_hook`."""
-        if self._call is not None and module is self._module:
+        if self._call is not None and module is self._module and not is_imagined():
             self._call(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:

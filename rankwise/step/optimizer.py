@@ -43,7 +43,7 @@ from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ShardedOptimizer", "living_optimizers"]
 
 
 def _as_dict(initial: InitialStates, task: MatrixTask, device: torch.device) -> MatrixState:
@@ -88,8 +88,6 @@ class ShardedOptimizer(Optimizer, ABC):
     options_type: ClassVar[type[Options]]
     spec_class: ClassVar[type[OptimizerSpec]]
     """What follows from the options for parameters and states."""
-    instances: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
-    """Every living optimizer, for frameworks to notice that one of ours was replaced."""
     held: ClassVar[tuple[str, ...]] = (
         "spec",
         "options",
@@ -138,7 +136,7 @@ class ShardedOptimizer(Optimizer, ABC):
         if options.store_param_remainders:
             refuse_unless_narrow(spec.name, self.table.parameters.values())
         self.values.warn_of_tiny()
-        ShardedOptimizer.instances.add(self)
+        _living[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         self.undo.settle()
@@ -593,3 +591,13 @@ class ShardedOptimizer(Optimizer, ABC):
     def owners(self) -> dict[str, int]:
         """Owner rank of every planned matrix."""
         return self.planner.owners()
+
+
+_living: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
+
+
+def living_optimizers() -> list[ShardedOptimizer]:
+    """Every living optimizer, for frameworks to notice that one of ours was replaced."""
+    # All at once: other threads may build more meanwhile.
+    found = [reference() for reference in _living.valuerefs()]
+    return [optimizer for optimizer in found if optimizer is not None]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import sys
-import threading
 from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -14,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from surrounded_runs import FORMS, TYPES, Run, bits, network, plain_run, propagate, run, same_bits
-from surrounding_kinds import FORBIDDEN, SURROUNDINGS, in_another_thread
+from surrounding_kinds import FORBIDDEN, SURROUNDINGS
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import rankwise
 from rankwise.kernels.native.arrays import address, addresses
 from rankwise.names import CLASSES
-from rankwise.routing.roles import annotate
 from rankwise.statistics.hooks import Capture
+from rankwise.statistics.module_hooks import ModuleHook
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.step.working_tensors import are_deferred, deferred_steps
 
 _SLOW = ("profiled",)
 """What takes long, and is tried with the compiled form alone."""
@@ -86,21 +84,51 @@ def kept(live: Run) -> dict[str, Any]:
     return {name: value for name, value in live.left().items() if not name.startswith("/health")}
 
 
-@pytest.mark.parametrize("kind", ["MKOR", "MKOR-H"])
-def test_statistics_learn_nothing_from_stand_ins(kind: str) -> None:
+def among_fake_tensors(live: Run) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        live.model(torch.ones(8, 64)).sum().backward()
+    live.model.zero_grad()
+
+
+IMAGINED: dict[str, Callable[[Run], Any]] = {
+    "fake tensors": among_fake_tensors,
+    "make_fx": lambda live: make_fx(live.model)(torch.ones(8, 64)),
+    "jit": lambda live: torch.jit.trace(live.model, torch.ones(8, 64), check_trace=False),
+    "torch.func": lambda live: torch.func.vmap(live.model)(torch.ones(3, 8, 64)),
+    "exported": lambda live: torch.export.export(live.model, (torch.ones(8, 64),), strict=False),
+}
+"""Passes of the model that leave nothing, and are made without values."""
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["going on", "after a reset"])
+@pytest.mark.parametrize("imagined", IMAGINED)
+@pytest.mark.parametrize("kind", ["MKOR-H"])
+def test_statistics_learn_nothing_from_stand_ins(kind: str, imagined: str, resets: bool) -> None:
     """A model that is propagated with fake tensors, as planners of memory do, goes on being trained."""
 
-    def trained(imagined: bool) -> Any:
+    def trained(imagines: bool) -> Any:
         live = Run(TYPES[kind], FORMS["compiled"], nullcontext)
         for index in range(3):
             live.step(index)
-            if imagined:
-                with FakeTensorMode(allow_non_fake_inputs=True):
-                    live.model(torch.ones(8, 64)).sum().backward()
-                live.model.zero_grad()
+            if index == 1 and resets:
+                live.optimizer.state.clear()
+            if imagines:
+                IMAGINED[imagined](live)
         return live.left()
 
     assert same_bits(trained(True), trained(False)) == []
+
+
+def test_a_hook_of_a_module_hears_of_no_stand_in() -> None:
+    """As losses are heard that a model computes."""
+    heard: list[Any] = []
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(ModuleHook(model, heard.append))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.ones(2, 4))
+    assert heard == []
+    found = model(torch.ones(2, 4))
+    assert len(heard) == 1 and heard[0] is found
 
 
 # --- the model's passes, too -----------------------------------------------------------------------------------------
@@ -332,74 +360,6 @@ def test_a_function_that_must_not_be_cut_is_told_what_to_do() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of what fullgraph=True compiles"):
         torch.compile(lambda: live.optimizer.step(), backend="eager", fullgraph=True)()
     assert same_bits(kept(live), before) == []
-
-
-# --- threads ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_in_another_thread(kind: str) -> None:
-    found = in_another_thread(lambda: run(TYPES[kind], FORMS["compiled"]))
-    assert same_bits(found, plain_run(kind, "compiled")) == []
-
-
-@pytest.mark.parametrize("form", ["compiled", "int8 states"])
-def test_two_optimizers_in_two_threads(form: str) -> None:
-    """Of each type one, all at once: compiled functions let go of the interpreter while they work."""
-    annotate(network())  # then each looks for copies of what it has annotated among all that there is
-    found: dict[str, Any] = {}
-    start = threading.Barrier(len(TYPES))
-
-    def work(kind: str) -> None:
-        start.wait()
-        try:
-            found[kind] = run(TYPES[kind], FORMS[form])
-        except BaseException as error:
-            found[kind] = {"raised": repr(error)}
-
-    threads = [threading.Thread(target=work, args=(kind,)) for kind in TYPES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wrong = {kind: same_bits(found[kind], plain_run(kind, form))[:3] for kind in TYPES}
-    assert not any(wrong.values()), (wrong, {kind: left.get("raised") for kind, left in found.items()})
-
-
-def test_modules_are_sought_without_holding_what_other_threads_make() -> None:
-    """Python fails to lengthen a tuple that another thread has a reference to, were it for a moment."""
-    raised: list[BaseException] = []
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.is_set():
-            try:
-                tuple(number for number in range(1000))
-            except SystemError as error:
-                raised.append(error)
-
-    thread = threading.Thread(target=work)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        for _ in range(10):
-            model = network()
-            annotate(model)
-            copied = copy.deepcopy(model)
-            optimizer = rankwise.MARS(copied.named_parameters())
-            assert set(optimizer.table.routes) == {name for name, _ in model.named_parameters()}
-    finally:
-        over.set()
-        thread.join()
-        sys.setswitchinterval(before)
-    assert raised == []
-
-
-def test_steps_are_deferred_in_their_own_thread_alone() -> None:
-    with deferred_steps(), deferred_steps():
-        assert are_deferred() and not in_another_thread(are_deferred)
-    assert not are_deferred()
 
 
 # --- what the above rests on -----------------------------------------------------------------------------------------
