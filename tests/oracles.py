@@ -10,19 +10,6 @@ from torch import Tensor
 
 from rankwise.mars.formulas import correction_factor
 from rankwise.sonew.banded import check_chain, check_edges
-from rankwise.updates.adamw import Scalar
-
-
-def decoupled_step(param: Tensor, direction: Tensor, lr: Scalar, weight_decay: float) -> Tensor:
-    r"""The weights after a step along ``direction`` with decoupled decay: ``(1 - lr * weight_decay) x - lr * d``.
-
-    Args:
-        param: Weights ``x`` (...).
-        direction: Direction ``d`` (...).
-        lr: Learning rate.
-        weight_decay: Decay rate, multiplied by ``lr``.
-    """
-    return param * (1.0 - lr * weight_decay) - direction * lr
 
 
 def corrected_gradient(grad: Tensor, reference: Tensor, gamma: float, beta1: float) -> Tensor:

@@ -271,7 +271,7 @@ def test_the_step_reads_nothing_back(path: Path) -> None:
 def test_every_room_is_watched() -> None:
     """A room that is none by its files would be checked by nothing here."""
     assert {cls.__module__.rpartition(".")[0] for cls in CLASSES} == set(PAPERS)
-    watched = {path.parent.name for path in STEP_PATH if path.name in ("optimizer.py", "rule.py")}
+    watched = {path.parent.name for path in STEP_PATH if path.name == "optimizer.py"}
     assert watched == {"step", *(paper.rpartition(".")[2] for paper in PAPERS)}
 
 
@@ -366,8 +366,17 @@ BACKENDS = ("native", "triton", "cpu", "cuda")
 CHOICES = ("kernels_for", "is_for_cpus", "MatrixExchange", "HaloExchange")
 
 
+def is_matrix_rule(tree: ast.AST) -> bool:
+    """Whether a file has a class that the driver of the exchange steps matrices by."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return any(getattr(base, "id", "") == "MatrixRule" for node in classes for base in node.bases)
+
+
 def rule_files() -> list[Path]:
-    return [path for path in sources("rankwise") if path.name == "rule.py"]
+    """The papers' rules, and what steps matrices by them."""
+    return [
+        path for path in sources("rankwise") if path.name == "rule.py" or is_matrix_rule(ast.parse(path.read_text()))
+    ]
 
 
 def backends_known(names: list[tuple[int, str]]) -> list[str]:
@@ -381,7 +390,8 @@ def backends_known(names: list[tuple[int, str]]) -> list[str]:
 
 
 def test_rules_know_neither_backend_nor_exchange() -> None:
-    assert {"ldadam", "mars", "mkor"} <= {path.parent.name for path in rule_files()}
+    rooms = [path.parent.name for path in rule_files() if path.name != "rule.py"]
+    assert {"ldadam", "mars", "mkor"} <= set(rooms)
     for path in rule_files():
         assert backends_known(imports_of(path)) == [], path
         assert not {"kernels", "exchange", "one_by_one"} & {
@@ -403,8 +413,40 @@ def test_rules_know_neither_backend_nor_exchange() -> None:
     ],
 )
 def test_the_check_of_rules_itself(source: str, forbidden: bool) -> None:
-    found = backends_known(list(imports(ast.parse(source), "rankwise.mars.rule", is_package=False)))
+    found = backends_known(list(imports(ast.parse(source), "rankwise.mars.orthogonal_matrices", is_package=False)))
     assert bool(found) == forbidden, found
+
+
+# --- rules as their papers have them ---------------------------------------------------------------------------------
+
+LONGEST_RULE = 150
+RULE_IMPORTS = ("rankwise.updates",)
+MACHINERY = re.compile(
+    r"\b(buckets?|units?|shards?|layouts?|portions?|kernels?|kernel forms?|ranks hold|owners?|launch(es)?|triton|cuda|"
+    r"cpus?|deepspeed|megatron|fsdp|zero-[123]|bfloat16|float16|precision)\b"
+)
+
+
+def beyond_the_paper(path: Path) -> list[str]:
+    """What a rule's file has that its reader need not know: other rooms, classes with methods, words of machinery."""
+    text, room = path.read_text(), f"rankwise.{path.parent.name}"
+    own = [f"{room}.{name}" for name in ("formulas", "basis", "banded")]
+    inner = [name for _, name in imports_of(path) if within(name, "rankwise") and not within(name, *RULE_IMPORTS, *own)]
+    methods = [
+        node.name
+        for kind in ast.walk(ast.parse(text))
+        if isinstance(kind, ast.ClassDef)
+        for node in kind.body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return [*inner, *methods, *(found.group() for found in MACHINERY.finditer(text.lower()))]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_rule_reads_like_its_paper(paper: str) -> None:
+    path = ROOT / paper.replace(".", "/") / "rule.py"
+    assert len(path.read_text().splitlines()) <= LONGEST_RULE
+    assert beyond_the_paper(path) == []
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

@@ -1,144 +1,24 @@
-"""LDAdam's subspaces: which side is projected, the bases and how they follow the gradient.
+"""LDAdam's bases: how one follows the gradient, and what a matrix is in it.
 
-Notation and source as in :mod:`rankwise.ldadam.formulas`.
+Matrices are side-normalised, (..., m, n) with m <= n. Notation and source as in :mod:`rankwise.ldadam.rule`. Products
+must run in the full precision of their type (no TF32), for the error is a difference of them.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 from torch import Tensor
 
-from rankwise.updates.adamw import Scalar, Step, bias_corrections
-from rankwise.updates.orthonormal import cholesky_qr, cholesky_qr2, householder_qr, initial_basis
+from rankwise.updates.adamw import Scalar
+from rankwise.updates.orthonormal import cholesky_qr, cholesky_qr2, householder_qr
 
-__all__ = [
-    "BasisMethod",
-    "Fallback",
-    "basis_coordinates",
-    "basis_image",
-    "basis_weights",
-    "check_shapes",
-    "effective_rank",
-    "kept_factor",
-    "momentum_share",
-    "next_basis",
-    "project",
-    "projects_right",
-    "side_normalized",
-    "try_next_basis",
-    "worth_projecting",
-]
-
-BasisMethod = Literal["power", "svd"]
-Fallback = Literal["branch", "always", "never"]
-
-
-def projects_right(rows: int, cols: int) -> bool:
-    """Whether a (rows, cols) parameter is projected from the right: only if it is tall. Square goes left.
-
-    Decide it from the logical shape of the parameter, never from the shape of a shard.
-    """
-    return rows > cols
-
-
-def side_normalized(matrix: Tensor) -> Tensor:
-    """A view (..., m, n) with m <= n of (..., rows, cols): transposed if tall, as it is otherwise."""
-    return matrix.mT if projects_right(matrix.shape[-2], matrix.shape[-1]) else matrix
-
-
-def effective_rank(rank: int, rows: int, cols: int) -> int:
-    """The rank that a (rows, cols) matrix can carry: ``min(rank, rows, cols)``.
-
-    Raises:
-        ValueError: If ``rank`` is not positive.
-    """
-    if rank < 1:
-        raise ValueError(f"rank must be a positive integer, got {rank}; 16 is the default")
-    return min(rank, rows, cols)
-
-
-def worth_projecting(rank: int, rows: int, cols: int, error_feedback: bool, error_cost: float = 1.0) -> bool:
-    """Whether low-rank states are smaller than the two full moments of AdamW; if not, use AdamW.
-
-    Compares ``m r + 2 r n`` (basis and moments), plus ``m n`` for the error buffer, with ``2 m n``.
-
-    Args:
-        rank: Requested rank; the effective rank is used.
-        rows: Rows of the parameter.
-        cols: Columns of the parameter.
-        error_feedback: Whether an error buffer of the parameter's size is kept.
-        error_cost: Bytes of one element of the error buffer over bytes of one element of the other states (0.5 for
-            bfloat16 beside float32).
-
-    Raises:
-        ValueError: If ``rank`` is not positive.
-    """
-    short, long = min(rows, cols), max(rows, cols)
-    r = effective_rank(rank, rows, cols)
-    states = short * r + 2 * r * long + (error_cost * short * long if error_feedback else 0)
-    return states < 2 * short * long
-
-
-def basis_weights(
-    step: Step, beta1: float, rho: float, error_feedback: bool, written_beta1: Scalar | None = None
-) -> tuple[float, Scalar]:
-    r"""Weights of the matrix and of the momentum in the matrix that the basis follows.
-
-    .. math:: B_t = \rho\, U_{t-1} M_{t-1} / (1 - \beta_1^{t-1}) + (1 - \rho) (G_t + E_t)
-                  = w_C\, C_t + w_M\, U_{t-1} M_{t-1}
-
-    Args:
-        step: Steps applied including this one, t >= 2; or tensors of such numbers, any shape.
-        beta1: Decay of the first moment.
-        rho: Share of the momentum in ``B``.
-        error_feedback: Whether the matrix is ``C = G + F``, which contains ``k U M`` already, or plain ``G``.
-        written_beta1: The ``beta1`` that ``F`` was written with, a number or as ``step``; None: the present one.
-
-    Returns:
-        ``(w_C, w_M)``. With error feedback and ``rho = beta1`` the second tends to zero; in fp64 where ``step`` is a
-        tensor.
-
-    Raises:
-        ValueError: If ``step`` is a number below 2; the first basis comes from :func:`initial_basis`.
-    """
-    if not isinstance(step, Tensor) and step < 2:
-        raise ValueError(f"step must be at least 2 to follow a basis, got {step}; use initial_basis() at step 1")
-    contained = (1 - rho) * momentum_share(beta1, written_beta1) if error_feedback else 0.0
-    return 1 - rho, rho / bias_corrections((beta1, beta1), step - 1)[0] - contained
-
-
-def momentum_share(beta1: float, written_beta1: Scalar | None) -> Scalar:
-    """The ``k`` of the momentum in ``F``."""
-    written = beta1 if written_beta1 is None else written_beta1
-    return written / (1 - written)
-
-
-def kept_factor(matrix: Tensor, U: Tensor, M: Tensor, beta1: float) -> Tensor:
-    r"""What ``F`` loses inside the subspace: ``F = C - U Z`` with ``Z`` this factor.
-
-    .. math:: Z_t = U_t^T C_t - \frac{\beta_1}{1 - \beta_1} M_t,
-
-    which is ``M`` itself if ``F`` was written with this ``beta1`` before.
-
-    Args:
-        matrix: ``C = G + F`` (..., m, n).
-        U: New basis (..., m, r).
-        M: New first moment (..., r, n).
-        beta1: The present one.
-
-    Returns:
-        ``Z`` (..., r, n).
-    """
-    return _coordinates(matrix, U) - beta1 / (1 - beta1) * M
+__all__ = ["basis_coordinates", "basis_image", "check_shapes", "coordinates", "next_basis", "project", "try_next_basis"]
 
 
 def _is_row_major(matrix: Tensor) -> bool:
     return matrix.stride(-1) == 1
 
 
-def _coordinates(matrix: Tensor, U: Tensor) -> Tensor:
+def coordinates(matrix: Tensor, U: Tensor) -> Tensor:
     """``U^T C`` (..., r, n), in the order that reads the matrix along its rows: about a third faster on CPUs."""
     return U.mT @ matrix if _is_row_major(matrix) else (matrix.mT @ U).mT
 
@@ -149,7 +29,7 @@ def basis_coordinates(matrix: Tensor, U: Tensor, M: Tensor, weight_matrix: float
     Long-side blocks of ``matrix`` and ``M`` give the same blocks of X. Short-side blocks of ``matrix`` and ``U`` give
     terms of a sum, in which ``M`` must enter once.
     """
-    return weight_matrix * _coordinates(matrix, U).mT + weight_momentum * M.mT
+    return weight_matrix * coordinates(matrix, U).mT + weight_momentum * M.mT
 
 
 def basis_image(
@@ -188,8 +68,6 @@ def next_basis(
     M: Tensor,
     weight_matrix: float,
     weight_momentum: Scalar,
-    basis_method: BasisMethod = "power",
-    fallback: Fallback = "branch",
 ) -> Tensor:
     r"""Moves the basis by one warm-started block power iteration on ``B B^T`` (arXiv 2410.16103, Algorithm 1).
 
@@ -199,38 +77,24 @@ def next_basis(
     The published step has no ``orth(X)``. It changes ``Y`` by an upper triangular factor only, so ``U+`` is the same
     in exact arithmetic, and the condition number that the second orthonormalisation meets is that of B, not its
     square. Both run as column-scaled Cholesky QR. Where that fails (rank-deficient, zero or extremely graded
-    matrices), the whole iteration is repeated with Householder QR for that matrix.
+    matrices), the whole iteration is repeated with Householder QR for that matrix; the host waits to know it.
 
     Args:
         matrix: ``C = G + F`` with error feedback, ``G`` without; (..., m, n), m <= n.
         U: Previous basis (..., m, r), orthonormal columns.
         M: Previous first moment (..., r, n).
-        weight_matrix: ``w_C`` of :func:`basis_weights`.
-        weight_momentum: ``w_M`` of :func:`basis_weights`.
-        basis_method: "power", or "svd" for the exact leading singular vectors of B, much slower.
-        fallback: "branch" reads one flag per call on the host, which waits for the device, and repeats only the
-            failed matrices. "always" computes Householder for all and selects on the device. "never" returns the
-            Cholesky result; a failed matrix is then not orthonormal, possibly not finite.
+        weight_matrix: ``w_C`` of :func:`rankwise.ldadam.formulas.basis_weights`.
+        weight_momentum: ``w_M`` of :func:`rankwise.ldadam.formulas.basis_weights`.
 
     Returns:
-        The next basis (..., m, r). With "power" every sign is such that R has a positive diagonal.
+        The next basis (..., m, r), whose signs are such that R has a positive diagonal.
 
     Raises:
-        ValueError: If shapes do not fit, or ``basis_method`` or ``fallback`` is unknown.
+        ValueError: If shapes do not fit.
     """
     check_shapes(matrix, U, M)
     weights = (weight_matrix, weight_momentum)
-    if basis_method == "svd":
-        return initial_basis(weight_matrix * matrix + weight_momentum * (U @ M), U.shape[-1])
-    if basis_method != "power":
-        raise ValueError(f"basis_method must be 'power' or 'svd', got {basis_method!r}")
-    if fallback not in ("branch", "always", "never"):
-        raise ValueError(f"fallback must be 'branch', 'always' or 'never', got {fallback!r}")
     basis, failed = try_next_basis(matrix, U, M, *weights)
-    if fallback == "never":
-        return basis
-    if fallback == "always":
-        return torch.where(failed[..., None, None], _householder_basis(matrix, U, M, *weights), basis)
     if bool(failed.any()):
         basis[failed] = _householder_basis(matrix[failed], U[failed], M[failed], *weights)
     return basis
@@ -245,7 +109,7 @@ def try_next_basis(
         matrix: ``C`` (..., m, n).
         U: Previous basis (..., m, r).
         M: Previous first moment (..., r, n).
-        weight_matrix: ``w_C`` of :func:`basis_weights`.
+        weight_matrix: ``w_C`` of :func:`rankwise.ldadam.formulas.basis_weights`.
         weight_momentum: ``w_M`` of it; a tensor must broadcast against ``M``, in its type.
 
     Returns:
@@ -261,4 +125,4 @@ def project(matrix: Tensor, U_prev: Tensor, U: Tensor) -> tuple[Tensor, Tensor]:
 
     Short-side blocks of ``matrix``, ``U_prev`` and ``U`` give terms whose sums are the two results.
     """
-    return _coordinates(matrix, U), U.mT @ U_prev
+    return coordinates(matrix, U), U.mT @ U_prev

@@ -9,17 +9,23 @@ import torch
 
 from rankwise.kernels import native, triton
 from rankwise.kernels.dispatch import kernels_for
-from rankwise.ldadam import formulas
 from rankwise.ldadam import native as compiled
+from rankwise.ldadam import rule
+from rankwise.ldadam.basis import project
 from rankwise.ldadam.in_place import StepsInPlace
+from rankwise.ldadam.low_rank_products import Subtract, subtract_product_
 
 __all__ = [
+    "Moments",
     "moments_for",
     "shards_step_for",
     "step_for",
     "steps_in_place_for",
     "subtract_for",
 ]
+
+Moments = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""A form of :func:`rankwise.ldadam.rule.low_rank_moments`."""
 
 
 def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
@@ -39,30 +45,50 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
     return low_rank_step_
 
 
-def moments_for(device: torch.device, dtype: torch.dtype) -> formulas.Moments:
-    """:func:`rankwise.ldadam.formulas.low_rank_moments`, or its form in one launch.
+def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
+    """:func:`rankwise.ldadam.rule.low_rank_moments`, or its form in one launch.
 
     Args:
         device: Where the tensors lie.
         dtype: Their type.
     """
     if kernels_for(device, dtype) is not triton:
-        return formulas.low_rank_moments
+        return rule.low_rank_moments
     from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
 
     return partial(low_rank_moments, precision=_precision(device))
 
 
 def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """:func:`rankwise.ldadam.formulas.ldadam_step`, or a form of it for what it runs on.
+    """:func:`rankwise.ldadam.rule.subspace_step`, or a form of it for what it runs on.
 
     Args:
         device: Where the tensors lie.
         dtype: Their type.
     """
-    if kernels_for(device, dtype) is native:
-        return compiled.ldadam_step
-    return partial(formulas.ldadam_step, moments=moments_for(device, dtype))
+    chosen = kernels_for(device, dtype)
+    if chosen is native:
+        return compiled.subspace_step
+    return partial(_subspace_step, moments_for(device, dtype)) if chosen is triton else rule.subspace_step
+
+
+def _subspace_step(
+    moments: Moments,
+    matrix: torch.Tensor,
+    U_prev: torch.Tensor,
+    M_prev: torch.Tensor,
+    V_prev: torch.Tensor,
+    step: int,
+    betas: tuple[float, float],
+    rho: float,
+    eps: float,
+    error_feedback: bool,
+    written_beta1: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """:func:`rankwise.ldadam.rule.subspace_step` with a form of the moments of its own."""
+    U = rule.followed_basis(matrix, U_prev, M_prev, step, betas[0], rho, error_feedback, written_beta1)
+    old = *project(matrix, U_prev, U), M_prev, V_prev
+    return U, *moments(*old, step, betas, eps, error_feedback, written_beta1)
 
 
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
@@ -89,8 +115,8 @@ def _precision(device: torch.device) -> str:
     return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
 
 
-def subtract_for(device: torch.device, dtype: torch.dtype) -> formulas.Subtract:
-    """:func:`rankwise.ldadam.formulas.subtract_product_`, or a form of it for what it runs on.
+def subtract_for(device: torch.device, dtype: torch.dtype) -> Subtract:
+    """:func:`rankwise.ldadam.low_rank_products.subtract_product_`, or a form of it for what it runs on.
 
     Args:
         device: Where the tensors lie.
@@ -98,4 +124,4 @@ def subtract_for(device: torch.device, dtype: torch.dtype) -> formulas.Subtract:
     """
     if kernels_for(device, dtype) is native:
         return compiled.subtract_product_
-    return formulas.subtract_product_
+    return subtract_product_

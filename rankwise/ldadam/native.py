@@ -1,7 +1,7 @@
 """LDAdam's step on whole matrices in C++.
 
 Products with a few columns run in libraries at a fraction of the speed of memory, and the low-dimensional part is a
-hundred small operations. The results are those of :mod:`rankwise.ldadam.formulas` but for rounding; a matrix has the
+hundred small operations. The results are those of :mod:`rankwise.ldadam.rule` but for rounding; a matrix has the
 same bits wherever it lies and however many threads there are.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,12 @@ from torch import Tensor
 from rankwise.kernels.native.arrays import address
 from rankwise.kernels.native.building import FAST, library
 from rankwise.kernels.sizes import check_shapes
-from rankwise.ldadam import formulas
+from rankwise.ldadam import basis, low_rank_products, rule
+from rankwise.ldadam.formulas import basis_weights, momentum_share
 from rankwise.ldadam.in_place import InPlace, LowRankStep
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
-__all__ = ["ldadam_step", "ldadam_steps_", "ldadam_steps_in_place", "subtract_product_", "takes"]
+__all__ = ["ldadam_steps_", "ldadam_steps_in_place", "subspace_step", "subtract_product_", "takes"]
 
 _SOURCE = Path(__file__).with_name("ldadam.cpp")
 _LANES = 16
@@ -87,28 +87,27 @@ def ldadam_steps_in_place(jobs: Sequence[LowRankStep]) -> InPlace:
     return InPlace([place for place, share in enumerate(shares) if share is None], len(done) - sum(done), 0.0)
 
 
-def ldadam_step(
+def subspace_step(
     matrix: Tensor,
     U_prev: Tensor,
     M_prev: Tensor,
     V_prev: Tensor,
     step: int,
-    betas: tuple[float, float] = (0.908, 0.99),
-    rho: float = 0.908,
-    eps: float = 1e-8,
-    error_feedback: bool = True,
+    betas: tuple[float, float],
+    rho: float,
+    eps: float,
+    error_feedback: bool,
     written_beta1: float | None = None,
-    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`rankwise.ldadam.formulas.ldadam_step`, which takes what there is no form for here.
+    """As :func:`rankwise.ldadam.rule.subspace_step`, which takes what there is no form for here.
 
-    That is: stacks of matrices, the first step, other options, and what :func:`takes` says no to.
+    That is: stacks of matrices, the first step, and what :func:`takes` says no to.
     """
     right = matrix.stride(-1) != 1
     rows = matrix.mT if right else matrix
     hyper = {"betas": betas, "rho": rho, "eps": eps, "error_feedback": error_feedback}
-    if matrix.dim() == 2 and step > 1 and not options and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
-        formulas.check_shapes(matrix, U_prev, M_prev)
+    if matrix.dim() == 2 and step > 1 and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
+        basis.check_shapes(matrix, U_prev, M_prev)
         names = ("basis", "exp_avg", "exp_avg_sq")
         state = {name: old.clone() for name, old in zip(names, (U_prev, M_prev, V_prev), strict=True)}
         job = LowRankStep((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)
@@ -117,8 +116,9 @@ def ldadam_step(
         described.matrix, described.direction = address(rows), address(direction)
         if _run([described])[0] is not None:
             return state["basis"], state["exp_avg"], state["exp_avg_sq"], direction
-    hyper["written_beta1"] = written_beta1
-    return formulas.ldadam_step(matrix, U_prev, M_prev, V_prev, step, **hyper, **options)  # type: ignore[arg-type]
+    return rule.subspace_step(
+        matrix, U_prev, M_prev, V_prev, step, betas, rho, eps, error_feedback, written_beta1=written_beta1
+    )
 
 
 def _described(job: LowRankStep, written_beta1: float | None = None) -> _Matrix:
@@ -128,8 +128,8 @@ def _described(job: LowRankStep, written_beta1: float | None = None) -> _Matrix:
     states = {"basis": (short, rank), "exp_avg": (rank, long), "exp_avg_sq": (rank, long)}
     check_shapes(**{name: (job.state[name], shape) for name, shape in states.items()})
     past, present = ([1 - beta**count for beta in betas] for count in (job.step - 1, job.step))
-    weights = formulas.basis_weights(job.step, betas[0], job.group["rho"], feedback, written_beta1)
-    share = formulas.momentum_share(betas[0], written_beta1) if feedback else 0.0
+    weights = basis_weights(job.step, betas[0], job.group["rho"], feedback, written_beta1)
+    share = momentum_share(betas[0], written_beta1) if feedback else 0.0
     rates = dict(
         zip(("beta1", "beta2", "past1", "past2", "present1", "present2"), (*betas, *past, *present), strict=True)
     )
@@ -159,7 +159,7 @@ def _run(matrices: Sequence[_Matrix]) -> list[float | None]:
 
 
 def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
-    """``matrix -= left right``; as :func:`rankwise.ldadam.formulas.subtract_product_`, which takes other types.
+    """``matrix -= left right``: :func:`rankwise.ldadam.low_rank_products.subtract_product_`, which takes other types.
 
     Args:
         matrix: (rows, columns), changed in place.
@@ -168,7 +168,7 @@ def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     """
     left, right = left.contiguous(), right.contiguous()
     if not takes(left.shape[1], matrix, left, right):
-        return formulas.subtract_product_(matrix, left, right)
+        return low_rank_products.subtract_product_(matrix, left, right)
     check_shapes(left=(left, (matrix.shape[0], left.shape[1])), right=(right, (left.shape[1], matrix.shape[1])))
     own = library(_SOURCE, FAST)
     assert own is not None

@@ -17,8 +17,8 @@ from rankwise.layout.equal_slices import SlicedMatrix, find_slices
 from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
+from rankwise.ldadam.low_rank_matrices import LDAdamRule
 from rankwise.ldadam.options import LDAdamOptions
-from rankwise.ldadam.rule import LDAdamRule
 from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
 from rankwise.ldadam.sliced_formulas import Holders, exchanged
 from rankwise.ldadam.sliced_matrices import holders_of

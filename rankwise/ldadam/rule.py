@@ -1,170 +1,149 @@
-"""LDAdam's matrix rule: owners follow a subspace, and every holder steps its own elements of the products."""
+r"""LDAdam, line by line: "LDAdam: Adaptive Optimization from Low-Dimensional Gradient Statistics", arXiv 2410.16103,
+Algorithm 1. Start with :func:`ldadam_step`.
+
+==================  ==============================================================================================
+paper               here
+==================  ==============================================================================================
+W_t, G_t            ``W``, ``G`` (m, n) with m <= n; a tall matrix enters as its transpose
+U_t                 ``U`` (m, r), the basis, whose columns are orthonormal
+R_t                 ``rotation`` (r, r), U_t^T U_{t-1}
+M_t, V_t            ``M``, ``V`` (r, n), the moments in the basis, without bias correction; ``D`` is their direction
+E_t                 ``F`` = E_t + k U_{t-1} M_{t-1} with k = beta1 / (1 - beta1), the error with the momentum
+A_t = G_t + E_t     ``C`` = G + F, which is A_t + k U_{t-1} M_{t-1}; without error feedback the gradient itself
+a_t = U_t^T A_t     ``gradient``, from ``projected`` = U_t^T C
+B_t                 rho U_{t-1} M_{t-1} / (1 - beta1^(t-1)) + (1 - rho) A_t: ``basis_weights`` of C and U M
+==================  ==============================================================================================
+
+``F`` in the place of ``E`` is ours. It turns the error's line, E <- A - U a + k (U_{t-1} M_{t-1} - U R M_{t-1}), into
+F <- C - U M, on the same trajectory. How bases are factored is ours, too: see ``docs/deviations.md``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from rankwise.comm.owner_plan import BATCH_ELEMENTS, Batch, MatrixTask, Reply
-from rankwise.kernels.lists import decay_
-from rankwise.ldadam.dispatch import steps_in_place_for
-from rankwise.ldadam.in_place import LowRankStep, StepsInPlace
-from rankwise.ldadam.signature import LowRankSignature, in_reply, reply_of
-from rankwise.ldadam.sliced_formulas import Holders
-from rankwise.ldadam.sliced_matrices import step_slices
-from rankwise.ldadam.subspaces import Subspaces
-from rankwise.ldadam.working_shards import WorkingShards
-from rankwise.plan.step_unit import Bucket, StepUnit
-from rankwise.step.health import Health
-from rankwise.step.matrices import MatrixRule
+from rankwise.ldadam.basis import next_basis, project
+from rankwise.ldadam.formulas import basis_weights, kept_factor, moment_scales, per_matrix
+from rankwise.updates.adamw import Scalar, Step, decoupled_step
+from rankwise.updates.orthonormal import initial_basis
 
-__all__ = ["LDAdamRule"]
+__all__ = ["Subspace", "followed_basis", "ldadam_step", "low_rank_moments", "subspace_step"]
 
 
-class LDAdamRule(MatrixRule):
-    """One step of LDAdam's matrices.
+class Subspace(NamedTuple):
+    """What a matrix keeps beside its error; zeros before the first step."""
+
+    U: Tensor
+    M: Tensor
+    V: Tensor
+
+
+def ldadam_step(
+    W: Tensor,
+    G: Tensor,
+    F: Tensor,
+    subspace: Subspace,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.908, 0.99),
+    rho: float = 0.908,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    error_feedback: bool = True,
+    written_beta1: float | None = None,
+) -> tuple[Tensor, Tensor, Subspace]:
+    """One step, t = ``step``, counted from 1.
 
     Args:
-        unit: See the base class, as of the following.
-        buckets: Buckets of the matrices.
-        groups: Param groups.
-        health: Counts.
-        subspaces: Subspaces of the matrices that this rank owns.
-        holders: Gives those that own slices of the same matrices as this rank.
+        W: Weights (m, n).
+        G: Gradient (m, n).
+        F: Error with the momentum (m, n), zeros before the first step.
+        subspace: What the step before has returned.
+        step: Number of this step.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        rho: Share of the momentum in what the basis follows.
+        eps: Number that is added to the root of the second moment.
+        weight_decay: Decoupled decay rate.
+        error_feedback: Whether the gradient's part outside the basis is added to the next gradient.
+        written_beta1: The ``beta1`` of the step before, where a schedule changes it.
+
+    Returns:
+        The new weights, error and subspace.
     """
+    C = G + F if error_feedback else G
+    U, M, V, D = subspace_step(C, *subspace, step, betas, rho, eps, error_feedback, written_beta1)
+    if error_feedback:
+        changed = step > 1 and written_beta1 not in (None, betas[0])
+        F = C - U @ (kept_factor(U.mT @ C, M, betas[0]) if changed else M)
+    return decoupled_step(W, U @ D, lr, weight_decay), F, Subspace(U, M, V)
 
-    def __init__(
-        self,
-        unit: StepUnit,
-        buckets: Sequence[Bucket],
-        groups: Sequence[Mapping[str, Any]],
-        health: Health,
-        subspaces: Subspaces,
-        holders: Callable[[], Holders],
-    ) -> None:
-        super().__init__(unit, buckets, groups, health)
-        self._subspaces, self._holders = subspaces, holders
-        self._shards = WorkingShards(unit)
-        # Cautious decay has to know the directions.
-        self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
-        # Products of stacks round otherwise.
-        self.separately = self._steps_in_place is None or not self._steps_in_place.in_stacks
-        self._taken: list[tuple[MatrixTask, int, LowRankStep]] = []
-        self._others: dict[LowRankSignature, list[tuple[MatrixTask, int]]] = {}
 
-    def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
-        """``C``, the gradient with what is left of earlier ones; the weights have decayed then, unless cautiously."""
-        for bucket in self.buckets:
-            if not self.unit.cautious:
-                decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
-            self._shards.add(bucket, in_place if self._steps_in_place is not None else ())
-        return self._shards.sources
+def subspace_step(
+    matrix: Tensor,
+    U_prev: Tensor,
+    M_prev: Tensor,
+    V_prev: Tensor,
+    step: int,
+    betas: tuple[float, float],
+    rho: float,
+    eps: float,
+    error_feedback: bool,
+    written_beta1: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The new ``U``, ``M``, ``V`` and ``D`` of ``matrix``, which is ``C`` (..., m, n); see :func:`ldadam_step`."""
+    U = followed_basis(matrix, U_prev, M_prev, step, betas[0], rho, error_feedback, written_beta1)
+    projected, rotation = project(matrix, U_prev, U)
+    moments = low_rank_moments(projected, rotation, M_prev, V_prev, step, betas, eps, error_feedback, written_beta1)
+    return U, *moments
 
-    def reply(self, batch: Batch) -> Reply:
-        """The factors, or elements of their products."""
-        return reply_of(self.unit, self.groups, batch)
 
-    def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
-        """Move bases and moments of matrices, or of slices together with the owners of the others."""
-        if batch.partners:
-            factors = self._step_slices(batch, tasks, stack)
-        else:
-            factors = self._subspaces.advance(tasks, stack)
-        return in_reply(factors, batch.signature, self.reply(batch))
+def followed_basis(
+    matrix: Tensor,
+    U_prev: Tensor,
+    M_prev: Tensor,
+    step: int,
+    beta1: float,
+    rho: float,
+    error_feedback: bool,
+    written_beta1: float | None = None,
+) -> Tensor:
+    """``U``: qr(B B^T U_{t-1}); at step 1 the first left singular vectors of the gradient."""
+    if step == 1:
+        return initial_basis(matrix, U_prev.shape[-1])
+    return next_basis(matrix, U_prev, M_prev, *basis_weights(step, beta1, rho, error_feedback, written_beta1))
 
-    def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
-        """Subtract a shard's elements of the products from its weights and its error buffer."""
-        self._step(batch.signature, indices, results, self.reply(batch).whole is not None)
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        """Where there is a form that steps many matrices at once, from their second step on."""
-        if self._steps_in_place is None:
-            return False
-        (index,), (source,) = indices, values
-        state, group = self._subspaces.obtain(task, source), self.groups[task.signature.group]
-        count = int(state["step"])
-        ready = None
-        # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
-        if count and (not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]):
-            takes = self._steps_in_place.takes
-            ready = self._shards.in_place(index, task.signature, state, count + 1, group, takes)
-        if ready is not None:
-            self._taken.append((task, index, ready))
-            return True
-        self._shards.complete(index)
-        if self.separately:
-            self._step_others([(task, index)])
-        else:
-            self._others.setdefault(task.signature, []).append((task, index))
-        return True
+def low_rank_moments(
+    projected: Tensor,
+    rotation: Tensor,
+    M_prev: Tensor,
+    V_prev: Tensor,
+    step: Step,
+    betas: tuple[float, float],
+    eps: float,
+    error_feedback: bool,
+    written_beta1: Scalar | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam inside the subspace: ``M``, ``V`` and ``D``, the old moments having been turned into the new basis.
 
-    def finish(self) -> None:
-        """Step what has been taken."""
-        if self._steps_in_place is not None and self._taken:
-            self._step_taken(self._steps_in_place)
-        for signature, others in self._others.items():
-            chunk = max(1, BATCH_ELEMENTS // (signature.rows * signature.columns))
-            for first in range(0, len(others), chunk):
-                self._step_others(others[first : first + chunk])
-
-    def _step_taken(self, form: StepsInPlace) -> None:
-        keys, jobs = [task.key for task, *_ in self._taken], [ready for *_, ready in self._taken]
-        found = self._subspaces.narrow.step_in_place(keys, jobs, form)
-        left = set(found.left)
-        stepped = [ready for place, (_, _, ready) in enumerate(self._taken) if place not in left]
-        if stepped:
-            torch._foreach_add_([ready.state["step"] for ready in stepped], 1)
-        for ready in stepped:
-            # With error feedback only matrices are taken that have it already.
-            if not ready.group["error_feedback"]:
-                ready.state["beta1"].fill_(ready.group["betas"][0])
-        for place in sorted(left):
-            task, index, _ = self._taken[place]
-            self._step_others([(task, index)])
-        if len(left) < len(self._taken):
-            self.health.add("subspace_rotation", found.rotation, len(self._taken) - len(left))
-        self.health.add("kept_bases", found.kept)
-
-    def _step_others(self, matrices: Sequence[tuple[MatrixTask, int]]) -> None:
-        """Matrices of one signature that lie whole here, in the way of those that travel."""
-        tasks, indices = [task for task, _ in matrices], [index for _, index in matrices]
-        sources = [self._shards.source(index) for index in indices]
-        factors = self._subspaces.advance(tasks, sources[0].view(1, -1) if len(sources) == 1 else torch.stack(sources))
-        self._step(tasks[0].signature, indices, list(factors), as_factors=True)
-
-    def _step(
-        self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool
-    ) -> None:
-        self._shards.step(indices, results, signature, as_factors, self.groups[signature.group])
-
-    def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-        """The factors of slices that this rank owns."""
-        states = [self._subspaces.obtain(task, stack) for task in tasks]
-        slices = len(tasks) // len({task.whole for task in tasks})
-        # Matrices whose gradients were missing at different steps are at different counts, alike for all partners.
-        by_past: dict[tuple[int, float], list[int]] = {}
-        for first in range(0, len(tasks), slices):
-            past = int(states[first]["step"]), float(states[first]["beta1"])
-            by_past.setdefault(past, []).extend(range(first, first + slices))
-
-        def report(rotation: Tensor) -> None:
-            # One of the partners reports for all.
-            if self.unit.layout.rank == batch.partners[0]:
-                self._subspaces.report_rotation(rotation)
-
-        def stepped(places: Sequence[int], own: Tensor) -> Tensor:
-            chosen, group = [states[place] for place in places], self.groups[batch.signature.group]
-            whole = batch.signature.cut == "short"
-            keys = [str(tasks[place].whole) if whole else tasks[place].key for place in places]
-            signature, narrow = batch.signature, self._subspaces.narrow
-            matrices = len(places) // slices
-            return step_slices(keys, own, chosen, matrices, signature, group, self._holders(), report, narrow)
-
-        if len(by_past) == 1:
-            return stepped(range(len(tasks)), stack)
-        places_in_order = [place for places in by_past.values() for place in places]
-        order = torch.tensor(places_in_order, dtype=torch.int64, device=stack.device)
-        return torch.cat([stepped(places, stack[places]) for places in by_past.values()])[order.argsort()]
+    Variances of uncorrelated coordinates are turned by the squares of the rotation. Since the two decays differ an
+    estimate can be negative, hence the absolute value. ``past`` is 1 - beta^(t - 1) and ``now`` 1 - beta^t. ``step``
+    may be a tensor of numbers above 1, one for each matrix, and ``written_beta1`` likewise.
+    """
+    (beta1, beta2), scales = betas, moment_scales(step, betas, error_feedback, written_beta1)
+    past1, past2, k, now1, now2 = (per_matrix(scale, projected) for scale in scales)
+    if not isinstance(step, Tensor) and step == 1:
+        M, V = (1 - beta1) * projected, (1 - beta2) * projected.square()
+    else:
+        M_turned = rotation @ M_prev
+        variance = V_prev / past2 - (M_prev / past1).square()
+        V_turned = past2 * (rotation.square() @ variance + (M_turned / past1).square()).abs()
+        gradient = projected - k * M_turned if error_feedback else projected
+        M = beta1 * M_turned + (1 - beta1) * gradient
+        V = beta2 * V_turned + (1 - beta2) * gradient.square()
+    D = M / now1 / ((V / now2).sqrt() + eps)
+    return M, V, D

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.message_format import Traffic
-from rankwise.ldadam import formulas
+from rankwise.ldadam.basis import next_basis
 from rankwise.ldadam.dispatch import moments_for
+from rankwise.ldadam.formulas import basis_weights, kept_factor
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Holders, next_basis_of_slices, project_slices
 from rankwise.ldadam.spec import SUBSPACE
 from rankwise.states.matrix_states import MatrixState
+from rankwise.updates.orthonormal import initial_basis
 
 __all__ = ["holders_of", "step_slices"]
 
@@ -83,14 +85,14 @@ def step_slices(
     U_prev, M_prev, V_prev = (joined.state(states, name) for name in _AXES)
     if step == 1:
         basis = _by_whole_matrices(
-            joined, holders, lambda C, U, M: formulas.initial_basis(C, U.shape[-1]), matrix, U_prev, M_prev
+            joined, holders, lambda C, U, M: initial_basis(C, U.shape[-1]), matrix, U_prev, M_prev
         )
     else:
-        weights = formulas.basis_weights(step, beta1, group["rho"], feedback, written_beta1)
+        weights = basis_weights(step, beta1, group["rho"], feedback, written_beta1)
         basis, failed = next_basis_of_slices(matrix, U_prev, M_prev, *weights, cut, holders)
         if bool(failed.any()):  # Alike on all ranks, as what it is judged by.
             basis = _by_whole_matrices(
-                joined, holders, lambda C, U, M: formulas.next_basis(C, U, M, *weights), matrix, U_prev, M_prev
+                joined, holders, lambda C, U, M: next_basis(C, U, M, *weights), matrix, U_prev, M_prev
             )
     projected, rotation = project_slices(matrix, U_prev, basis, cut, holders)
     M, V, D = moments_for(stack.device, stack.dtype)(
@@ -105,9 +107,7 @@ def step_slices(
         state["beta1"].fill_(beta1)
     factors = {"basis": basis, "direction": D}
     if feedback:
-        # What kept_factor() says, of the sum that is there already.
-        share = beta1 / (1 - beta1)
-        factors["kept"] = M if step == 1 or beta1 == written_beta1 else projected - share * M
+        factors["kept"] = M if step == 1 or beta1 == written_beta1 else kept_factor(projected, M, beta1)
     parts = [joined.slices(name, value) for name, value in factors.items()]
     return torch.stack([torch.cat([part.reshape(-1) for part in slices]) for slices in zip(*parts, strict=True)])
 

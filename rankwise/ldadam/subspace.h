@@ -116,7 +116,7 @@ struct MomentRates {
   double beta1, beta2, past1, past2, present1, present2, eps, share;
 };
 
-// `low_rank_moments` of rankwise/ldadam/formulas.py, of a step after the first; the moments change in place.
+// `low_rank_moments` of rankwise/ldadam/rule.py, of a step after the first; the moments change in place.
 inline void carry_moments(const float* projected, const float* rotation, float* first, float* second, float* direction,
                           int64_t rank, int64_t columns, const MomentRates& rates, int threads) {
   const float beta1 = rates.beta1, beta2 = rates.beta2, rest1 = 1.0 - rates.beta1, rest2 = 1.0 - rates.beta2;

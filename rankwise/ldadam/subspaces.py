@@ -11,8 +11,9 @@ from torch import Tensor
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
-from rankwise.ldadam import formulas
+from rankwise.ldadam.basis import coordinates, project, try_next_basis
 from rankwise.ldadam.dispatch import moments_for, step_for
+from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE
@@ -193,7 +194,7 @@ class Subspaces:
         factors = [direction]
         if group["error_feedback"]:
             unchanged = step == 1 or beta1 == written_beta1
-            factors.append(exp_avg if unchanged else formulas.kept_factor(matrices, basis, exp_avg, beta1))
+            factors.append(exp_avg if unchanged else kept_factor(coordinates(matrices, basis), exp_avg, beta1))
         return (basis, exp_avg, exp_avg_sq), factors
 
 
@@ -222,7 +223,7 @@ def _step_on_device(
 ) -> _SubspaceStep:
     """Advance matrices that have taken a step before; nothing is read on the host.
 
-    A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
+    A matrix whose power iteration fails (see :func:`rankwise.ldadam.basis.try_next_basis`) keeps its basis for this
     step, which is orthonormal; on CPUs Householder reflections are tried instead.
 
     Args:
@@ -234,18 +235,17 @@ def _step_on_device(
     """
     basis, M, V = old
     beta1, feedback = group["betas"][0], group["error_feedback"]
-    of_matrix, of_momentum = formulas.basis_weights(step, beta1, group["rho"], feedback, written)
-    found, failed = formulas.try_next_basis(matrices, basis, M, of_matrix, formulas.per_matrix(of_momentum, M))
+    of_matrix, of_momentum = basis_weights(step, beta1, group["rho"], feedback, written)
+    found, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
     new_basis = torch.where(failed[..., None, None], basis, found)
-    projected, rotation = formulas.project(matrices, basis, new_basis)
+    projected, rotation = project(matrices, basis, new_basis)
     moments = moments_for(matrices.device, matrices.dtype)
     new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
     factors = [direction]
     if feedback:
-        # What kept_factor() says, of the product that is there already.
-        share = beta1 / (1 - beta1)
         if isinstance(written, Tensor):
-            factors.append(torch.where((written == beta1)[..., None, None], new_M, projected - share * new_M))
+            lost = kept_factor(projected, new_M, beta1)
+            factors.append(torch.where((written == beta1)[..., None, None], new_M, lost))
         else:
-            factors.append(new_M if written == beta1 else projected - share * new_M)
+            factors.append(new_M if written == beta1 else kept_factor(projected, new_M, beta1))
     return _SubspaceStep((new_basis, new_M, new_V), factors, rotation, failed.sum())

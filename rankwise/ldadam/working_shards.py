@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.layout.layout import Shard
-from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import shards_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
+from rankwise.ldadam.low_rank_products import low_rank_rows, subtract_low_rank_
 from rankwise.ldadam.signature import LowRankSignature, split_factors
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.states.matrix_states import MatrixState
@@ -203,9 +203,9 @@ class WorkingShards:
         """Subtract a shard's elements of a product of two factors."""
         place = (part.start, part.end, signature.rows, part.row_length, signature.right)
         if part.spread is not None:
-            run.sub_(formulas.low_rank_rows(basis, other, *place).view(run.shape))
+            run.sub_(low_rank_rows(basis, other, *place).view(run.shape))
             return
-        formulas.subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
+        subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
 
     def _shard(self, index: int) -> Shard:
         assert self._unit.exchange is not None

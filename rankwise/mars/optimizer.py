@@ -19,7 +19,7 @@ from rankwise.layout.dtensors import local_gradient, local_view
 from rankwise.layout.layout_source import LayoutSource
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
-from rankwise.mars.rule import MARSRule, MomentumSignature, steps_in_place
+from rankwise.mars.orthogonal_matrices import MARSRule, MomentumSignature, steps_in_place
 from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError, called_or

@@ -18,8 +18,8 @@ from rankwise.kernels.surroundings import stand_ins, undisturbed, undisturbed_an
 from rankwise.mkor.factor_steps import WATCHED, FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.preconditioned_matrices import MKORRule, matrix_tasks, uncaptured_tasks
 from rankwise.mkor.preconditioning import scratch_of
-from rankwise.mkor.rule import MKORRule, matrix_tasks, uncaptured_tasks
 from rankwise.mkor.spec import MKORSpec
 from rankwise.mkor.workspace import SPACE
 from rankwise.options.constructor import options_as_keywords

@@ -11,7 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-__all__ = ["Scalar", "Step", "adamw_update", "bias_corrections"]
+__all__ = ["Scalar", "Step", "adamw_update", "bias_corrections", "decoupled_step"]
 
 Scalar = float | Tensor
 """A Python float, or a 0-d tensor of the dtype and device of the data (no recompilation when its value changes)."""
@@ -82,3 +82,15 @@ def adamw_update(
     root_correction = corrections[1] ** 0.5
     direction = exp_avg / (exp_avg_sq.sqrt() / root_correction + eps) / corrections[0]
     return exp_avg, exp_avg_sq, direction
+
+
+def decoupled_step(param: Tensor, direction: Tensor, lr: Scalar, weight_decay: float) -> Tensor:
+    r"""The weights after a step along ``direction`` with decoupled decay: ``(1 - lr * weight_decay) x - lr * d``.
+
+    Args:
+        param: Weights ``x`` (...).
+        direction: Direction ``d`` (...).
+        lr: Learning rate.
+        weight_decay: Decay rate, multiplied by ``lr``.
+    """
+    return param * (1.0 - lr * weight_decay) - direction * lr

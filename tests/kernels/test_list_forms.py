@@ -20,8 +20,8 @@ from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
-from rankwise.ldadam import formulas as updates_ldadam
 from rankwise.ldadam import native as native_ldadam
+from rankwise.ldadam import rule as ldadam
 from rankwise.ldadam.dispatch import step_for
 from rankwise.mars import formulas as mars
 from rankwise.sonew import native as native_sonew
@@ -100,7 +100,7 @@ def test_adamw(form, sizes, dtype, tensor_lr, decay, seed):
                 eps=eps,
                 corrections=adamw.bias_corrections(betas, step),
             )
-            pure[0][i] = oracles.decoupled_step(pure[0][i], direction, lr, decay)
+            pure[0][i] = adamw.decoupled_step(pure[0][i], direction, lr, decay)
     for got, expected in zip((x, m, v), pure, strict=True):
         assert_lists_close(got, expected, dtype)
 
@@ -149,7 +149,7 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
                 pure_m[i], direction = oracles.lion_update(c, pure_m[i], betas[0])
             if rule == "momentum":
                 continue
-            pure_x[i] = oracles.decoupled_step(pure_x[i], direction, lr, decay)
+            pure_x[i] = adamw.decoupled_step(pure_x[i], direction, lr, decay)
         pure_last = grads
     for got, expected in zip((x, m, v, last), (pure_x, pure_m, pure_v, pure_last), strict=True):
         assert_lists_close(got, expected, dtype)
@@ -177,7 +177,7 @@ def test_rules_without_a_reference(form, rule, scaled, sizes, dtype, tensor_lr, 
         else:
             first, direction = oracles.lion_update(grad, first, betas[0])
         expected.append(
-            (param if rule == "momentum" else oracles.decoupled_step(param, direction, lr, decay), first, second)
+            (param if rule == "momentum" else adamw.decoupled_step(param, direction, lr, decay), first, second)
         )
     held = {"param": x, "grad": g, "exp_avg": m, "exp_avg_sq": v}
     scalars = Scalars(lr=lr, betas=betas, eps=eps, weight_decay=decay, step=3)
@@ -293,7 +293,7 @@ def test_scaled_step(form, with_ratios, sizes, dtype, tensor_lr, decay, seed) ->
     x, d = shards(sizes, dtype, seed), shards(sizes, dtype, seed + 1)
     ratios = torch.rand(len(sizes), dtype=dtype, generator=torch.Generator().manual_seed(seed))
     factors = ratios if with_ratios else torch.ones_like(ratios)
-    expected = [oracles.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
+    expected = [adamw.decoupled_step(a, b * r, lr, decay) for a, b, r in zip(x, d, factors, strict=True)]
     fields, scalars = {"param": x, "grad": d}, Scalars(lr=lr, weight_decay=decay)
     form.run(Pass("step", fields, scalars, ratios if with_ratios else None))
     assert_lists_close(x, expected, dtype)
@@ -304,6 +304,17 @@ def test_all_forms_take_the_same_arguments(module) -> None:
     for name in forms.FORMS:
         own, general = (inspect.signature(getattr(form, name)).parameters.values() for form in (module, foreach))
         assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in general], name
+
+
+def test_ldadam_takes_the_same_arguments_everywhere() -> None:
+    cuda = pytest.importorskip("rankwise.ldadam.cuda.low_rank_moments")
+    pairs = (native_ldadam.subspace_step, ldadam.subspace_step), (cuda.low_rank_moments, ldadam.low_rank_moments)
+    for form, rule in pairs:
+        own, general = (
+            [(p.name, p.kind) for p in inspect.signature(one).parameters.values() if p.name != "precision"]
+            for one in (form, rule)
+        )
+        assert own == general
 
 
 def test_sonew_takes_the_same_arguments_everywhere() -> None:
@@ -324,10 +335,10 @@ def test_the_form_follows_device_and_type() -> None:
     with using(foreach):
         assert kernels_for(cpu, torch.float32) is foreach
         assert directions_for(cpu, torch.float32, 1) is None
-        assert step_for(cpu, torch.float32).func is updates_ldadam.ldadam_step
+        assert step_for(cpu, torch.float32) is ldadam.subspace_step
     assert directions_for(cpu, torch.float32, 1) is native_sonew.sonew_directions
     assert directions_for(cpu, torch.bfloat16, 1) is None
-    assert step_for(cpu, torch.float32) is native_ldadam.ldadam_step
+    assert step_for(cpu, torch.float32) is native_ldadam.subspace_step
 
 
 @FORMS

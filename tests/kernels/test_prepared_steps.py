@@ -15,7 +15,7 @@ from torch import nn
 from rankwise import MARS, MKOR, LDAdam, SONew
 from rankwise.kernels import lists, triton
 from rankwise.kernels.dispatch import using
-from rankwise.mkor.rule import TAKEN
+from rankwise.mkor.preconditioned_matrices import TAKEN
 from rankwise.step.working_tensors import BUCKETS
 
 pytest.importorskip("triton")

@@ -19,7 +19,7 @@ from rankwise.kernels import lists as foreach
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
 from rankwise.kernels.passes import Pass, Scalars
-from rankwise.ldadam import formulas as updates
+from rankwise.ldadam import rule as updates
 
 pytest.importorskip("triton")
 

@@ -22,7 +22,7 @@ from rankwise.kernels import lists as foreach  # noqa: E402
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.dispatch import using  # noqa: E402
 from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
-from rankwise.ldadam import formulas as ldadam  # noqa: E402
+from rankwise.ldadam import rule as ldadam  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402

@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 from triton_runs import assert_runs_close  # noqa: E402
 
 from rankwise.kernels.orthogonal_step import OrthogonalStep
-from rankwise.ldadam import formulas as low_rank
+from rankwise.ldadam import rule as ldadam
+from rankwise.ldadam.formulas import projects_right
+from rankwise.ldadam.low_rank_products import low_rank_rows
 from rankwise.mkor import formulas as mkor
 from rankwise.updates import newton_schulz as linalg
 
@@ -281,7 +283,7 @@ def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> N
     inputs = (projected, rotation, first, second)
     settings = (step, (0.9, 0.97), 1e-6, feedback, written)
     found = low_rank_moments(*inputs, *settings)
-    wanted = low_rank.low_rank_moments(*(value.double() for value in inputs), *settings)
+    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), *settings)
     assert_runs_close(found, wanted, 1e-5)
 
 
@@ -293,7 +295,7 @@ def test_a_negative_variance_counts_by_its_size() -> None:
     rotation = torch.linalg.qr(torch.randn(1, 4, 4, generator=source))[0].contiguous()
     inputs = (projected, rotation, first, torch.zeros(1, 4, 8))
     found = low_rank_moments(*inputs, 2, (0.9, 0.97), 1e-6, True)
-    wanted = low_rank.low_rank_moments(*(value.double() for value in inputs), 2, (0.9, 0.97), 1e-6, True)
+    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), 2, (0.9, 0.97), 1e-6, True)
     assert_runs_close(found[:2], wanted[:2], 1e-5)
 
 
@@ -309,7 +311,7 @@ def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, lau
     (rows, cols), rank, lr, decay = shape, 5, 0.1, 0.2
     short, long = min(shape), max(shape)
     source = generator(rows)
-    right = low_rank.projects_right(rows, cols)
+    right = projects_right(rows, cols)
     params, sources, errors, factors_, wanted, wanted_errors = [], [], [], [], [], []
     for cuts in ((0, rows * cols), CUTS):
         basis = torch.randn(short, rank, generator=source)
@@ -320,7 +322,7 @@ def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, lau
             errors.append(torch.zeros(end - start, dtype=feedback or torch.float32))
             factors_.append(Factors(start, basis, direction, kept if feedback else None))
             run = (start, end, rows, cols, right)
-            moved, lost = (low_rank.low_rank_rows(basis.double(), x.double(), *run) for x in (direction, kept))
+            moved, lost = (low_rank_rows(basis.double(), x.double(), *run) for x in (direction, kept))
             wanted.append(params[-1].double() * (1 - lr * decay) - lr * moved)
             wanted_errors.append(sources[-1].double() - lost)
     parts = (sources, errors) if feedback else (None, None)

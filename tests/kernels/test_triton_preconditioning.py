@@ -20,8 +20,8 @@ from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.dispatch import using  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
 from rankwise.mkor import product_groups as arrangement  # noqa: E402
+from rankwise.mkor.preconditioned_matrices import MKORRule  # noqa: E402
 from rankwise.mkor.preconditioning import Gradient  # noqa: E402
-from rankwise.mkor.rule import MKORRule  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -1,4 +1,4 @@
-"""LDAdam's update functions against the published recursion, written out literally, and against its invariances."""
+"""LDAdam's rule against the published recursion, written out literally, and against its invariances."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rankwise.ldadam import basis as low_rank_basis
-from rankwise.ldadam import formulas as ldadam
+from rankwise.ldadam.basis import next_basis, try_next_basis
 from rankwise.ldadam.formulas import (
     basis_weights,
     effective_rank,
-    initial_basis,
-    ldadam_step,
-    low_rank_moments,
-    low_rank_rows,
-    next_basis,
+    moment_scales,
     projects_right,
     side_normalized,
-    subspace_step,
     worth_projecting,
 )
-from rankwise.updates.orthonormal import householder_qr
+from rankwise.ldadam.low_rank_products import low_rank_rows
+from rankwise.ldadam.rule import Subspace, ldadam_step, low_rank_moments, subspace_step
+from rankwise.updates.orthonormal import householder_qr, initial_basis
 
 BETAS, RHO, EPS, LR = (0.908, 0.99), 0.908, 1e-8, 1e-2
 K = BETAS[0] / (1 - BETAS[0])
@@ -65,21 +62,18 @@ def run(
     rho: float = RHO,
     eps: float = EPS,
     wd: float = 0.0,
-    method: ldadam.BasisMethod = "power",
-    fallback: ldadam.Fallback = "branch",
 ) -> list[Step]:
-    """The functions under test, driven as an optimizer drives them: one buffer F, (..., m, n) matrices."""
+    """The rule, on (..., m, n) matrices."""
     W = torch.zeros_like(gs[0]) if W is None else W
     *lead, m, n = W.shape
-    U, M, V, F = W.new_zeros(*lead, m, rank), W.new_zeros(*lead, rank, n), W.new_zeros(*lead, rank, n), W * 0
+    F = torch.zeros_like(W)
+    state = Subspace(*(W.new_zeros(*lead, *shape) for shape in ((m, rank), (rank, n), (rank, n))))
+    numbers = {"lr": LR, "betas": betas, "rho": rho, "eps": eps, "weight_decay": wd, "error_feedback": feedback}
     history = []
     for step, G in enumerate(gs, start=1):
-        C = G + F
-        U, M, V, D = ldadam_step(C, U, M, V, step, betas, rho, eps, feedback, method, fallback)
-        F = C - U @ M if feedback else F
-        W = (1 - LR * wd) * W - LR * (U @ D)
-        E = F - betas[0] / (1 - betas[0]) * (U @ M) if feedback else F
-        history.append(Step(W, E, U, M, V))
+        W, F, state = ldadam_step(W, G, F, state, step, **numbers)
+        E = F - betas[0] / (1 - betas[0]) * (state.U @ state.M) if feedback else F
+        history.append(Step(W, E, *state))
     return history
 
 
@@ -92,7 +86,6 @@ def reference(
     rho: float = RHO,
     eps: float = EPS,
     wd: float = 0.0,
-    method: str = "power",
 ) -> list[Step]:
     """The published step, one (m, n) matrix, with its error buffer E: no algebra, no conditioning."""
     (m, n), (b1, b2) = W.shape, betas
@@ -105,10 +98,7 @@ def reference(
             U_new = torch.linalg.svd(A, full_matrices=False).U[:, :rank]
         else:
             B = rho * U @ (M / d1) + (1 - rho) * A
-            if method == "svd":
-                U_new = torch.linalg.svd(B, full_matrices=False).U[:, :rank]
-            else:
-                U_new = torch.linalg.qr(B @ (B.T @ U)).Q
+            U_new = torch.linalg.qr(B @ (B.T @ U)).Q
         a, R = U_new.T @ A, U_new.T @ U
         M_turned, V_turned = R @ M, torch.zeros_like(V)
         if feedback:
@@ -211,16 +201,15 @@ def test_o11_gradient_scale_does_not_matter(scale: float) -> None:
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("method", ["power", "svd"])
 @given(**SHAPES, rho=st.sampled_from([0.1, 0.5, 0.908]), beta1=st.sampled_from([0.0, 0.75, 0.908]))
 @EXAMPLES
 def test_o16_single_buffer_equals_published_recursion(
-    method: ldadam.BasisMethod, feedback: bool, m: int, extra: int, r: int, seed: int, rho: float, beta1: float
+    feedback: bool, m: int, extra: int, r: int, seed: int, rho: float, beta1: float
 ) -> None:
     m, n, r = dims(m, extra, r)
     gs, W, betas = gradients(m, n, seed=seed), randn(m, n, seed=seed + 7), (beta1, 0.99)
-    ours = run(gs, r, W, feedback, betas, rho, 1e-6, 0.1, method)
-    theirs = reference(gs, r, W, feedback, betas, rho, 1e-6, 0.1, method)
+    ours = run(gs, r, W, feedback, betas, rho, 1e-6, 0.1)
+    theirs = reference(gs, r, W, feedback, betas, rho, 1e-6, 0.1)
     assert distance(ours, theirs) < 1e-9
     assert max((a.E - b.E).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-8
 
@@ -317,12 +306,11 @@ def batch_with_one_dead_matrix() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_fallback_touches_only_the_failed_matrix() -> None:
     C, U, M = batch_with_one_dead_matrix()
-    never, branch, always = (next_basis(C, U, M, 0.3, 0.4, fallback=f) for f in ("never", "branch", "always"))
-    assert torch.equal(branch[[0, 2]], never[[0, 2]])
-    assert torch.equal(always[[0, 2]], never[[0, 2]])
-    torch.testing.assert_close(always, branch, atol=0, rtol=0)
-    assert defect(branch) < 1e-14
-    bad = never[1]
+    basis, (tried, failed) = next_basis(C, U, M, 0.3, 0.4), try_next_basis(C, U, M, 0.3, 0.4)
+    assert failed.tolist() == [False, True, False]
+    assert torch.equal(basis[[0, 2]], tried[[0, 2]])
+    assert defect(basis) < 1e-14
+    bad = tried[1]
     assert not bad.isfinite().all() or defect(bad) > 1e-3, "the case must need the fallback"
 
 
@@ -331,14 +319,13 @@ def test_fallback_without_batch_dimension() -> None:
     assert defect(next_basis(C, U, M, 0.3, 0.4)) < 1e-14
 
 
-@pytest.mark.parametrize("fallback, expected", [("branch", 0), ("never", 0), ("always", 2)])
-def test_householder_runs_only_when_it_is_needed(
-    fallback: ldadam.Fallback, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_householder_runs_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(low_rank_basis, "householder_qr", lambda y: calls.append(1) or householder_qr(y))
-    next_basis(randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), 0.3, 0.4, fallback=fallback)
-    assert len(calls) == expected
+    next_basis(randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), 0.3, 0.4)
+    assert not calls
+    next_basis(*batch_with_one_dead_matrix(), 0.3, 0.4)
+    assert len(calls) == 2
 
 
 def test_batched_equals_one_by_one() -> None:
@@ -348,14 +335,13 @@ def test_batched_equals_one_by_one() -> None:
         torch.testing.assert_close(batch.W[k // 2, k % 2], run(gs, 3)[-1].W, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("fallback", ["branch", "always"])
-def test_nan_stays_in_its_own_matrix(fallback: ldadam.Fallback) -> None:
+def test_nan_stays_in_its_own_matrix() -> None:
     gs = [torch.stack([g, g.flip(0)]) for g in gradients(6, 11, 4)]
-    clean = run(gs, 3, fallback=fallback)[-1]
+    clean = run(gs, 3)[-1]
     for poisoned_step in (0, 2):
         bad = [g.clone() for g in gs]
         bad[poisoned_step][0, 2, 3] = float("nan")
-        step = run(bad, 3, fallback=fallback)[-1]
+        step = run(bad, 3)[-1]
         assert step.W[0].isnan().any()
         torch.testing.assert_close(step.W[1], clean.W[1], atol=1e-13, rtol=0)
 
@@ -364,7 +350,7 @@ def test_nan_stays_in_its_own_matrix(fallback: ldadam.Fallback) -> None:
 def test_inputs_are_left_alone(step: int) -> None:
     inputs = [randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), randn(2, 3, 11).square()]
     copies = [x.clone() for x in inputs]
-    ldadam_step(*inputs, step)
+    subspace_step(*inputs, step, BETAS, RHO, EPS, True)
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 
@@ -407,15 +393,11 @@ def test_bad_arguments_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"side-normalised \(m <= n\), got 6 x 4; pass side_normalized"):
         next_basis(C.mT, U, M, 1.0, 0.0)
     with pytest.raises(ValueError, match=r"U and M must be \(\.\.\., 4, r\) and \(\.\.\., r, 6\)"):
-        subspace_step(C, U, M.mT, M, U, 2)
-    with pytest.raises(ValueError, match="basis_method must be 'power' or 'svd', got 'qr'"):
-        next_basis(C, U, M, 1.0, 0.0, basis_method="qr")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="fallback must be 'branch', 'always' or 'never', got 'no'"):
-        next_basis(C, U, M, 1.0, 0.0, fallback="no")  # type: ignore[arg-type]
+        subspace_step(C, U, M.mT, M, 2, BETAS, RHO, EPS, True)
     with pytest.raises(ValueError, match="step must be at least 2 .* got 1; use initial_basis"):
         basis_weights(1, 0.9, 0.9, True)
     with pytest.raises(ValueError, match="step must be at least 1, got 0"):
-        subspace_step(C, U, M, M, U, 0)
+        moment_scales(0, BETAS, True, None)
     with pytest.raises(ValueError, match="0 <= start <= end <= 24, got 3 and 25"):
         low_rank_rows(U, M, 3, 25, 4, 6, False)
     with pytest.raises(ValueError, match="factors must be .* 6 x 4 parameter with right=False"):
@@ -427,8 +409,8 @@ def test_weights_of_tensors_of_steps(feedback: bool) -> None:
     """Also where the momentum's weight is a small difference."""
     steps, written = [2, 3, 500], [0.9, 0.8, 0.908]
     tensors = torch.tensor(steps), torch.tensor(written, dtype=torch.float64)
-    of_matrix, of_momentum = ldadam.basis_weights(tensors[0], 0.908, 0.908, feedback, tensors[1])
+    of_matrix, of_momentum = basis_weights(tensors[0], 0.908, 0.908, feedback, tensors[1])
     for index, (step, beta1) in enumerate(zip(steps, written, strict=True)):
-        wanted = ldadam.basis_weights(step, 0.908, 0.908, feedback, beta1)
+        wanted = basis_weights(step, 0.908, 0.908, feedback, beta1)
         assert of_matrix == wanted[0]
         assert float(of_momentum[index]) == pytest.approx(wanted[1], rel=0, abs=1e-14)

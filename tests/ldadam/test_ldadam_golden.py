@@ -1,6 +1,6 @@
 """LDAdam's formulas against recordings of the official implementation, step by step; see step/test_golden.py.
 
-The class follows all of them but the one with an exact SVD, which is an option of the formulas alone.
+The class follows all of them but the one with an exact SVD, which nothing of ours computes after the first step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import torch
 from golden_io import load_golden
 from torch import Tensor
 
-from rankwise.ldadam.formulas import effective_rank, ldadam_step, low_rank_rows, projects_right, side_normalized
+from rankwise.ldadam.basis import project
+from rankwise.ldadam.formulas import basis_weights, effective_rank, projects_right, side_normalized
+from rankwise.ldadam.low_rank_products import low_rank_rows
+from rankwise.ldadam.rule import low_rank_moments, subspace_step
+from rankwise.updates.orthonormal import initial_basis
 
 
 def low_rank_parameters(meta: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
@@ -25,6 +29,13 @@ def low_rank_parameters(meta: dict[str, Any]) -> list[tuple[int, dict[str, Any]]
     ]
 
 
+def with_exact_bases(C, U, M, V, step, betas, rho, eps, feedback):
+    """The rule's step with the leading singular vectors in the place of the power iteration."""
+    of_matrix, of_momentum = (1.0, 0.0) if step == 1 else basis_weights(step, betas[0], rho, feedback)
+    basis = initial_basis(of_matrix * C + of_momentum * (U @ M), U.shape[-1])
+    return basis, *low_rank_moments(*project(C, U, basis), M, V, step, betas, eps, feedback)
+
+
 def replay(meta: dict[str, Any], arrays: dict[str, Tensor], i: int, options: dict[str, Any]):
     """Yields W, U, M, V of parameter i after every step."""
     W = arrays[f"p{i}_0"].clone()
@@ -33,14 +44,9 @@ def replay(meta: dict[str, Any], arrays: dict[str, Tensor], i: int, options: dic
     U, M, V, buffer = W.new_zeros(m, rank), W.new_zeros(rank, n), W.new_zeros(rank, n), torch.zeros_like(W)
     for step, lr in enumerate(meta["lr_per_step"], start=1):
         combined = arrays[f"g{i}_{step}"] + buffer
-        U, M, V, D = ldadam_step(
-            *(side_normalized(combined), U, M, V, step),
-            betas=tuple(options["betas"]),
-            rho=options["rho"],
-            eps=options["eps"],
-            error_feedback=options.get("error_feedback", True),
-            basis_method="svd" if options.get("proj_method") == "svd" else "power",
-        )
+        numbers = (tuple(options["betas"]), options["rho"], options["eps"], options.get("error_feedback", True))
+        step_of = with_exact_bases if options.get("proj_method") == "svd" else subspace_step
+        U, M, V, D = step_of(side_normalized(combined), U, M, V, step, *numbers)
         both = low_rank_rows(U, torch.stack([M, D]), 0, W.numel(), *W.shape, right)
         momentum, direction = (rows.view(W.shape) for rows in both)
         W = (1 - lr * options["weight_decay"]) * W - lr * direction

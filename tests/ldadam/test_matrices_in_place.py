@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rankwise.ldadam import formulas as low_rank  # noqa: E402
+from rankwise.ldadam.formulas import side_normalized  # noqa: E402
 from rankwise.ldadam.in_place import LowRankStep  # noqa: E402
+from rankwise.ldadam.rule import Subspace, ldadam_step  # noqa: E402
 
 GROUP: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.97), "rho": 0.9, "eps": 1e-6, "error_feedback": True}
 
@@ -39,19 +40,14 @@ def job(
 
 
 def wanted(given: LowRankStep) -> dict[str, Tensor]:
-    """What the plain functions make of it in double precision."""
-    group, feedback = given.group, given.group["error_feedback"]
-    source = given.source.double() if given.gradient is None else given.source.double() + given.gradient.double()
-    matrix = low_rank.side_normalized(source.view(given.shape))
-    states = [given.state[name].double() for name in ("basis", "exp_avg", "exp_avg_sq")]
-    hyper = {name: group[name] for name in ("betas", "rho", "eps", "error_feedback")}
-    basis, first, second, direction = low_rank.ldadam_step(matrix, *states, given.step, **hyper)
-    moved, lost = ((basis @ part).mT if given.right else basis @ part for part in (direction, first))
-    found = {"basis": basis, "exp_avg": first, "exp_avg_sq": second}
-    found["weight"] = given.weight.double() - group["lr"] * moved.flatten()
-    if feedback:
-        found["error"] = source - lost.flatten()
-    return found
+    """What the rule makes of it in double precision."""
+    error = torch.zeros_like(given.source) if given.gradient is None else given.gradient
+    turned = (side_normalized(flat.double().view(given.shape)) for flat in (given.weight, given.source, error))
+    before = Subspace(*(given.state[name].double() for name in ("basis", "exp_avg", "exp_avg_sq")))
+    *moved, after = ldadam_step(*turned, before, given.step, **given.group)
+    weight, error = ((value.mT if given.right else value).flatten() for value in moved)
+    found = {"basis": after.U, "exp_avg": after.M, "exp_avg_sq": after.V, "weight": weight}
+    return {**found, "error": error} if given.group["error_feedback"] else found
 
 
 def results(given: LowRankStep) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.ldadam import formulas as updates
 from rankwise.ldadam import native
+from rankwise.ldadam.formulas import projects_right, side_normalized
+from rankwise.ldadam.rule import Subspace, ldadam_step, subspace_step
 
 pytestmark = pytest.mark.compiled
 
@@ -35,7 +36,7 @@ class Problem:
 
     def __init__(self, rows: int, columns: int, rank: int, seed: int, feedback: bool = True) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.shape, self.rank, self.right = (rows, columns), rank, updates.projects_right(rows, columns)
+        self.shape, self.rank, self.right = (rows, columns), rank, projects_right(rows, columns)
         self.group = {**GROUP, "error_feedback": feedback}
         short, long = sorted((rows, columns))
         self.error, self.weight = torch.zeros(rows, columns).double(), self.random().double()
@@ -54,18 +55,12 @@ class Problem:
     def advance(self, gradient: Tensor) -> float:
         """One plain step; the share of the old subspace in the new one."""
         self.step += 1
-        feedback, lr = self.group["error_feedback"], self.group["lr"]
-        matrix = gradient.double() + self.error if feedback else gradient.double()
-        previous = self.state["basis"]
-        hyper = {name: value for name, value in self.group.items() if name != "lr"}
-        U, M, V, D = updates.ldadam_step(
-            updates.side_normalized(matrix), *(self.state[name] for name in NAMES), self.step, **hyper
-        )
-        self.state = dict(zip(NAMES, (U, M, V), strict=True))
-        turned = [(U @ X).mT if self.right else U @ X for X in (M, D)]
-        self.weight = self.weight - lr * turned[1]
-        self.error = matrix - turned[0] if feedback else self.error
-        return float((U.mT @ previous).square().sum() / self.rank)
+        before = Subspace(*(self.state[name] for name in NAMES))
+        turned = map(side_normalized, (self.weight, gradient.double(), self.error))
+        weight, error, after = ldadam_step(*turned, before, self.step, **self.group)
+        self.state = dict(zip(NAMES, after, strict=True))
+        self.weight, self.error = (value.mT if self.right else value for value in (weight, error))
+        return float((after.U.mT @ before.U).square().sum() / self.rank)
 
     def job(self, gradient: Tensor, added: bool) -> native.LowRankStep:
         """The next step in C++."""
@@ -128,10 +123,10 @@ def test_the_functional_form_has_the_bits_of_the_one_in_place(shape: tuple[int, 
     problem = Problem(*shape, 16, seed=3)
     gradient = problem.random()
     job = problem.job(gradient, False)
-    matrix = updates.side_normalized(job.source.clone().view(shape))
+    matrix = side_normalized(job.source.clone().view(shape))
     old = [job.state[name].clone() for name in NAMES]
     hyper = {name: value for name, value in GROUP.items() if name != "lr"}
-    *states, direction = native.ldadam_step(matrix, *old, problem.step + 1, **hyper)
+    *states, direction = native.subspace_step(matrix, *old, problem.step + 1, **hyper)
     error, weight = job.source.clone().view(shape), job.weight.clone().view(shape)
     native.ldadam_steps_([job])
     assert all(torch.equal(got, job.state[name]) for got, name in zip(states, NAMES, strict=True))
@@ -172,8 +167,8 @@ def test_what_has_no_form_takes_the_plain_functions() -> None:
     problem = Problem(20, 30, 5, seed=6)
     old = [problem.state[name].float() for name in NAMES]
     matrix, hyper = problem.random(), {name: value for name, value in GROUP.items() if name != "lr"}
-    got = native.ldadam_step(matrix, *old, 4, **hyper)
-    expected = updates.ldadam_step(matrix, *old, 4, **hyper)
+    got = native.subspace_step(matrix, *old, 4, **hyper)
+    expected = subspace_step(matrix, *old, 4, **hyper)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 

@@ -73,7 +73,7 @@ def adamw_oracle(fields: Fields, grads: list[Tensor], lr: float) -> tuple[list[T
             eps=EPS,
             corrections=adamw_updates.bias_corrections(BETAS, STEP),
         )
-        new_p.append(oracles.decoupled_step(p, direction, lr, DECAY))
+        new_p.append(adamw_updates.decoupled_step(p, direction, lr, DECAY))
         new_m.append(m)
         new_v.append(v)
     return new_p, new_m, new_v
@@ -124,7 +124,7 @@ def test_mars_lion(advance: bool) -> None:
     scalars = Scalars(lr=0.05, betas=BETAS, weight_decay=DECAY, k=K, advance=advance)
     fields.run("lion", fields.coefficients, scalars)
     moved = [oracles.lion_update(c, m, BETAS[0]) for c, m in zip(fields.clipped(True), fields.m, strict=True)]
-    wanted = [oracles.decoupled_step(p, d, 0.05, DECAY) for p, (_, d) in zip(fields.p, moved, strict=True)]
+    wanted = [adamw_updates.decoupled_step(p, d, 0.05, DECAY) for p, (_, d) in zip(fields.p, moved, strict=True)]
     assert_runs_close(fields.exp_avgs, [m for m, _ in moved])
     assert_runs_close(fields.params, wanted)
     fields.check_grads_and_references(advance)
@@ -170,7 +170,7 @@ def test_scaled_step(scaled: bool, lr: float | Tensor) -> None:
     fields.run("step", fields.coefficients if scaled else None, Scalars(lr=lr, weight_decay=DECAY), compared=False)
     factors = fields.coefficients.double() if scaled else torch.ones(len(LENGTHS)).double()
     wanted = [
-        oracles.decoupled_step(p, d * factor, 0.05, DECAY)
+        adamw_updates.decoupled_step(p, d * factor, 0.05, DECAY)
         for p, d, factor in zip(fields.p, fields.g, factors, strict=True)
     ]
     assert_runs_close(fields.params, wanted)

@@ -119,10 +119,10 @@ def test_momenta_are_orthogonalised_where_they_lie(
         taken.append(len(jobs))
         orthogonal_steps_(jobs)
 
-    monkeypatch.setattr("rankwise.mars.rule.orthogonal_steps_for", lambda *_: counted_steps)
+    monkeypatch.setattr("rankwise.mars.orthogonal_matrices.orthogonal_steps_for", lambda *_: counted_steps)
     found, counted = _steps("orthogonal", native, _missing)
     assert taken == [2, 3, 3, 2, 3], "the matrices with a gradient"
-    monkeypatch.setattr("rankwise.mars.rule.orthogonal_steps_for", lambda *_: None)
+    monkeypatch.setattr("rankwise.mars.orthogonal_matrices.orthogonal_steps_for", lambda *_: None)
     other, known = _steps("orthogonal", foreach, _missing)
     assert counted == pytest.approx(known, rel=1e-3)
     one_by_one, _ = _steps("orthogonal", native, _missing)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import decoupled_step
 
-from rankwise.updates.adamw import adamw_update, bias_corrections
+from rankwise.updates.adamw import adamw_update, bias_corrections, decoupled_step
 
 
 @settings(deadline=None, max_examples=20)

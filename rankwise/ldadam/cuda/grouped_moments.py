@@ -36,7 +36,7 @@ def advance_moments_(
     error_feedback: bool,
     precision: str = "ieee",
 ) -> None:
-    """:func:`rankwise.ldadam.formulas.low_rank_moments` in place, from the second step on.
+    """:func:`rankwise.ldadam.rule.low_rank_moments` in place, from the second step on.
 
     Args:
         projected: ``U^T C`` (b, r, n), contiguous; becomes the direction.

@@ -39,7 +39,7 @@ def low_rank_moments(
     *,
     precision: str = "ieee",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""As :func:`rankwise.ldadam.formulas.low_rank_moments`: rotation, moments and direction in one launch.
+    r"""As :func:`rankwise.ldadam.rule.low_rank_moments`: rotation, moments and direction in one launch.
 
     Args:
         projected: ``U^T C``, (b, r, n) or of a single matrix without b, as the others.
