@@ -8,49 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.mars.formulas import correction_factor
 from rankwise.sonew.banded import check_chain, check_edges
-
-
-def corrected_gradient(grad: Tensor, reference: Tensor, gamma: float, beta1: float) -> Tensor:
-    r"""The corrected gradient ``c = g + k (g - h)``, before the clip.
-
-    Source: arXiv 2411.10438, Algorithm 1.
-
-    Args:
-        grad: Gradient ``g`` (...) as the optimizer gets it: reduced, unscaled and globally clipped.
-        reference: Comparison gradient ``h`` (...), treated alike. Zeros at the first step, as in the authors' code;
-            the paper's own start is ``h = g``.
-        gamma: See :func:`correction_factor`.
-        beta1: See :func:`correction_factor`.
-
-    Raises:
-        ValueError: If ``beta1`` is outside [0, 1).
-    """
-    return torch.add(grad, grad - reference, alpha=correction_factor(gamma, beta1))
-
-
-def momentum_update(corrected: Tensor, exp_avg: Tensor, beta1: float) -> Tensor:
-    """The momentum ``beta1 * m + (1 - beta1) * c`` (...), not bias corrected."""
-    return torch.lerp(exp_avg, corrected, 1.0 - beta1)
-
-
-def lion_update(clipped: Tensor, exp_avg: Tensor, beta1: float) -> tuple[Tensor, Tensor]:
-    r"""MARS-Lion: the sign of the momentum.
-
-    Source: arXiv 2411.10438, Algorithm 3. One decay rate only: Lion's rule ``(b1, b2)`` is
-    ``beta1 = b2, gamma = (b2 - b1) / b2`` here, in approximate mode and without the clip.
-
-    Args:
-        clipped: :math:`\tilde c` (...).
-        exp_avg: Momentum (...).
-        beta1: Its decay rate.
-
-    Returns:
-        New momentum and the direction, of entries -1, 0 and 1.
-    """
-    exp_avg = momentum_update(clipped, exp_avg, beta1)
-    return exp_avg, exp_avg.sign()
 
 
 def one_sided_l1_damping(

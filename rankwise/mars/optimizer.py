@@ -17,9 +17,9 @@ from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.dtensors import local_gradient, local_view
 from rankwise.layout.layout_source import LayoutSource
-from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
 from rankwise.mars.orthogonal_matrices import MARSRule, MomentumSignature, steps_in_place
+from rankwise.mars.rule import clip_coefficient, correction_factor
 from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError, called_or
@@ -240,7 +240,7 @@ class MARS(ShardedOptimizer):
             if id(bucket) not in clipped:
                 found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
             else:
-                found.append(formulas.clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
+                found.append(clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
                 self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
         return joined(found) if clipping else None
 
@@ -344,7 +344,7 @@ def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
 
 
 def _factor(bucket: Bucket) -> float:
-    return formulas.correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
+    return correction_factor(bucket.group["gamma"], bucket.group["betas"][0])
 
 
 def _fallback_lr_ratio(options: MARSOptions) -> float:

@@ -25,9 +25,9 @@ class MomentumSignature(NamedTuple):
     """What the matrices of a batch have in common.
 
     Attributes:
-        rows: Of what is orthogonalised.
-        columns: Of what is orthogonalised.
-        logical: Shape of the weight.
+        rows: Rows of the matrix that is orthogonalised.
+        columns: Columns of the matrix that is orthogonalised.
+        logical: Shape of the weight, (outputs, inputs).
         group: Position of the param group.
     """
 
@@ -51,11 +51,11 @@ class MARSRule(MatrixRule):
     """One step along orthogonalised momenta, which have been advanced already.
 
     Args:
-        unit: See the base class, as of the following.
-        buckets: Of what is orthogonalised.
-        groups: Param groups.
-        health: Counts.
-        options: With the variant "shampoo" or "muon".
+        unit: Unit of the step.
+        buckets: Buckets whose momenta are orthogonalised.
+        groups: Param groups by position.
+        health: Receives the counts of the step.
+        options: Options with the variant "shampoo" or "muon".
         product: Type of the products.
     """
 
@@ -120,27 +120,24 @@ class MARSRule(MatrixRule):
 
     def _directions(self, signature: MomentumSignature, exp_avgs: Tensor) -> Tensor:
         """Orthogonal directions of a stack of momenta, (matrices, elements)."""
-        group = self.groups[signature.group]
-        directions = formulas.orthogonal_direction(
-            exp_avgs.view(-1, signature.rows, signature.columns),
-            self._variant,
-            *signature.logical,
-            beta1=group["betas"][0],
-            scale=self._scaled_as,
-            eps=self._eps(group),
-            ns_steps=group["ns_steps"],
-            ns_dtype=self._product,
-            ns_coefficients=group["ns_coefficients"],
-            orthogonalise=newton_schulz_for(self.unit.device, self.unit.layout.is_whole_run),
-        )
-        return directions.reshape(len(exp_avgs), -1)
+        group, matrices = self.groups[signature.group], exp_avgs.view(-1, signature.rows, signature.columns)
+        eps, factor = self._numbers_of(signature)
+        orthogonalise = newton_schulz_for(self.unit.device, self.unit.layout.is_whole_run)
+        directions = orthogonalise(matrices, group["ns_steps"], self._product, eps, group["ns_coefficients"])
+        return (directions * factor).reshape(len(exp_avgs), -1)
+
+    def _numbers_of(self, signature: MomentumSignature) -> tuple[float, float]:
+        """What is added to the norm of a momentum, and what its orthogonal factor is multiplied by."""
+        if signature not in self._numbers:
+            group = self.groups[signature.group]
+            own_eps = group["eps"] if self._variant == "shampoo" else None
+            eps = formulas.norm_offset(self._variant, group["betas"][0], own_eps)
+            self._numbers[signature] = eps, formulas.shape_factor(self._variant, *signature.logical, self._scaled_as)
+        return self._numbers[signature]
 
     def _in_place(self, signature: MomentumSignature, exp_avg: Tensor, weight: Tensor) -> OrthogonalStep:
         group, shape = self.groups[signature.group], (signature.rows, signature.columns)
-        if signature not in self._numbers:
-            eps = formulas.norm_offset(self._variant, group["betas"][0], self._eps(group))
-            self._numbers[signature] = eps, formulas.shape_factor(self._variant, *signature.logical, self._scaled_as)
-        eps, factor = self._numbers[signature]
+        eps, factor = self._numbers_of(signature)
         return OrthogonalStep(
             shape,
             exp_avg,
@@ -153,6 +150,3 @@ class MARSRule(MatrixRule):
             weight_decay=group["weight_decay"],
             cautious=self.unit.cautious,
         )
-
-    def _eps(self, group: Mapping[str, Any]) -> float | None:
-        return group["eps"] if self._variant == "shampoo" else None

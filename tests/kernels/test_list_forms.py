@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
-import oracles
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.ldadam import native as native_ldadam
 from rankwise.ldadam import rule as ldadam
 from rankwise.ldadam.dispatch import step_for
-from rankwise.mars import formulas as mars
+from rankwise.mars import rule as mars
 from rankwise.sonew import native as native_sonew
 from rankwise.sonew.dispatch import directions_for
 from rankwise.updates import adamw
@@ -120,7 +119,7 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
         for buffer, grad in zip(buffers, shards(sizes, dtype, seed + step), strict=True):
             buffer.copy_(grad)  # a framework refills its gradient buffers
         grads = clones(buffers)
-        corrected = [oracles.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
+        corrected = [mars.corrected_gradient(g, h, gamma, betas[0]) for g, h in zip(grads, pure_last, strict=True)]
         coefficients = [mars.clip_coefficient(c.square().sum(), 1.0) for c in corrected]
         known = torch.stack(coefficients) if clip and coefficients else None
         if sizes:
@@ -146,7 +145,8 @@ def test_mars(form, rule, clip, advance, sizes, dtype, tensor_lr, decay, seed):
                     c, pure_m[i], pure_v[i], betas=betas, eps=eps, corrections=corrections
                 )
             else:
-                pure_m[i], direction = oracles.lion_update(c, pure_m[i], betas[0])
+                pure_m[i] = mars.momentum(pure_m[i], c, betas[0])
+                direction = pure_m[i].sign()
             if rule == "momentum":
                 continue
             pure_x[i] = adamw.decoupled_step(pure_x[i], direction, lr, decay)
@@ -175,7 +175,8 @@ def test_rules_without_a_reference(form, rule, scaled, sizes, dtype, tensor_lr, 
                 grad, first, second, betas=betas, eps=eps, corrections=corrections
             )
         else:
-            first, direction = oracles.lion_update(grad, first, betas[0])
+            first = mars.momentum(first, grad, betas[0])
+            direction = first.sign()
         expected.append(
             (param if rule == "momentum" else adamw.decoupled_step(param, direction, lr, decay), first, second)
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import oracles  # noqa: E402
 from given_gradients import Training  # noqa: E402
 from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 
@@ -25,6 +24,7 @@ from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
 from rankwise.ldadam import rule as ldadam  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_  # noqa: E402
+from rankwise.mars.rule import corrected_gradient  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
 from rankwise.mkor.cuda.factor_updates import update_factors_  # noqa: E402
 from rankwise.sonew import banded  # noqa: E402
@@ -92,9 +92,7 @@ def test_mars(rule: Any, offset: int) -> None:
 def test_norms() -> None:
     grads, references = fields(2)
     found = twice(lambda: [triton.squared_norms(grads, references, 0.4), triton.squared_norms(grads)])
-    corrected = [
-        oracles.corrected_gradient(g.double(), h.double(), 0.4, 0.5) for g, h in zip(grads, references, strict=True)
-    ]
+    corrected = [corrected_gradient(g.double(), h.double(), 0.4, 0.5) for g, h in zip(grads, references, strict=True)]
     torch.testing.assert_close(
         found[0].cpu(), torch.stack([c.square().sum() for c in corrected]).cpu(), rtol=1e-6, atol=0
     )

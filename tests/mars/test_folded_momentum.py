@@ -9,7 +9,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import oracles
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,8 @@ from rankwise import MARS
 from rankwise.kernels import lists, native
 from rankwise.kernels.dispatch import using
 from rankwise.mars import optimizer as module
-from rankwise.mars.formulas import orthogonal_direction
+from rankwise.mars.rule import corrected_gradient, orthogonal_direction
+from rankwise.mars.rule import momentum as momentum_of
 from rankwise.options.validation import OptionError
 from rankwise.plan import step_unit as unit
 from rankwise.states import optimizer_spec as spec
@@ -59,7 +59,7 @@ def _train(weights: Mapping[str, nn.Parameter], optimizer: MARS, steps: Sequence
 def _direction(variant: str, momentum: Tensor) -> Tensor:
     if variant == "lion":
         return momentum.sign()
-    return orthogonal_direction(momentum, variant, *momentum.shape[-2:], beta1=BETA)  # type: ignore[arg-type]
+    return orthogonal_direction(momentum, variant, BETA)  # type: ignore[arg-type]
 
 
 def _oracle(
@@ -307,7 +307,7 @@ def test_what_a_change_of_gamma_is_to_the_form_with_a_reference() -> None:
     m = n = h = torch.zeros(8, dtype=F64)
     for step, (grad, gamma) in enumerate(zip(grads, gammas, strict=True)):
         before = n, h
-        m = oracles.momentum_update(oracles.corrected_gradient(grad, h, gamma, BETA), m, BETA)
+        m = momentum_of(m, corrected_gradient(grad, h, gamma, BETA), BETA)
         n, h = BETA * n + (1 - BETA) * grad, grad
         if step == 8:
             change = 0.2 * (before[1] - before[0])

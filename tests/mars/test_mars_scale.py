@@ -12,7 +12,8 @@ from torch import Tensor
 from rankwise import MARS
 from rankwise.kernels import lists, native, triton
 from rankwise.kernels.dispatch import using
-from rankwise.mars.formulas import orthogonal_direction, shape_factor
+from rankwise.mars.formulas import shape_factor
+from rankwise.mars.rule import orthogonal_direction
 from rankwise.options.validation import OptionError
 from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
@@ -91,7 +92,7 @@ def test_the_step_is_the_formula() -> None:
     change = _changes(lists, torch.float64, variant="shampoo", scale="rms", ns_dtype="float64")["tall"]
     gradient = parameters["tall"].grad
     assert gradient is not None
-    direction = orthogonal_direction(gradient, "shampoo", 40, 6, beta1=0.95, eps=0.0, ns_steps=12)
+    direction = orthogonal_direction(gradient, "shampoo", 0.95, eps=0.0, steps=12)
     torch.testing.assert_close(change, direction * (0.2 * 40**0.5) / (40 / 6) ** 0.5, rtol=1e-12, atol=1e-12)
 
 
