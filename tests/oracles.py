@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise.sonew.banded import check_chain, check_edges
-
 
 def one_sided_l1_damping(
     eps: float, diagonal_hat: Tensor, covariances_hat: Sequence[Tensor] | Tensor, floor: float = 1e-16
@@ -31,12 +29,8 @@ def one_sided_l1_damping(
 
     Returns:
         (..., 1), to be passed as ``eps`` to :func:`direction`.
-
-    Raises:
-        ValueError: if ``diagonal_hat`` has no dimension or an edge tensor has another shape.
     """
-    check_chain("diagonal_hat", diagonal_hat)
-    edges = check_edges(diagonal_hat, covariances_hat)
+    edges = list(covariances_hat)
     sums = diagonal_hat
     if edges:
         size = edges[0].abs()

@@ -1,9 +1,6 @@
 """Sparse factors of the preconditioner whose inverse is known on a band only (SONew, arXiv 2311.10085).
 
-A *chain* is the last dimension of every tensor here; leading dimensions are independent chains.
-
-An *edge* joins the coordinates ``i`` and ``i + k`` of one chain, ``1 <= k <= b``. Its value is stored at entry ``i``
-of a tensor of the parameter's shape, so the last ``k`` entries of a chain are zero.
+Chains and edges as in :mod:`rankwise.sonew.rule`.
 """
 
 from __future__ import annotations
@@ -13,25 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["apply_factors", "banded_factors", "check_chain", "check_edges"]
-
-
-def check_chain(name: str, value: Tensor) -> None:
-    """Raise ValueError if ``value`` has no dimension a chain could run along."""
-    if value.dim() == 0:
-        raise ValueError(f"{name} has shape (), but a chain runs along the last dimension; pass {name}.reshape(1)")
-
-
-def check_edges(diagonal: Tensor, covariances: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """The edges as a list, one tensor per distance; ValueError unless each has the shape of ``diagonal``."""
-    edges = list(covariances)
-    for distance, edge in enumerate(edges, start=1):
-        if edge.shape != diagonal.shape:
-            raise ValueError(
-                f"covariances[{distance - 1}] has shape {tuple(edge.shape)}, but edges are stored like the diagonal, "
-                f"{tuple(diagonal.shape)}; pass one tensor of that shape per distance, zero where a chain ends"
-            )
-    return edges
+__all__ = ["banded_factors"]
 
 
 def banded_factors(
@@ -64,18 +43,8 @@ def banded_factors(
     Returns:
         ``b`` coefficient tensors :math:`\psi^k_j` (the coefficient of ``j + k``; 0 on dropped edges and past the end),
         and the conditional variances ``s``, all (..., n).
-
-    Raises:
-        ValueError: if ``diagonal`` has no dimension, ``tolerance`` is outside [0, 1), or an edge tensor has another
-            shape than ``diagonal``.
     """
-    check_chain("diagonal", diagonal)
-    if not 0.0 <= tolerance < 1.0:
-        raise ValueError(
-            f"tolerance={tolerance} must be in [0, 1): a conditional variance is compared with this share of the "
-            "variance; use 1e-2, 0.0 for the published behaviour"
-        )
-    edges = check_edges(diagonal, covariances)
+    edges = list(covariances)
     n = diagonal.shape[-1]
     coefficients = [torch.zeros_like(diagonal) for _ in edges]
     schur = diagonal.clone()
@@ -107,27 +76,3 @@ def banded_factors(
         for kept, coefficient in zip(coefficients, after, strict=False):
             kept[..., :count] = torch.where(sound, coefficient, kept[..., :count])
     return coefficients, schur
-
-
-def apply_factors(coefficients: Sequence[Tensor], schur: Tensor, vector: Tensor) -> Tensor:
-    r"""Product :math:`L D L^T m` with the factors of :func:`banded_factors`.
-
-    .. math::
-        w_j = \frac{m_j - \sum_k \psi_{j,k} m_{j+k}}{s_j}, \quad u_i = w_i - \sum_k \psi_{i-k,k} w_{i-k}
-
-    Args:
-        coefficients: ``b`` tensors :math:`\psi^k`, (..., n).
-        schur: conditional variances ``s``, (..., n). A zero gives ``w_j = 0``.
-        vector: ``m``, (..., n).
-
-    Returns:
-        ``u``, (..., n).
-    """
-    residual = vector.clone()
-    for k, coefficient in enumerate(coefficients, start=1):
-        residual[..., :-k] -= coefficient[..., :-k] * vector[..., k:]
-    whitened = torch.where(schur == 0, torch.zeros_like(schur), residual / schur)
-    update = whitened.clone()
-    for k, coefficient in enumerate(coefficients, start=1):
-        update[..., k:] -= coefficient[..., :-k] * whitened[..., :-k]
-    return update

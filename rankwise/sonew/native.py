@@ -1,4 +1,4 @@
-"""SONew's pass over runs in C++; as :mod:`rankwise.sonew.formulas`, to the last bit of states and directions.
+"""SONew's pass over runs in C++; as :mod:`rankwise.sonew.rule`, to the last bit of states and directions.
 
 A run is a contiguous piece of a parameter in row-major order. It is worked on as it lies, whatever its chains: an edge
 that would leave its chain has the statistic zero, and a zero edge joins nothing. Where a run is cut inside a chain, its

@@ -15,10 +15,10 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
-from rankwise.sonew import formulas
 from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.dispatch import directions_for
+from rankwise.sonew.formulas import graft_ratio
 from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.spec import SONewSpec
 from rankwise.sonew.windows import windowed_directions
@@ -224,7 +224,7 @@ class SONew(ShardedOptimizer):
         entries = [entry for bucket in buckets for entry in bucket.entries]
         squares = [part.squares for part in found] or [torch.zeros(2, 0, dtype=torch.float64, device=unit.device)]
         own, graft = unit.sum_over_ranks(entries, squares[0] if len(squares) == 1 else torch.cat(squares, dim=1))
-        ratios = formulas.graft_ratio(graft, own).to(unit.dtype)
+        ratios = graft_ratio(graft, own).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
         return ratios
 

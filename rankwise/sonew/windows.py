@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rankwise.comm.halo import Halo
 from rankwise.layout.layout import Shard
-from rankwise.sonew import formulas
+from rankwise.sonew.formulas import graft_direction
+from rankwise.sonew.rule import direction, statistics
 from rankwise.updates.adamw import Step, bias_corrections
 
 __all__ = ["windowed_directions"]
@@ -57,15 +58,13 @@ def windowed_directions(
         grad, *states = (field[index] for field in fields)
         window = _Window(shard, chain, len(states) - 2)
         embedded = window.embed((grad, *states), halos[index])
-        momentum, diagonal, covariances = formulas.statistics(
-            embedded[0], embedded[1], embedded[2], embedded[3:], betas
-        )
+        momentum, diagonal, covariances = statistics(embedded[0], embedded[1], embedded[2], embedded[3:], betas)
         # Bias corrections folded into the damping and the result: no pass over memory for them.
-        direction = formulas.direction(momentum, diagonal, covariances, eps=eps * correction2, tolerance=gamma)
-        directions.append(window.extract(direction) * (correction2 / correction1))
+        update = direction(momentum, diagonal, covariances, eps * correction2, gamma)
+        directions.append(window.extract(update) * (correction2 / correction1))
         for stored, new in zip(states, (momentum, diagonal, *covariances), strict=True):
             stored.copy_(window.extract(new))
-        taken, new_rms = formulas.graft_direction(
+        taken, new_rms = graft_direction(
             graft,
             grad,
             states[0] / correction1,

@@ -28,7 +28,7 @@ from rankwise.mars.rule import corrected_gradient  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
 from rankwise.mkor.cuda.factor_updates import update_factors_  # noqa: E402
 from rankwise.sonew import banded  # noqa: E402
-from rankwise.sonew import formulas as sonew  # noqa: E402
+from rankwise.sonew import rule as sonew  # noqa: E402
 from rankwise.sonew.cuda import sonew_directions  # noqa: E402
 from rankwise.updates import newton_schulz as linalg  # noqa: E402
 
@@ -143,7 +143,7 @@ def test_sonew(band: int) -> None:
         momentum, diagonal, edges = sonew.statistics(wide[0], wide[1], wide[2], wide[3:], BETAS)
         damped = diagonal / corrections[1] + 1e-3
         factors = banded.banded_factors(damped, [edge / corrections[1] for edge in edges], 1e-2)
-        direction = banded.apply_factors(*factors, momentum / corrections[0])
+        direction = sonew.apply_factors(*factors, momentum / corrections[0])
         assert_runs_close([found[index]], [direction], 1e-4)
         assert_runs_close(found[index + count : count * (3 + band) : count], [momentum, diagonal, *edges])
         squares = torch.stack([direction.square().sum(), (momentum / corrections[0]).square().sum()])

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.sonew import formulas as sonew
 from rankwise.sonew import native as native_sonew
+from rankwise.sonew import rule as sonew
 from rankwise.sonew.chain_runs import ChainRun, Margins
+from rankwise.sonew.formulas import graft_direction
 from rankwise.sonew.native import sonew_directions
 from rankwise.updates.adamw import bias_corrections
 
@@ -51,8 +52,8 @@ def _expected(fields: list[Tensor], graft: str, step: int) -> tuple[list[Tensor]
     momentum, diagonal, edges = sonew.statistics(grad, momentum, diagonal, edges, BETAS)
     c1, c2 = bias_corrections(BETAS, step)
     hats = [edge / c2 for edge in edges]
-    direction = sonew.direction(momentum / c1, diagonal / c2, hats, eps=EPS, tolerance=GAMMA)
-    taken, _ = sonew.graft_direction(graft, grad, momentum / c1, diagonal, diagonal / c2, eps=GRAFT_EPS)
+    direction = sonew.direction(momentum / c1, diagonal / c2, hats, eps=EPS, gamma=GAMMA)
+    taken, _ = graft_direction(graft, grad, momentum / c1, diagonal, diagonal / c2, eps=GRAFT_EPS)
     return [momentum, diagonal, *edges], direction, taken
 
 
@@ -125,8 +126,8 @@ def test_the_bits_are_those_of_the_pure_functions(band: int, graft: str) -> None
     fields = [field.float() for field in _problem(6, 11, band, True, seed=band)[0]]
     c1, c2 = bias_corrections(BETAS, 4)
     momentum, diagonal, edges = sonew.statistics(fields[0], fields[1], fields[2], fields[3:], BETAS)
-    direction = sonew.direction(momentum, diagonal, edges, eps=EPS * c2, tolerance=GAMMA) * (c2 / c1)
-    taken, _ = sonew.graft_direction(graft, fields[0], momentum / c1, diagonal, diagonal / c2, eps=GRAFT_EPS)
+    direction = sonew.direction(momentum, diagonal, edges, eps=EPS * c2, gamma=GAMMA) * (c2 / c1)
+    taken, _ = graft_direction(graft, fields[0], momentum / c1, diagonal, diagonal / c2, eps=GRAFT_EPS)
     lists = [[field.reshape(-1).clone()] for field in fields]
     out = [torch.empty_like(lists[0][0])]
     options = {"betas": BETAS, "eps": EPS, "gamma": GAMMA, "step": 4, "graft": graft, "graft_eps": GRAFT_EPS}
@@ -150,7 +151,7 @@ def test_what_is_degenerate_is_dropped_as_by_the_pure_functions(band, eps, const
     zeros = [torch.zeros(40) for _ in range(2 + band)]
     momentum, diagonal, edges = sonew.statistics(grad, zeros[0], zeros[1], zeros[2:], BETAS)
     c1, c2 = bias_corrections(BETAS, 1)
-    expected = sonew.direction(momentum, diagonal, edges, eps=eps * c2, tolerance=0.0) * (c2 / c1)
+    expected = sonew.direction(momentum, diagonal, edges, eps=eps * c2, gamma=0.0) * (c2 / c1)
     out = [torch.empty(40)]
     options = {"betas": BETAS, "eps": eps, "gamma": 0.0, "step": 1, "graft": "none", "graft_eps": 1e-8}
     lists = [[field] for field in zeros]
@@ -167,7 +168,7 @@ def test_pieces_tiles_and_cuts_leave_no_trace(band: int, by_row: bool, monkeypat
     fields = [field.float() for field in _problem(5, 401, band, by_row, seed=band)[0]]
     c1, c2 = bias_corrections(BETAS, 4)
     momentum, diagonal, edges = sonew.statistics(fields[0], fields[1], fields[2], fields[3:], BETAS)
-    direction = sonew.direction(momentum, diagonal, edges, eps=EPS * c2, tolerance=GAMMA) * (c2 / c1)
+    direction = sonew.direction(momentum, diagonal, edges, eps=EPS * c2, gamma=GAMMA) * (c2 / c1)
     graft = (momentum / c1 / ((diagonal / c2).sqrt() + GRAFT_EPS)).double().square().sum()
     for ends in ((0, numel), cuts):
         places = list(pairwise(ends))

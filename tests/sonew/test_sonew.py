@@ -10,14 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.sonew.banded import apply_factors, banded_factors
-from rankwise.sonew.formulas import (
-    GRAFTS,
-    direction,
-    graft_direction,
-    graft_ratio,
-    statistics,
-)
+from rankwise.sonew.banded import banded_factors
+from rankwise.sonew.formulas import GRAFTS, graft_direction, graft_ratio
+from rankwise.sonew.rule import apply_factors, direction, statistics
 
 F64 = torch.float64
 few = settings(deadline=None, max_examples=25, derandomize=True)
@@ -69,7 +64,7 @@ def preconditioner(H: Tensor, band: int, tolerance: float = 0.0) -> Tensor:
     """The matrix our direction multiplies by, column by column: the unit vectors are a batch of momenta."""
     n = H.shape[0]
     batch = [x.expand(n, n) for x in (H.diagonal(), *edge_tensors(H, band))]
-    return direction(torch.eye(n, dtype=F64), batch[0], batch[1:], eps=0.0, tolerance=tolerance).T
+    return direction(torch.eye(n, dtype=F64), batch[0], batch[1:], eps=0.0, gamma=tolerance).T
 
 
 def averages(seed: int, steps: int, *shape: int, band: int, beta2: float = 0.9, dtype: torch.dtype = F64):
@@ -245,7 +240,7 @@ def test_relative_damping_bounds_every_conditional_variance(seed, n, band, delta
     assert (schur >= delta * H.diagonal() * (1 - 1e-6)).all()
     assert all((c[: n - k] != 0).all() for k, c in enumerate(coefficients[: n - 1], start=1))
     m = random(seed + 1, n)
-    u = direction(m, H.diagonal(), edges, 0.0, 0.0, relative_damping=delta)
+    u = direction(m, H.diagonal() * (1 + delta), edges, 0.0, 0.0)
     assert torch.equal(u, apply_factors(coefficients, schur, m))
 
 
@@ -422,34 +417,12 @@ def test_zero_gradient_leaves_the_weights(kind):
     # A graft of some length cannot revive an update of length zero.
     assert graft_ratio(torch.tensor(2.0), torch.tensor(0.0)) == 0
     assert torch.allclose(graft_ratio(torch.tensor([8.0, 0.0]), torch.tensor([2.0, 1.0])), torch.tensor([2.0, 0.0]))
-    assert torch.allclose(graft_ratio(torch.tensor(9.0), torch.tensor(1.0), tiny=0.5), torch.tensor(2.0))
 
 
 # ---------------------------------------------------------------- arguments
 
 
-def test_bad_arguments_are_explained():
-    x, scalar = torch.ones(3, 4), torch.tensor(1.0)
-    with pytest.raises(ValueError, match=r"grad has shape \(\).*reshape"):
-        statistics(scalar, scalar, scalar, [], (0.9, 0.99))
-    with pytest.raises(ValueError, match=r"covariances\[1\] has shape \(4, 3\).*\(3, 4\)"):
-        statistics(x, x, x, [x, x.T], (0.9, 0.99))
-    with pytest.raises(ValueError, match=r"covariances\[0\] has shape \(3, 3\)"):
-        direction(x, x, [x[:, :3]])
-    with pytest.raises(ValueError, match="momentum_hat has shape"):
-        direction(x.T, x, [x])
-    with pytest.raises(ValueError, match="diagonal has shape"):
-        direction(scalar, scalar, [])
-    with pytest.raises(ValueError, match=r"eps=-1.0 must be at least 0"):
-        direction(x, x, [], eps=-1.0)
-    with pytest.raises(ValueError, match=r"relative_damping=nan must be at least 0"):
-        direction(x, x, [], relative_damping=math.nan)
-    for tolerance in (-0.1, 1.0, math.nan):
-        with pytest.raises(ValueError, match="tolerance=.*must be in"):
-            direction(x, x, [], tolerance=tolerance)
+def test_an_unknown_graft_is_explained():
+    x = torch.ones(3, 4)
     with pytest.raises(ValueError, match=r"kind='adamw' must be one of adam, adam_official"):
         graft_direction("adamw", x, x, x, x)
-    with pytest.raises(ValueError, match="rms=None.*grad_norm"):
-        graft_direction("rmsprop", x, x, x, x, grad_norm=x.norm())
-    with pytest.raises(ValueError, match="grad_norm=None"):
-        graft_direction("rmsprop", x, x, x, x, rms=x)

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from triton_runs import assert_runs_close  # noqa: E402
 
-from rankwise.sonew import formulas as updates
+from rankwise.sonew import rule as updates
+from rankwise.sonew.formulas import graft_direction
 
 BETAS, EPS, GAMMA, STEP = (0.9, 0.95), 1e-3, 1e-2, 3
 
@@ -47,7 +48,7 @@ class Parameter:
 
     def graft(self, kind: str) -> Tensor | None:
         corrections = [1 - beta**STEP for beta in BETAS]
-        graft, _ = updates.graft_direction(
+        graft, _ = graft_direction(
             kind, self.grad, self.momentum / corrections[0], self.diagonal, self.diagonal / corrections[1], eps=1e-4
         )
         return None if graft is None else graft.reshape(-1)
