@@ -255,7 +255,7 @@ READS = {
     "ldadam/basis.py": ["bool()"],  # whether a factorisation failed, where the device cannot go on by itself
     "ldadam/sliced_matrices.py": ["bool()"],  # the same
     "mkor/optimizer.py": ["bool()"],  # of a list
-    "mkor/hybrid_switch.py": ["bool()", "bool()"],  # of numbers
+    "mkor/hybrid_switch.py": ["bool()"],  # of a number
     "kernels/host_copies.py": [".tolist()"],  # of the host's own copy
     "step/health.py": [".tolist()", ".tolist()"],  # where users ask for it
 }

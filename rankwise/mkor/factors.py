@@ -20,6 +20,7 @@ from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductGroups
+from rankwise.mkor.rule import Rule, guarded, rescale_to_norm
 from rankwise.mkor.workspace import Workspace
 from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -41,7 +42,7 @@ class KroneckerFactors:
         self._options, self.decay = options, options.decay
         # But for rounding sketches keep 0 < J <= I, and nothing grows; yet the row sums of such a matrix may be large.
         self._stabilizer = None if options.sketches else options.stabilizer
-        self._formula: formulas.Rule = "official" if options.sketches else options.rule  # type: ignore[assignment]
+        self._formula: Rule = "official" if options.sketches else options.rule  # type: ignore[assignment]
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """The type of the products with gradients of a type on a device: the option's, or what it leaves to them."""
@@ -143,7 +144,7 @@ class KroneckerFactors:
         options = self._options
         if self._stabilizer is None:
             moved = formulas.rank1_inverse_update(old, vector, decay, self._formula)
-            return formulas.guarded(moved, old)
+            return guarded(moved, old)
         return formulas.update_factor(
             old,
             vector,
@@ -204,7 +205,7 @@ class KroneckerFactors:
         if self._options.rescale is None:
             return update
         norms = (formulas.gradient_norm(each[:, None]) for each in (update, stack))
-        return formulas.rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
+        return rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
 
     def together(self, device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
         """What preconditions many gradients of this type on this device at once, if there is such a form."""

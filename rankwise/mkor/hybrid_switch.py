@@ -25,6 +25,7 @@ from rankwise.mkor.options import MKOROptions
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.matrix_states import MatrixStates
+from rankwise.mkor.rule import Knee, watched_loss
 from rankwise.statistics.collector import Collector
 
 __all__ = ["KneeDetector", "LossWindow", "Switch"]
@@ -67,20 +68,12 @@ class KneeDetector:
         if not 0.0 <= ema < 1.0:
             raise ValueError(f"ema={ema} must lie in [0, 1); use 0.95")
         self.beta, self.patience, self.min_steps, self.ema = beta, patience, min_steps, ema
-        self._state: _State = {
-            "step": 0,
-            "loss_average": 0.0,
-            "decrease_average": 0.0,
-            "first": 0.0,
-            "previous": 0.0,
-            "slow_steps": 0,
-            "switched": False,
-        }
+        self._knee = Knee()
 
     @property
     def switched(self) -> bool:
         """Whether the knee has been passed."""
-        return bool(self._state["switched"])
+        return self._knee.switched
 
     def update(self, loss: float) -> bool:
         """Take the loss of one step.
@@ -91,29 +84,13 @@ class KneeDetector:
         Returns:
             Whether the knee has been passed, now or before.
         """
-        if self.switched or not math.isfinite(loss):
-            return self.switched
-        state = self._state
-        state["step"] += 1
-        step = state["step"]
-        state["loss_average"] = self.ema * state["loss_average"] + (1.0 - self.ema) * loss
-        smooth = state["loss_average"] / (1.0 - self.ema**step)
-        if step == 1:
-            state["first"] = smooth
-        else:
-            decrease = state["previous"] - smooth
-            state["decrease_average"] = self.ema * state["decrease_average"] + (1.0 - self.ema) * decrease
-        state["previous"] = smooth
-        if step >= self.min_steps:
-            recent = state["decrease_average"] / (1.0 - self.ema ** (step - 1))
-            overall = (state["first"] - smooth) / (step - 1)
-            state["slow_steps"] = state["slow_steps"] + 1 if recent < self.beta * overall else 0
-            state["switched"] = state["slow_steps"] >= self.patience
+        settings = {"beta": self.beta, "patience": self.patience, "min_steps": self.min_steps, "ema": self.ema}
+        self._knee = watched_loss(self._knee, loss, **settings)  # type: ignore[arg-type]
         return self.switched
 
     def state_dict(self) -> _State:
         """Copy of the state: plain numbers only."""
-        return dict(self._state)
+        return self._knee._asdict()
 
     def load_state_dict(self, state: _State) -> None:
         """Take over a state from `state_dict`.
@@ -124,12 +101,12 @@ class KneeDetector:
         Raises:
             ValueError: if its keys are not those of `state_dict`.
         """
-        if state.keys() != self._state.keys():
+        if state.keys() != set(Knee._fields):
             raise ValueError(
-                f"state has the keys {sorted(state)}, not {sorted(self._state)}; "
+                f"state has the keys {sorted(state)}, not {sorted(Knee._fields)}; "
                 "pass what KneeDetector.state_dict returned"
             )
-        self._state = dict(state)
+        self._knee = Knee(**state)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return (

@@ -2,11 +2,13 @@ r"""SONew, line by line: "A Computationally Efficient Sparsified Online Newton M
 
 The preconditioner is the matrix of largest determinant that has the statistics' inverse on a band,
 
-.. math:: X_t = L D L^T = \arg\min_{X \succ 0,\; X_{ij} = 0 \text{ off the band}} -\log\det X + \operatorname{tr}(X H_t),
+.. math:: X_t = \arg\min_{X \succ 0,\; X_{ij} = 0 \text{ off the band}} -\log\det X + \operatorname{tr}(X H_t)
+              = L D L^T,
 
 which has a closed form. The length b of ``edges`` makes it diagonal (0), tridiagonal (1) or banded. For b = 1 it is
 psi_j = H_{j,j+1} / H_{j+1,j+1} and s_j = H_jj - psi_j H_{j,j+1}; for any b see
 :func:`rankwise.sonew.banded.banded_factors`.
+
 ================  ====================================================================================================
 paper             here
 ================  ====================================================================================================
