@@ -67,13 +67,15 @@ from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import MatrixRule, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.updates.adamw import decoupled_step
+from rankwise.updates.newton_schulz import newton_schulz
 """
 
 
 def test_the_optimizer_of_the_page_on_extending_trains() -> None:
     page = (ROOT / "docs/extending.md").read_text()
     files = re.findall(r"```python\n(# rankwise/muon/\w+\.py\n.*?)```", page, re.DOTALL)
-    assert len(files) == 4
+    assert len(files) == 5
     room: dict[str, Any] = {"__name__": "__main__"}
     for code in (_OF_EXTENDING, *files):
         exec(compile(code, "docs/extending.md", "exec", dont_inherit=True), room)

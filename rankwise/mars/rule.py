@@ -142,5 +142,6 @@ def orthogonal_direction(
 
     Shampoo orthogonalises ``m / (1 - beta1)``, which shows beside eps only: it is in the offset of the norm.
     """
+    rows, columns = m.shape[-2:]
     orthogonal = newton_schulz(m, steps, eps=formulas.norm_offset(variant, beta1, eps))
-    return orthogonal * formulas.shape_factor(variant, *m.shape[-2:], scale)
+    return orthogonal * formulas.shape_factor(variant, rows, columns, scale)
