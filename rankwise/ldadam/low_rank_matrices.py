@@ -28,10 +28,10 @@ class LDAdamRule(MatrixRule):
     """One step of LDAdam's matrices.
 
     Args:
-        unit: See the base class, as of the following.
+        unit: Unit of the step.
         buckets: Buckets of the matrices.
-        groups: Param groups.
-        health: Counts.
+        groups: Param groups by position.
+        health: Receives the counts of the step.
         subspaces: Subspaces of the matrices that this rank owns.
         holders: Gives those that own slices of the same matrices as this rank.
     """
@@ -112,8 +112,8 @@ class LDAdamRule(MatrixRule):
 
     def _step_taken(self, form: StepsInPlace) -> None:
         keys, jobs = [task.key for task, *_ in self._taken], [ready for *_, ready in self._taken]
-        found = self._subspaces.narrow.step_in_place(keys, jobs, form)
-        left = set(found.left)
+        outcome = self._subspaces.narrow.step_in_place(keys, jobs, form)
+        left = set(outcome.left)
         stepped = [ready for place, (_, _, ready) in enumerate(self._taken) if place not in left]
         if stepped:
             torch._foreach_add_([ready.state["step"] for ready in stepped], 1)
@@ -125,8 +125,8 @@ class LDAdamRule(MatrixRule):
             task, index, _ = self._taken[place]
             self._step_others([(task, index)])
         if len(left) < len(self._taken):
-            self.health.add("subspace_rotation", found.rotation, len(self._taken) - len(left))
-        self.health.add("kept_bases", found.kept)
+            self.health.add("subspace_rotation", outcome.rotation, len(self._taken) - len(left))
+        self.health.add("kept_bases", outcome.kept)
 
     def _step_others(self, matrices: Sequence[tuple[MatrixTask, int]]) -> None:
         """Matrices of one signature that lie whole here, in the way of those that travel."""

@@ -70,14 +70,14 @@ def ldadam_steps_(jobs: Sequence[LowRankStep]) -> list[float | None]:
         For each, the share of its old subspace that lies in the new one; None where Cholesky failed: then only the
         gradient has been added to its source.
     """
-    found = [_described(job) for job in jobs]
-    for matrix, job in zip(found, jobs, strict=True):
+    described = [_described(job) for job in jobs]
+    for matrix, job in zip(described, jobs, strict=True):
         size = (job.shape[0] * job.shape[1],)
         check_shapes(gradient=(job.gradient, size), source=(job.source, size), weight=(job.weight, size))
         matrix.added = None if job.gradient is None else address(job.gradient)
         matrix.matrix, matrix.weight = address(job.source), address(job.weight)
         matrix.feedback, matrix.lr = int(job.group["error_feedback"]), float(job.group["lr"])
-    return _run(found)
+    return _run(described)
 
 
 def ldadam_steps_in_place(jobs: Sequence[LowRankStep]) -> InPlace:

@@ -108,15 +108,15 @@ class Subspaces:
             self._unstepped.difference_update(task.key for task in tasks)
         if len(set(pasts)) == 1:
             return self._step(tasks, matrices, states, pasts[0], group)
-        found: list[Tensor] = [stack] * len(tasks)
+        factors_by_task: list[Tensor] = [stack] * len(tasks)
         # Matrices whose gradients were missing at different steps are at different counts.
         for past in dict.fromkeys(pasts):
             chosen = [place for place, other in enumerate(pasts) if other == past]
-            some = [tasks[place] for place in chosen]
-            factors = self._step(some, matrices[chosen], [states[place] for place in chosen], past, group)
+            chosen_tasks = [tasks[place] for place in chosen]
+            factors = self._step(chosen_tasks, matrices[chosen], [states[place] for place in chosen], past, group)
             for place, own in zip(chosen, factors, strict=True):
-                found[place] = own
-        return torch.stack(found)
+                factors_by_task[place] = own
+        return torch.stack(factors_by_task)
 
     def report_rotation(self, rotation: Tensor) -> None:
         """Tell of ``R`` (..., r, r): how much of the old subspaces the new ones have left, from 0 to 1, orthogonal."""
@@ -160,19 +160,19 @@ class Subspaces:
     ) -> tuple[Triple, list[Tensor]]:
         """New states and the factors beside the basis, without waiting."""
         if past is not None:
-            found = _step_on_device(matrices, old, past[0] + 1, past[1], group)
+            outcome = _step_on_device(matrices, old, past[0] + 1, past[1], group)
         else:
             self._followed.add(tuple(matrices.shape[-2:]))
             steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
             counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
             step, written = counts
-            found = _step_on_device(matrices, old, step + 1, written, group)
+            outcome = _step_on_device(matrices, old, step + 1, written, group)
             torch._foreach_add_(steps, 1)
             torch._foreach_zero_(written_betas)
             torch._foreach_add_(written_betas, group["betas"][0])
-        self._health.add("kept_bases", found.kept)
-        self.report_rotation(found.rotation)
-        return found.states, found.factors
+        self._health.add("kept_bases", outcome.kept)
+        self.report_rotation(outcome.rotation)
+        return outcome.states, outcome.factors
 
     def _step_on_host(
         self, matrices: Tensor, old: Triple, count: int, written_beta1: float, group: Mapping[str, Any]
@@ -236,8 +236,8 @@ def _step_on_device(
     basis, M, V = old
     beta1, feedback = group["betas"][0], group["error_feedback"]
     of_matrix, of_momentum = basis_weights(step, beta1, group["rho"], feedback, written)
-    found, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
-    new_basis = torch.where(failed[..., None, None], basis, found)
+    moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
+    new_basis = torch.where(failed[..., None, None], basis, moved)
     projected, rotation = project(matrices, basis, new_basis)
     moments = moments_for(matrices.device, matrices.dtype)
     new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)

@@ -188,12 +188,12 @@ class KroneckerFactors:
         if together is not None:
             result, sizes = stack if spent else torch.empty_like(stack), signature.sizes
             parts = [row.split(sizes) for row in stack]
-            found = [
+            gradients = [
                 _gradient(signature, state, [weight], biases)
                 for state, (weight, *biases) in zip(states, parts, strict=True)
             ]
             out = [row.split(sizes) for row in result]
-            together.precondition_into(out, found, product, self._options.rescale is not None)
+            together.precondition_into(out, gradients, product, self._options.rescale is not None)
             return result
         left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
         shape = (signature.outputs, signature.inputs)
@@ -204,7 +204,7 @@ class KroneckerFactors:
         update = _products(stack, shape, left, right, product)
         if self._options.rescale is None:
             return update
-        norms = (formulas.gradient_norm(each[:, None]) for each in (update, stack))
+        norms = (formulas.gradient_norm(stacked[:, None]) for stacked in (update, stack))
         return rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
 
     def together(self, device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
@@ -275,9 +275,9 @@ def _by_block(
     for block in signature.blocks:
         own, old = signature.of_block(block), signature.parts_of(block, stack.split(sizes, dim=1))
         gradients = torch.cat([part.flatten(1) for part in old], dim=1)
-        found = apply(own, [_of_block(state, block) for state in states], gradients)
+        preconditioned = apply(own, [_of_block(state, block) for state in states], gradients)
         new = signature.parts_of(block, result.split(sizes, dim=1))
-        for target, values in zip(new, found.split(own.sizes, dim=1), strict=True):
+        for target, values in zip(new, preconditioned.split(own.sizes, dim=1), strict=True):
             target.copy_(values.view(target.shape))
     return result
 

@@ -22,10 +22,10 @@ from rankwise.layout.layout import Layout
 from rankwise.layout.layout_source import framework_advice
 from rankwise.mkor.factor_steps import WATCHED
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.rule import Knee, watched_loss
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.matrix_states import MatrixStates
-from rankwise.mkor.rule import Knee, watched_loss
 from rankwise.statistics.collector import Collector
 
 __all__ = ["KneeDetector", "LossWindow", "Switch"]

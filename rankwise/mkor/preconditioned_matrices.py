@@ -59,11 +59,11 @@ class MKORRule(MatrixRule):
     """Replaces gradients by preconditioned ones, or steps with them at once while they are in the cache.
 
     Args:
-        unit: See the base class, as of the following.
-        buckets: All of the unit's; gradients in their lists are replaced.
-        groups: Param groups.
-        health: Counts.
-        first_order: The rule that follows.
+        unit: Unit of the step.
+        buckets: All buckets of the unit; gradients in their lists are replaced.
+        groups: Param groups by position.
+        health: Receives the counts of the step.
+        first_order: The rule that steps with the preconditioned gradients.
         factors: Moves and applies the factors.
         states: The factors of the matrices this rank owns.
         vectors: The statistics of the layers whose factors are due, by key; or what makes some of gradients.
@@ -169,10 +169,10 @@ class MKORRule(MatrixRule):
         due = [place for place, task in enumerate(tasks) if task.key in vectors]
         if not isinstance(vectors, Sketches):
             return {self._factors.decay: due} if due else {}
-        found: defaultdict[float, list[int]] = defaultdict(list)
+        places_by_decay: defaultdict[float, list[int]] = defaultdict(list)
         for place in due:
-            found[vectors.decay(tasks[place].key)].append(place)
-        return found
+            places_by_decay[vectors.decay(tasks[place].key)].append(place)
+        return places_by_decay
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
         return self._states.obtain(task.key, partial(self._factors.fresh, task.signature, self.unit.device))
@@ -193,23 +193,25 @@ class MKORRule(MatrixRule):
         return planned.rest
 
     def _step_plan(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> None:
-        # What is found is let go of here: the next plan's takes as much memory.
-        found = self._preconditioned(plan, values)
+        # These gradients are let go of here: the next plan's take as much memory.
+        preconditioned = self._preconditioned(plan, values)
         for bucket in self.buckets:
             positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
             if pieces:
-                self._step_pieces(self._pieces(bucket, pieces, chosen_of(found.runs, positions)), found, positions)
+                self._step_pieces(
+                    self._pieces(bucket, pieces, chosen_of(preconditioned.runs, positions)), preconditioned, positions
+                )
         self._stepped.update(index for index, _ in plan.runs)
 
     def _flat_gradients(self) -> dict[int, Tensor] | None:
         """By tensor of the unit; None where some gradients are other tensors by now."""
-        found: dict[int, Tensor] = {}
+        flats: dict[int, Tensor] = {}
         for bucket in self.buckets:
             planned = bucket.grads.as_planned if isinstance(bucket.grads, RunViews) else None
             if planned is None:
                 return None
-            found.update(zip(bucket.entries.once("tensors", _tensors_of), planned[0], strict=True))
-        return found
+            flats.update(zip(bucket.entries.once("tensors", _tensors_of), planned[0], strict=True))
+        return flats
 
     def _planned(self, matrices: Sequence[BatchPlan]) -> _InPlace:
         rest = [plan for plan in matrices if not _takes(plan.owned[0].signature)]
@@ -223,7 +225,7 @@ class MKORRule(MatrixRule):
                     elements = 0
                 chunks[-1].append(LocalMatrix(task, [piece.shard for piece in plan.local]))
                 elements += plan.length
-        plans = [LocalMatrixPlan(chunk, [self._state_of(each.task) for each in chunk]) for chunk in chunks]
+        plans = [LocalMatrixPlan(chunk, [self._state_of(matrix.task) for matrix in chunk]) for chunk in chunks]
         return _InPlace(matrices, [(plan, plan.places(self.unit.entries)) for plan in plans], rest)
 
     @property
@@ -244,7 +246,7 @@ class MKORRule(MatrixRule):
 
     def _step_taken(self) -> None:
         """Precondition what has been taken, and step with what comes of it, in the type of the products."""
-        plan = LocalMatrixPlan(self._taken, [self._state_of(each.task) for each in self._taken])
+        plan = LocalMatrixPlan(self._taken, [self._state_of(matrix.task) for matrix in self._taken])
         values, self._taken, self._values, self._taken_elements = plan.values(self._values), [], [], 0
         self._step_runs(plan.runs, self._preconditioned(plan, values))
 
@@ -264,7 +266,7 @@ class MKORRule(MatrixRule):
         assert gradient is not None
         return gradient
 
-    def _step_runs(self, runs: Sequence[tuple[int, slice]], found: Preconditioned) -> None:
+    def _step_runs(self, runs: Sequence[tuple[int, slice]], preconditioned: Preconditioned) -> None:
         """Step some elements of shards: AdamW, or anything element-wise where there are no factors."""
         by_bucket: dict[int, list[int]] = {}
         for position, (index, _) in enumerate(runs):
@@ -275,18 +277,20 @@ class MKORRule(MatrixRule):
             bucket = self._places[runs[positions[0]][0]][0]
             pieces = [(self._places[index][1], own) for index, own in (runs[position] for position in positions)]
             self._step_pieces(
-                self._pieces(bucket, pieces, [found.runs[position] for position in positions]), found, positions
+                self._pieces(bucket, pieces, [preconditioned.runs[position] for position in positions]),
+                preconditioned,
+                positions,
             )
         self._stepped.update(index for index, _ in runs)
 
-    def _pieces(self, bucket: Bucket, found: Sequence[tuple[int, slice]], gradients: list[Tensor]) -> Bucket:
-        return bucket.pieces(found, gradients, self._first_order.states)
+    def _pieces(self, bucket: Bucket, runs: Sequence[tuple[int, slice]], gradients: list[Tensor]) -> Bucket:
+        return bucket.pieces(runs, gradients, self._first_order.states)
 
-    def _step_pieces(self, pieces: Bucket, found: Preconditioned, positions: Sequence[int]) -> None:
-        if found.factors is None:
+    def _step_pieces(self, pieces: Bucket, preconditioned: Preconditioned, positions: Sequence[int]) -> None:
+        if preconditioned.factors is None:
             self._first_order.apply(self.unit, [pieces])
         else:
-            adamw_step(self.unit, pieces, self._chosen(found.factors, positions))
+            adamw_step(self.unit, pieces, self._chosen(preconditioned.factors, positions))
 
     def _chosen(self, factors: Tensor, positions: Sequence[int]) -> Tensor:
         first, last = positions[0], positions[-1]

@@ -11,6 +11,7 @@ L^{-1}, R^{-1}             ``L`` (o, o), ``R`` (i, i), inverses of the factors; 
                            for a side too long for a factor
 gamma, epsilon, zeta       ``gamma``; ``threshold`` and ``retention`` of the stabilizer
 Delta W                    ``V``, which AdamW, LAMB or SGD (:mod:`rankwise.updates`) takes in the gradient's place
+"sketch" (ours)            random sums of D's rows and columns in the place of ``a`` and ``g``, scaled to the identity
 MKOR-H's switch            :func:`watched_loss`; the paper has no criterion, and this one is ours
 =========================  ===========================================================================================
 

@@ -136,26 +136,26 @@ class SONew(ShardedOptimizer):
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = fallback_step(unit, buckets)
         halos = self._halos(unit, matrices)
-        for some in _at_once(unit, matrices):
-            self._step_together(unit, some, halos)
+        for portion in _at_once(unit, matrices):
+            self._step_together(unit, portion, halos)
         self.health.add("matrices_updated", sum(len(bucket.entries) for bucket in matrices))
 
     def _step_together(self, unit: StepUnit, matrices: list[Bucket], halos: dict[int, list[Halo]]) -> None:
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
-        found: list[_Directions] = []
+        parts: list[_Directions] = []
         stepped: list[Bucket] = []
         start = first = 0
-        for some in self._opened_at_once(matrices):
-            for bucket in some:
+        for portion in self._opened_at_once(matrices):
+            for bucket in portion:
                 norms = None if grad_norms is None else grad_norms[first : first + len(bucket.entries)]
-                found.append(self._directions(unit, bucket, start, halos, norms))
+                parts.append(self._directions(unit, bucket, start, halos, norms))
                 start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
             unit.narrow.keep_apart()
-            for bucket in some if self.spec.narrow_statistics else ():
+            for bucket in portion if self.spec.narrow_statistics else ():
                 bucket.found.clear()  # with what has been opened
-            stepped += some
-        ratios = self._graft_ratios(unit, stepped, found)
-        for (bucket, span), (directions, _) in zip(spans(stepped), found, strict=True):
+            stepped += portion
+        ratios = self._graft_ratios(unit, stepped, parts)
+        for (bucket, span), (directions, _) in zip(spans(stepped), parts, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
@@ -170,9 +170,9 @@ class SONew(ShardedOptimizer):
         assert halo is not None
         if halo.empty:
             return {}
-        found = halo(_parts_of(unit, buckets, self.spec.statistics))
+        halos_by_field = halo(_parts_of(unit, buckets, self.spec.statistics))
         return {
-            entry.index: [halos[entry.index] for halos in found]
+            entry.index: [halos[entry.index] for halos in halos_by_field]
             for bucket in buckets
             for entry in bucket.entries
             if not entry.shard.is_whole
@@ -195,7 +195,7 @@ class SONew(ShardedOptimizer):
         in_blocks = any(entry.shard.columns is not None for entry in bucket.entries)
         if fused is None or in_blocks or self.options.graft == "rmsprop":
             rms: list[Tensor] | None = bucket.state("graft_sq") if self.options.graft == "rmsprop" else None
-            found, grafts = windowed_directions(
+            directions, grafts = windowed_directions(
                 [entry.shard for entry in bucket.entries],
                 fields,
                 [halos.get(entry.index) for entry in bucket.entries],
@@ -204,9 +204,9 @@ class SONew(ShardedOptimizer):
                 grad_norms=grad_norms,
                 **hyper,
             )
-            squares = unit.squared_norms(found)
+            squares = unit.squared_norms(directions)
             both = [squares, squares if grafts is None else unit.squared_norms(grafts)]
-            return _Directions(found, torch.stack(both))
+            return _Directions(directions, torch.stack(both))
         runs, margins = [], []
         for entry in bucket.entries:
             shard = entry.shard
@@ -217,12 +217,12 @@ class SONew(ShardedOptimizer):
         out = _buffers(unit, bucket, start)
         return _Directions(out, fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
-    def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], found: list[_Directions]) -> Tensor | None:
+    def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], parts: list[_Directions]) -> Tensor | None:
         """Per shard, the factor that gives its whole parameter's step the norm of the graft: one collective."""
         if self.options.graft == "none":
             return None
         entries = [entry for bucket in buckets for entry in bucket.entries]
-        squares = [part.squares for part in found] or [torch.zeros(2, 0, dtype=torch.float64, device=unit.device)]
+        squares = [part.squares for part in parts] or [torch.zeros(2, 0, dtype=torch.float64, device=unit.device)]
         own, graft = unit.sum_over_ranks(entries, squares[0] if len(squares) == 1 else torch.cat(squares, dim=1))
         ratios = graft_ratio(graft, own).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
@@ -236,7 +236,7 @@ def _parts_of(unit: StepUnit, buckets: Sequence[Bucket], states: Sequence[str]) 
 
     def read(state: str | None, wanted: Sequence[tuple[int, slice]]) -> Sequence[Tensor]:
         # Of parameters without a gradient, and of those that have no chain: what is fetched of them is not used.
-        found = [zero.expand(part.stop - part.start) for _, part in wanted]
+        values_wanted = [zero.expand(part.stop - part.start) for _, part in wanted]
         for bucket, place_of in zip(buckets, places, strict=True):
             numbers = [number for number, (index, _) in enumerate(wanted) if index in place_of]
             parts = [(place_of[index], part) for index, part in (wanted[number] for number in numbers)]
@@ -245,7 +245,7 @@ def _parts_of(unit: StepUnit, buckets: Sequence[Bucket], states: Sequence[str]) 
             else:
                 values = bucket.narrow.peeked(bucket, state, parts)
             for number, value in zip(numbers, values, strict=True):
-                found[number] = value
-        return found
+                values_wanted[number] = value
+        return values_wanted
 
     return [partial(read, state) for state in (None, *states)]
