@@ -32,8 +32,8 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
     """LDAdam's step on the shards of many matrices at once, or None where there is no such form.
 
     Args:
-        device: Where the tensors lie.
-        dtype: Their type.
+        device: Device of the tensors.
+        dtype: Type of the tensors.
 
     Returns:
         As :func:`rankwise.ldadam.cuda.low_rank_step.low_rank_step_`.
@@ -49,8 +49,8 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
     """:func:`rankwise.ldadam.rule.low_rank_moments`, or its form in one launch.
 
     Args:
-        device: Where the tensors lie.
-        dtype: Their type.
+        device: Device of the tensors.
+        dtype: Type of the tensors.
     """
     if kernels_for(device, dtype) is not triton:
         return rule.low_rank_moments
@@ -63,8 +63,8 @@ def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[to
     """:func:`rankwise.ldadam.rule.subspace_step`, or a form of it for what it runs on.
 
     Args:
-        device: Where the tensors lie.
-        dtype: Their type.
+        device: Device of the tensors.
+        dtype: Type of the tensors.
     """
     chosen = kernels_for(device, dtype)
     if chosen is native:
@@ -95,8 +95,8 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
     """What steps many whole matrices where they lie, or None where there is no such form.
 
     Args:
-        device: Where the tensors lie.
-        dtype: Their type.
+        device: Device of the tensors.
+        dtype: Type of the tensors.
     """
     chosen = kernels_for(device, dtype)
     if chosen is native:
@@ -119,8 +119,8 @@ def subtract_for(device: torch.device, dtype: torch.dtype) -> Subtract:
     """:func:`rankwise.ldadam.low_rank_products.subtract_product_`, or a form of it for what it runs on.
 
     Args:
-        device: Where the tensors lie.
-        dtype: Their type.
+        device: Device of the tensors.
+        dtype: Type of the tensors.
     """
     if kernels_for(device, dtype) is native:
         return compiled.subtract_product_

@@ -36,17 +36,17 @@ def fresh_state(like: Tensor, signature: LowRankSignature, counts: torch.device,
     """A subspace and its moments before the first step.
 
     Args:
-        like: Like of the computation's type, on their device.
+        like: Tensor of the computation's type, on the device of the states.
         signature: Signature of the matrix.
-        counts: Where the counts lie.
-        types: Types of the states; None: that of the computation.
+        counts: Device of the counts.
+        types: Types of the states; None means that of the computation.
     """
     moment = signature.rank, signature.long
     shapes = dict(zip(SUBSPACE, ((signature.short, signature.rank), moment, moment), strict=True))
     return {
         **{name: like.new_zeros(shape, dtype=types[name]) for name, shape in shapes.items()},
         "step": torch.zeros((), dtype=torch.int64, device=counts),
-        # Of the last step, with which the momentum in the error buffer is weighted. Where the count is.
+        # That of the last step, with which the momentum in the error buffer is weighted. Where the count is.
         "beta1": torch.zeros((), dtype=torch.float64, device=counts),
     }
 
@@ -55,10 +55,10 @@ class Subspaces:
     """The states of the matrices that a rank owns, in one step.
 
     Args:
-        states: By key.
+        states: States of the matrices by key.
         groups: Param groups by position.
-        health: Hears of rotations and of bases that were kept.
-        fresh: A matrix's states before the first step.
+        health: Receives rotations and numbers of bases that were kept.
+        fresh: Makes a matrix's states before the first step.
         narrow: Opens and keeps them.
         followed: Shapes of matrices whose bases have been moved since the unit was planned; kept up to date.
         unstepped: Where only the device knows the counts: the matrices that are to take their first step, which is
@@ -92,7 +92,7 @@ class Subspaces:
         """Advance whole matrices of one shape and group.
 
         Args:
-            tasks: Which.
+            tasks: The matrices.
             stack: (tasks, rows * columns), ``C``; read only.
 
         Returns:
@@ -228,10 +228,10 @@ def _step_on_device(
 
     Args:
         matrices: ``C`` (..., m, n), of one matrix or a stack of them.
-        old: Their states.
+        old: States of the matrices before the step.
         step: Steps applied including this one: a number, or (...) numbers on the device.
-        written: The ``beta1`` of the step before, alike.
-        group: Param group.
+        written: The ``beta1`` of the step before, a number or as ``step``.
+        group: Param group of the matrices.
     """
     basis, M, V = old
     beta1, feedback = group["betas"][0], group["error_feedback"]

@@ -34,11 +34,11 @@ def windowed_directions(
     """Advance the statistics of shards in place.
 
     Args:
-        shards: Where each lies.
-        fields: Gradients, momenta, diagonals and the edges of each distance, one list each.
-        halos: For each shard its neighbours in every field, if it is cut.
+        shards: Places of the runs in their parameters.
+        fields: Gradients, momenta, diagonals and the edges of each distance, in one list for each.
+        halos: Neighbours of each shard in every field; None for a whole one.
         chain: "row" or "tensor".
-        rms: Second moments of the "rmsprop" graft.
+        rms: Second moments of the "rmsprop" graft, changed in place.
         grad_norms: (shards,), norms of the whole parameters' gradients, for "rmsprop".
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
