@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from surrounded_runs import FORMS, TYPES, Run, bits, network, plain_run, propagate, run, same_bits
 from surrounding_kinds import FORBIDDEN, SURROUNDINGS
 from torch import Tensor, nn
@@ -352,14 +353,20 @@ def test_a_step_in_a_compiled_function(kind: str) -> None:
     assert same_bits(trained(True, 1), wanted) == []
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_function_that_must_not_be_cut_is_told_what_to_do() -> None:
+def _compiled_whole(rank: int, world: int) -> str:
     live = Run(TYPES["SONew"], FORMS["compiled"], nullcontext)
     live.step(0)
     before = kept(live)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of what fullgraph=True compiles"):
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         torch.compile(lambda: live.optimizer.step(), backend="eager", fullgraph=True)()
     assert same_bits(kept(live), before) == []
+    return str(error.value)
+
+
+def test_a_function_that_must_not_be_cut_is_told_what_to_do() -> None:
+    """In another process: a compiler that has refused goes on watching every call, which keep tensors longer then."""
+    (message,) = run_ranks(1, _compiled_whole)
+    assert "outside of what fullgraph=True compiles" in message
 
 
 # --- what the above rests on -----------------------------------------------------------------------------------------
