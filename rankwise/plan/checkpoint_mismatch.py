@@ -1,4 +1,4 @@
-"""States that are not those of the parameters they are to be taken over for: refused before anything changes."""
+"""Refuses states of other parameters than those they are loaded for, before anything changes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class MisfitError(ValueError):
 
 
 def check_shape(owner: str, key: str, state: str, found: Sequence[int], allowed: Collection[Shape]) -> None:
-    """Refuse a state of another shape than its parameter's.
+    """Refuse a state that has another shape than its parameter and its group's options allow.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        key: The parameter.
+        owner: Name of the optimizer, for the message.
+        key: Name of the parameter.
         state: Name of the state.
-        found: Its shape.
-        allowed: What it may be.
+        found: Shape of the state.
+        allowed: Shapes that it may have.
 
     Raises:
-        MisfitError: It is none of these.
+        MisfitError: The shape is none of these.
     """
     if tuple(found) not in allowed:
         rule = " or ".join(str(tuple(shape)) for shape in allowed)
@@ -47,20 +47,20 @@ def check_shape(owner: str, key: str, state: str, found: Sequence[int], allowed:
 def refuse_strange(
     owner: str, unit: StepUnit, states: Mapping[str, Mapping[str, Tensor]], initial: InitialStates
 ) -> None:
-    """Compare the states of matrices that this rank owns with what a planned unit expects of them.
+    """Compare the states of the matrices that this rank owns with what a planned unit expects.
 
     Args:
-        owner: Owner of the message: the optimizer.
+        owner: Name of the optimizer, for the message.
         unit: The unit.
-        states: By matrix.
-        initial: Those that it would begin with.
+        states: States by matrix and name.
+        initial: Gives the states that a matrix begins with.
 
     Raises:
-        MisfitError: One has another shape.
+        MisfitError: A state has another shape than the one it would begin with.
     """
     for task in unit.exchange.owned() if unit.exchange is not None else ():
-        found = states.get(task.key)
-        if found:
+        saved = states.get(task.key)
+        if saved:
             for name, expected in initial(task, torch.device("meta")).items():
-                if name in found:
-                    check_shape(owner, task.key, name, found[name].shape, [tuple(expected.shape)])
+                if name in saved:
+                    check_shape(owner, task.key, name, saved[name].shape, [tuple(expected.shape)])

@@ -22,14 +22,14 @@ __all__ = ["GroupChanges"]
 
 
 class GroupChanges:
-    """Notices what has changed since it was planned.
+    """Notices what has changed since the steps were planned.
 
     Args:
         spec: Structural options, and the states that depend on them.
         values: Judges the values that groups set.
         table: The parameters and their rules.
         planner: Forgets its plans where a group has changed.
-        matrix_states: The optimizer's.
+        matrix_states: The optimizer's matrix states.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class GroupChanges:
         self._planned_structure: list[tuple[Any, ...]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing of a copy is planned.
+        # A copy has nothing planned.
         return type(self), self._held
 
     def follow(self, unit: StepUnit | None, groups: Groups, states: States) -> bool:
@@ -53,15 +53,15 @@ class GroupChanges:
 
         Args:
             unit: The plan for the present groups; None if there is none.
-            groups: The optimizer's.
-            states: Its element states.
+            groups: The optimizer's param groups.
+            states: The optimizer's element states.
 
         Returns:
             Whether the plans were forgotten.
 
         Raises:
-            OptionError: An option of a group may not change any more, or never.
-            RuntimeError: A parameter has become another one.
+            OptionError: An option of a group has changed that may not change any more, or never.
+            RuntimeError: A parameter is another tensor than before.
         """
         self._values.refuse_changes(groups)
         planner = self._planner
@@ -72,14 +72,14 @@ class GroupChanges:
         if unit is None and plain:
             self._refuse_exchanged(groups)
             for tensor in (tensor for group in groups for tensor in group["params"]):
-                # FSDP1 marks those that it has flattened since.
+                # FSDP1 may have flattened the parameter since the optimizer was built.
                 refuse_unreadable(self._spec.name, str(planner.name_of(tensor)), tensor)
         structure = self._spec.structures_of(groups)
         if unit is not None and structure == self._planned_structure:
             return False
         changed = self._follow_groups(groups, states)
         self._planned_structure = structure
-        planned = {id(tensor) for other in planner.units.values() for tensor in other.tensors}
+        planned = {id(tensor) for planned_unit in planner.units.values() for tensor in planned_unit.tensors}
         present = (id(tensor) for group in groups for tensor in group["params"])
         # A plan of the same tensors in other groups is out of date.
         if changed or (unit is None and plain and not planned.isdisjoint(present)):
@@ -105,32 +105,32 @@ class GroupChanges:
                 )
 
     def replace_parameters(self, groups: Groups, states: States) -> None:
-        """Take sharded parameters for those in whose places they stand, as accelerate puts them there.
+        """Use the sharded parameters that took the places of the optimizer's, as accelerate puts them there.
 
-        Their names, rules and groups stay.
+        Names, rules and groups stay.
 
         Args:
-            groups: The optimizer's.
-            states: Its element states.
+            groups: The optimizer's param groups.
+            states: The optimizer's element states.
 
         Raises:
             OptionError: The sharded model has one of them under another name.
             RuntimeError: There are states, which belong to the parameters before.
         """
-        owner, found = self._spec.name, self._in_places(groups)
-        if not found:
+        owner, sharded = self._spec.name, self._in_places(groups)
+        if not sharded:
             return
         if states or self._matrix_states.everything():
             raise RuntimeError(
                 f"{owner}: the parameters were sharded after the optimizer had got states, which belong to those "
                 "before; shard the model (accelerate: prepare) before the first step, and load states after it"
             )
-        refuse_strangers(owner, found)
-        self._table.replace_parameters(found)
+        refuse_strangers(owner, sharded)
+        self._table.replace_parameters(sharded)
         self._planner.forget()
 
     def _in_places(self, groups: Groups) -> dict[str, Tensor]:
-        """Sharded parameters in the places of others, by their names; none unless every place has one that fits."""
+        """Sharded parameters in the places of others, by name; none unless every place has one that fits."""
         table, name_of = self._table, self._planner.name_of
         present = [tensor for group in groups for tensor in group["params"]]
         if not self._planner.is_plain or all(name_of(tensor) for tensor in present):
@@ -139,12 +139,12 @@ class GroupChanges:
         if places != Counter({index: len(group["params"]) for index, group in enumerate(groups)}):
             return {}
         names = [name for group in table.names_by_group(len(groups)) for name in group]
-        found = {name: new for name, new in zip(names, present, strict=True) if table.parameters[name] is not new}
-        fit = all(is_sharded(new) and new.shape == table.parameters[name].shape for name, new in found.items())
-        return found if fit else {}
+        replaced = {name: new for name, new in zip(names, present, strict=True) if table.parameters[name] is not new}
+        fit = all(is_sharded(new) and new.shape == table.parameters[name].shape for name, new in replaced.items())
+        return replaced if fit else {}
 
     def _follow_forms(self, unit: StepUnit) -> None:
-        """Plan anew for a model that was brought to another type or device, states with it."""
+        """Plan anew for a model whose tensors were brought to another type or device, with their states."""
         owner, planner = self._spec.name, self._planner
         for tensor, planned in zip(unit.tensors, unit.forms, strict=True):
             name = str(planner.name_of(tensor))
@@ -165,15 +165,15 @@ class GroupChanges:
         self._matrix_states.load(self._matrix_states.everything())
 
     def _follow_groups(self, groups: Groups, states: States) -> bool:
-        """Route by the groups that parameters are in now; whether any route may be another one."""
+        """Route by the groups that parameters are in now; return whether any route may have changed."""
         table, structure_of = self._table, self._spec.structure_of
-        here = {name: position for name, (_, position) in table.catalog.items()}
+        positions = {name: position for name, (_, position) in table.catalog.items()}
         if self._planner.is_plain:
             for position, group in enumerate(groups):
                 self._values.refuse_incomplete(position, group)
-                here.update({str(self._planner.name_of(tensor)): position for tensor in group["params"]})
-        places = {name: at for name, at in here.items() if name in table.catalog and at < len(groups)}
-        changed = [name for name, at in places.items() if structure_of(groups[at]) != table.structures[name]]
+                positions.update({str(self._planner.name_of(tensor)): position for tensor in group["params"]})
+        places = {name: index for name, index in positions.items() if name in table.catalog and index < len(groups)}
+        changed = [name for name, index in places.items() if structure_of(groups[index]) != table.structures[name]]
         for name in changed:
             self._refuse_other_states(name, places[name], groups, states)
         for name, position in places.items():
@@ -192,7 +192,7 @@ class GroupChanges:
     def _has_states(self, name: str, states: States) -> bool:
         if not self._planner.is_plain:
             return bool(states)
-        # Matrix states alone are what a user has left of the parameter's.
+        # The user may have cleared the element states of a parameter and left its matrix states.
         return "step" in states.get(self._table.parameters[name], ())
 
     def _keeps(self, name: str, group: Mapping[str, Any]) -> Sequence[Any]:

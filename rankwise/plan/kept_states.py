@@ -1,8 +1,8 @@
-"""States that other ranks keep for the owners of matrices: owners have them during a step alone.
+"""States that ranks keep for the owners of matrices, who have them during a step alone.
 
-What a rank keeps, it sends to the owner before every step, and gets back after those that changed it. An owner that has
-such a state itself, as at a first step or from a checkpoint of a time when it kept it, goes on with its own, until that
-changes and is given away.
+The keeper sends such a state to the owner before every step, and gets it back after the steps that changed it. An owner
+that has the state itself (at a first step, or from a checkpoint of when it kept it) uses its own until that changes
+and is given away.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["fetch_kept_states", "initial_part", "refuse_stranded", "return_kept_
 
 
 class _KeptState(NamedTuple):
-    """A state that its owner does not keep; ``like`` it, on the meta device."""
+    """A state that another rank keeps for the owner; ``like`` has its shape and type on the meta device."""
 
     task: MatrixTask
     state: str
@@ -34,7 +34,7 @@ class _KeptState(NamedTuple):
     like: Tensor
 
     def of(self, states: MatrixStates) -> Tensor | None:
-        """The state, if this rank has it."""
+        """Return the state, or None if this rank does not have it."""
         return states.get(self.task.key, {}).get(self.state)
 
 
@@ -43,12 +43,12 @@ _BORROWED: Note[list[_KeptState]] = Note("those that are with their owners for t
 
 
 def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStates) -> None:
-    """Complete the states of this rank's matrices for a step; a collective where other ranks keep any.
+    """Complete the states of this rank's matrices for a step; a collective if any rank keeps a state for another.
 
     Args:
         unit: Unit of the step.
-        states: This rank's.
-        initial: What matrices begin with.
+        states: This rank's matrix states.
+        initial: Gives the states that a matrix begins with.
     """
     loans, rank = _loans(unit, initial), unit.layout.rank
     if not loans:
@@ -58,7 +58,7 @@ def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStat
         key = loan.task.key
         if rank == loan.owner or (rank == loan.keeper and key in present):
             states.take_up(key, partial(initial_part, unit, loan.task, present.get(key, {}), initial))
-    # Where nothing is kept yet, the owner has it itself, and takes no notice of what arrives.
+    # A state that nobody keeps yet is with its owner, who ignores the initial value that it is sent.
     sent = [
         initial(loan.task, unit.device)[loan.state] if (kept := loan.of(states)) is None else kept
         for loan in loans
@@ -73,15 +73,15 @@ def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStat
 
 
 def refuse_stranded(unit: StepUnit, states: MatrixStates, mark: str) -> None:
-    """Refuse what this rank kept for an owner when it was saved, and does not keep now: the owner begins without it.
+    """Refuse a state that this rank kept for an owner when it was saved, and would not send to it now.
 
     Args:
         unit: Unit of a step that is about to begin.
-        states: This rank's.
-        mark: A state that owners alone have, always.
+        states: This rank's matrix states.
+        mark: Name of a state that every owner has, and no keeper.
 
     Raises:
-        RuntimeError: There is such a state.
+        RuntimeError: There is such a state: its owner would begin without it.
     """
     assert unit.exchange is not None
     plan, rank = unit.exchange.plan, unit.layout.rank
@@ -96,12 +96,12 @@ def refuse_stranded(unit: StepUnit, states: MatrixStates, mark: str) -> None:
 
 
 def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection[str]) -> None:
-    """Leave with their keepers what :func:`fetch_kept_states` got; a collective where any of it changed.
+    """Give the states that :func:`fetch_kept_states` got back to their keepers; a collective if any has changed.
 
     Args:
-        unit: As it was borrowed for.
-        states: This rank's.
-        changed: Matrices whose states may have, alike on all ranks.
+        unit: Unit of the step.
+        states: This rank's matrix states.
+        changed: Matrices whose states may have changed, the same on all ranks.
     """
     rank = unit.layout.rank
     leaving = [loan for loan in unit.notes.get(_LOANS) or () if loan.task.key in changed]
@@ -115,13 +115,13 @@ def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection
 
 
 def initial_part(unit: StepUnit, task: MatrixTask, present: MatrixState, initial: InitialStates) -> MatrixState:
-    """What a rank begins with of a matrix's states: all of an owner's but what has gone to others, else what it keeps.
+    """States of a matrix that a rank begins with: an owner's own, and those that it keeps for others.
 
     Args:
         unit: Unit of the matrix.
         task: The matrix.
-        present: Its states that this rank has.
-        initial: All states that it begins with.
+        present: Those of its states that this rank has.
+        initial: Gives the states that a matrix begins with.
     """
     assert unit.exchange is not None
     plan = unit.exchange.plan
@@ -134,7 +134,7 @@ def initial_part(unit: StepUnit, task: MatrixTask, present: MatrixState, initial
 
 
 def _loans(unit: StepUnit, initial: InitialStates) -> Sequence[_KeptState]:
-    """All ranks', in one order; planned once."""
+    """The states that any rank keeps for another, in the same order on all ranks; planned once."""
     if _LOANS not in unit.notes:
         assert unit.exchange is not None
         plan, meta = unit.exchange.plan, torch.device("meta")
@@ -149,34 +149,34 @@ def _loans(unit: StepUnit, initial: InitialStates) -> Sequence[_KeptState]:
 def _moved(
     unit: StepUnit, loans: Sequence[_KeptState], sent: Sequence[Tensor], back: bool
 ) -> list[tuple[_KeptState, Tensor]]:
-    """What others have sent to this rank, in one all-to-all.
+    """Exchange states in one all-to-all, and return those that arrive at this rank.
 
     Args:
         unit: Unit of the ranks.
-        loans: What travels.
-        sent: What this rank has of it, in the same order.
-        back: Whether it goes to the keepers, else to the owners.
+        loans: States that travel.
+        sent: Values of those that this rank sends, in the same order.
+        back: Whether they go to their keepers, else to their owners.
     """
     rank, empty = unit.layout.rank, loans[0].like.new_empty(0, device=unit.device)
-    ways = [(loan.owner, loan.keeper)[:: 1 if back else -1] for loan in loans]
+    routes = [(loan.owner, loan.keeper)[:: 1 if back else -1] for loan in loans]
     values = iter(sent)
-    out = [(target, next(values).reshape(-1)) for source, target in ways if source == rank]
-    come = [(source, loan) for loan, (source, target) in zip(loans, ways, strict=True) if target == rank]
-    # A message has what it brings to each rank, or of each, in the order of the loans.
-    out.sort(key=lambda way: way[0])
-    come.sort(key=lambda way: way[0])
+    outgoing = [(target, next(values).reshape(-1)) for source, target in routes if source == rank]
+    incoming = [(source, loan) for loan, (source, target) in zip(loans, routes, strict=True) if target == rank]
+    # A message is ordered by rank, and by loan for each rank.
+    outgoing.sort(key=lambda entry: entry[0])
+    incoming.sort(key=lambda entry: entry[0])
     counts_out, counts_in = [0] * unit.layout.world_size, [0] * unit.layout.world_size
-    for target, value in out:
+    for target, value in outgoing:
         counts_out[target] += value.numel()
-    for source, loan in come:
+    for source, loan in incoming:
         counts_in[source] += loan.like.numel()
-    leaving = out[0][1] if len(out) == 1 else torch.cat([empty, *(value for _, value in out)])
-    arriving = empty.new_empty(sum(counts_in))
-    unit.traffic.count(leaving)
-    dist.all_to_all_single(arriving, leaving, counts_in, counts_out, group=unit.layout.group)
-    parts = arriving.split([loan.like.numel() for _, loan in come]) if come else ()
-    # Each in memory of its own, as other states are: it begins where kernels expect it.
+    message_out = outgoing[0][1] if len(outgoing) == 1 else torch.cat([empty, *(value for _, value in outgoing)])
+    message_in = empty.new_empty(sum(counts_in))
+    unit.traffic.count(message_out)
+    dist.all_to_all_single(message_in, message_out, counts_in, counts_out, group=unit.layout.group)
+    parts = message_in.split([loan.like.numel() for _, loan in incoming]) if incoming else ()
+    # Kernels expect each state to begin at an aligned address, so every one gets memory of its own.
     return [
         (loan, (part if len(parts) == 1 else part.clone()).view(loan.like.shape))
-        for (_, loan), part in zip(come, parts, strict=True)
+        for (_, loan), part in zip(incoming, parts, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""States in fewer bits during one step: handed to passes as they are kept, or opened, and kept again at its end."""
+"""Low-precision states during one step: passes take them as they are stored or decoded, and they are stored again."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["LowPrecisionStates", "PassPart"]
 
-# Sets of entries whose gradients come and go are many.
+# Sets of parameters that have gradients can differ at every step; the plans made for them are bounded.
 _MOST_PLANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """Parts of a bucket's entries whose states a pass finds in one form.
+    """Parts of a bucket's entries whose states a pass gets in one form.
 
     Attributes:
-        places: Places of the entries in the bucket.
-        parts: Which of their elements; None: all.
+        places: Indices of the entries in the bucket.
+        parts: Elements of each entry; None: all elements of all entries.
         states: What the pass takes as its states, by name.
     """
 
@@ -46,22 +46,22 @@ class PassPart:
     states: Mapping[str, Field]
 
     def cut(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Take these parts of a bucket's tensors; the list itself where that is all of them."""
+        """Take these parts of a bucket's tensors; returns the list itself if that is all of them."""
         if self.parts is None and len(self.places) == len(tensors):
             return tensors
-        found = [tensors[place] for place in self.places]
-        return found if self.parts is None else [each[part] for each, part in zip(found, self.parts, strict=True)]
+        chosen = [tensors[place] for place in self.places]
+        return chosen if self.parts is None else [tensor[part] for tensor, part in zip(chosen, self.parts, strict=True)]
 
 
 @dataclass(slots=True)
 class _Opened:
-    """Elements of a stored entry in a row, in the type of the computation until they are kept.
+    """Decoded elements of a stored entry, in the type of the computation until they are stored again.
 
     Attributes:
-        entry: Keeps the state.
+        entry: The entry that stores the state.
         name: Name of the state.
-        part: Which elements.
-        values: What they are now.
+        part: Range of the elements.
+        values: Their present values.
         step: Number of the step.
     """
 
@@ -80,22 +80,22 @@ class _Opened:
 class _PassPlan:
     """How the entries of a bucket are cut for a pass over some states."""
 
-    # places of entries with no state in codes, by the types of their states
+    # places of entries whose states have no codes, by the types of their states
     kept: dict[tuple[torch.dtype, ...], list[int]] = field(default_factory=dict)
-    spread: list[int] = field(default_factory=list)  # of those that are opened throughout
+    spread: list[int] = field(default_factory=list)  # places of entries that are decoded as a whole
     whole: list[tuple[int, slice, slice]] = field(default_factory=list)  # place, its elements, the stored entry's
     loose: list[tuple[int, slice, int, slice]] = field(default_factory=list)  # place, its elements, run, the run's
 
 
 @dataclass
 class _Plans:
-    """What is planned once.
+    """Plans that outlive a step.
 
     Attributes:
-        rows: Rows, in the message, of the blocks that a part of an entry's state shares with other ranks.
-        runs: How parts of entries lie in a state.
+        rows: For a part of a state, its blocks that other ranks share, with their rows in the message.
+        runs: Where parts of entries lie in a state.
         segments: How stored entries are cut, by their index.
-        made_of: The entries whose states each stored one keeps.
+        made_of: Entries whose states each stored entry keeps.
     """
 
     rows: dict[tuple[int, str, int, int], dict[int, int]] = field(default_factory=dict)
@@ -108,17 +108,17 @@ _PLANS: Note[_Plans] = Note("how narrow states are cut")
 
 
 class LowPrecisionStates:
-    """The narrow states of a unit, from the beginning of a step to its end.
+    """The low-precision states of a unit, from the beginning of a step to its end.
 
     Args:
-        states: Where they lie.
-        kept: What is kept of every parameter.
+        kept: Describes the stored states of every parameter.
+        states: The optimizer's state.
         entries: Entries of the unit.
-        shared: Blocks in several runs.
-        indices: Puts places on the device.
+        shared: Agrees on the exponents of blocks that several runs share.
+        indices: Puts indices on the device.
         dtype: Type of the computation.
         notes: Notes of the unit.
-        stochastic: Whether a state is rounded so, by its name.
+        stochastic: Tells whether a state, by its name, is rounded stochastically.
     """
 
     def __init__(
@@ -140,15 +140,15 @@ class LowPrecisionStates:
             self._plans = notes[_PLANS] = _Plans()
         self._opened: dict[tuple[int, str, int | None], _Opened] = {}
 
-    # --- what a step takes --------------------------------------------------------------------------------------
+    # --- what a step reads --------------------------------------------------------------------------------------
 
     def passes(self, bucket: Bucket, names: Sequence[str], opened: Mapping[str, list[Tensor]]) -> Iterator[PassPart]:
-        """The parts of a bucket, each with its states in the form in which a pass takes them.
+        """Cut a bucket into parts that have their states in one form each.
 
         Args:
             bucket: The bucket.
             names: Names of the states.
-            opened: Those among them that were, which are taken so.
+            opened: Decoded states by name; passes take these as they are.
         """
         narrow = tuple(name for name in names if name not in opened)
         plan = bucket.entries.once(("narrow", narrow), lambda entries: self._plan(entries, narrow))
@@ -156,14 +156,14 @@ class LowPrecisionStates:
         for places in plan.kept.values():
             yield self._part(places, None, {name: self._as_kept(bucket, name, places) for name in narrow}, wide)
         if plan.spread:
-            some = bucket.entries.only(plan.spread)
-            yield self._part(plan.spread, None, {name: self._all_of(bucket, name, some) for name in narrow}, wide)
+            spread = bucket.entries.only(plan.spread)
+            yield self._part(plan.spread, None, {name: self._all_of(bucket, name, spread) for name in narrow}, wide)
         if plan.whole:
-            places, own, within = (list(column) for column in zip(*plan.whole, strict=True))
-            parts = [(self._stored(bucket.entries[place]), part) for place, part in zip(places, within, strict=True)]
-            every = all(part == slice(0, bucket.entries[at].shard.numel) for at, part in zip(places, own, strict=True))
+            places, own, kept = (list(column) for column in zip(*plan.whole, strict=True))
+            parts = [(self._stored(bucket.entries[place]), part) for place, part in zip(places, kept, strict=True)]
+            whole = all(part == slice(0, bucket.entries[at].shard.numel) for at, part in zip(places, own, strict=True))
             fields = {name: self._whole(bucket, name, places, parts, own) for name in narrow}
-            yield self._part(places, None if every else own, fields, wide)
+            yield self._part(places, None if whole else own, fields, wide)
         if plan.loose:
             places = [place for place, *_ in plan.loose]
             fields = {name: self._loose(bucket, name, plan.loose) for name in narrow}
@@ -182,7 +182,7 @@ class LowPrecisionStates:
         return part
 
     def opened(self, bucket: Bucket, name: str) -> list[Tensor]:
-        """A state of a bucket's entries in the type of the computation; changes of it are kept at the end.
+        """A state of a bucket's entries in the type of the computation; changes are stored at the end of the step.
 
         Tensors are 1-D, or (parts, elements) where an entry is stored with gaps.
         """
@@ -191,92 +191,92 @@ class LowPrecisionStates:
         return self._all_of(bucket, name, bucket.entries)
 
     def peeked(self, bucket: Bucket, name: str, parts: Sequence[tuple[int, slice]]) -> list[Tensor]:
-        """Parts of a state, of entries that are stored as they are, in the type of the computation; to be read only.
+        """Read parts of a state in the type of the computation; the entries must be stored as they are.
 
         Args:
             bucket: Bucket of the entries.
             name: Name of the state.
-            parts: Places in the bucket, and which of their elements.
+            parts: Index of each entry in the bucket, and range of its elements.
         """
         if not self.is_narrow(bucket, name):
             views = self.kept(bucket, name)
             return [views[place][part] for place, part in parts]
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         opened: list[Tensor] = []
         runs: list[tuple[Entry, slice]] = []
         for place, part in parts:
             entry = bucket.entries[place]
             if not self._is_narrow(entry, name):
                 (view,) = self._kept.views(self._states, name, bucket.entries.only([place]))
-                found.append(view[part])
+                values.append(view[part])
                 continue
             assert entry.stored is None
-            # From the beginning of a block on.
+            # Decoding can only begin where a block does.
             before = min(part.start, (entry.shard.start + part.start) % BLOCK)
             runs.append((entry, slice(part.start - before, part.stop)))
             opened.append(torch.empty(before + part.stop - part.start, dtype=self._dtype, device=self._indices.device))
-            found.append(opened[-1][before:])
+            values.append(opened[-1][before:])
         if opened:
             self._form.decode_(opened, self._narrow(name, runs))
-        return found
+        return values
 
     def kept(self, bucket: Bucket, name: str) -> list[Tensor]:
-        """A state of a bucket's entries as it is kept, in no codes."""
+        """A state of a bucket's entries as it is stored, which must not be in codes."""
         return self._kept.views(self._states, name, bucket.entries)
 
     def is_narrow(self, bucket: Bucket, name: str) -> bool:
-        """Whether an entry of a bucket keeps a state in fewer bits."""
+        """Whether any entry of a bucket stores a state in low precision."""
         return bucket.entries.once(("narrow", name), lambda entries: any(self._is_narrow(e, name) for e in entries))
 
     def is_coded(self, bucket: Bucket, name: str) -> bool:
-        """Whether an entry of a bucket keeps a state in codes."""
+        """Whether any entry of a bucket stores a state in codes."""
         return bucket.entries.once(
-            ("coded", name), lambda found: any(is_coded(self._kept.type_of(name, self._stored(e))) for e in found)
+            ("coded", name), lambda entries: any(is_coded(self._kept.type_of(name, self._stored(e))) for e in entries)
         )
 
     def open_onto(self, bucket: Bucket, name: str, spends: Any) -> list[Tensor]:
-        """The sums of the gradients and a state, which become the state at the end of the step.
+        """Add a state to the gradients; the sums become the state at the end of the step.
 
         Args:
-            bucket: All of its entries keep the state in codes, and all entries of a stored one are among them.
+            bucket: All of its entries store the state in codes, and it has all entries of every stored one.
             name: Name of the state.
-            spends: Whether the memory of a stored entry's gradient may be taken, given both.
+            spends: Tells, for a stored entry and its gradient, whether the gradient's memory may be overwritten.
 
         Returns:
-            For each entry, the sums.
+            The sums by entry.
         """
         places: dict[int, list[int]] = {}
         for place, entry in enumerate(bucket.entries):
             places.setdefault(self._stored(entry).index, []).append(place)
-        found = list(bucket.grads)
+        result = list(bucket.grads)
         grads, sums, parts = [], [], []
-        for blocks in places.values():
-            first = bucket.entries[blocks[0]]
+        for members in places.values():
+            first = bucket.entries[members[0]]
             stored = self._stored(first)
-            grad = _around(first, stored, found[blocks[0]])
+            grad = _around(first, stored, result[members[0]])
             total = grad if spends(stored, grad) else torch.empty_like(grad)
-            for place in blocks:
-                found[place] = _place(bucket.entries[place], stored).of(total)
+            for place in members:
+                result[place] = _place(bucket.entries[place], stored).of(total)
             grads.append(grad)
             sums.append(total)
             parts.append((stored, slice(0, stored.shard.numel)))
             self._opened[(stored.index, name, None)] = _Opened(stored, name, parts[-1][1], total, _step_of(bucket, 0))
         self._form.add_decoded(grads, self._narrow(name, parts), sums)
-        return found
+        return result
 
     def chosen(self, values: Tensor, places: Sequence[int]) -> Tensor:
-        """Some of a bucket's values, of which it has one for each entry."""
+        """Select a bucket's values, of which it has one for each entry, by the indices of entries."""
         return values.index_select(0, self._indices.of(tuple(places)))
 
-    # --- its end ------------------------------------------------------------------------------------------------
+    # --- the end of a step --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keep all that was opened; a collective where ranks have blocks in common, which all of them enter."""
+        """Store all decoded states; a collective that all ranks enter where ranks have blocks in common."""
         self._keep(list(self._opened.values()), agree=True)
         self._opened.clear()
 
     def keep_apart(self) -> None:
-        """Keep now what shares no block with other runs, so that its memory is free."""
+        """Store what shares no block with other runs now, so that its memory is free."""
         apart = {key: run for key, run in self._opened.items() if not self._rows_of(run)}
         self._keep(list(apart.values()), agree=False)
         for key in apart:
@@ -285,44 +285,44 @@ class LowPrecisionStates:
     def _keep(self, runs: list[_Opened], agree: bool) -> None:
         agree = agree and bool(self._shared)
         later: list[tuple[list[_Opened], LowPrecisionRuns, Tensor]] = []
-        for some, kept in self._by_state(runs):
-            values = [run.values for run in some]
-            if agree and is_coded(kept.dtype):
-                later.append((some, kept, self._form.exponents_of(values, kept)))
+        for opened, stored in self._by_state(runs):
+            values = [run.values for run in opened]
+            if agree and is_coded(stored.dtype):
+                later.append((opened, stored, self._form.exponents_of(values, stored)))
             else:
-                self._form.encode_(values, kept)
-        for some, kept, exponents in self._agreed(later) if agree else ():
-            self._form.encode_([run.values for run in some], kept, exponents)
+                self._form.encode_(values, stored)
+        for opened, stored, exponents in self._agreed(later) if agree else ():
+            self._form.encode_([run.values for run in opened], stored, exponents)
 
     def _agreed(self, found: list[tuple[list[_Opened], LowPrecisionRuns, Tensor]]) -> Iterator[_Found]:
         positions: list[int] = []
         rows: list[int] = []
         start = 0
-        for some, kept, _ in found:
-            for run, own in zip(some, kept.exponents, strict=True):
+        for runs, stored, _ in found:
+            for run, values in zip(runs, stored.exponents, strict=True):
                 for block, row in self._rows_of(run).items():
                     positions.append(start + block)
                     rows.append(row)
-                start += own.numel()
+                start += values.numel()
         nothing = torch.empty(0, dtype=torch.int8, device=self._indices.device)
-        agreed = self._shared.agree(torch.cat([nothing, *(own for *_, own in found)]), positions, rows)
-        for (some, kept, _), own in zip(found, agreed.split([len(own) for *_, own in found]), strict=True):
-            yield some, kept, own
+        agreed = self._shared.agree(torch.cat([nothing, *(values for *_, values in found)]), positions, rows)
+        for (runs, stored, _), values in zip(found, agreed.split([len(values) for *_, values in found]), strict=True):
+            yield runs, stored, values
 
     def _by_state(self, runs: list[_Opened]) -> Iterator[tuple[list[_Opened], LowPrecisionRuns]]:
         groups: dict[tuple[str, Any], list[_Opened]] = {}
         for run in runs:
             count = run.step if isinstance(run.step, int) else None
             groups.setdefault((run.name, count if self._stochastic(run.name) else 0), []).append(run)
-        for (name, _), some in groups.items():
-            steps: Any = some[0].step
+        for (name, _), opened in groups.items():
+            steps: Any = opened[0].step
             if not isinstance(steps, int):
-                steps = torch.stack([run.step for run in some])  # type: ignore[misc]
-            kept = self._narrow(name, [(run.entry, run.part) for run in some])
-            yield some, replace(kept, step=steps if self._stochastic(name) else None)
+                steps = torch.stack([run.step for run in opened])  # type: ignore[misc]
+            stored = self._narrow(name, [(run.entry, run.part) for run in opened])
+            yield opened, replace(stored, step=steps if self._stochastic(name) else None)
 
     def _rows_of(self, run: _Opened) -> dict[int, int]:
-        """The shared ones of a run's blocks, with their rows in the message; only the outer ones can be."""
+        """Rows in the message of a run's blocks that other runs share; only its first and last can be."""
         key = (run.entry.index, run.name, run.part.start, run.part.stop)
         if key not in self._plans.rows:
             last = blocks_of(run.first, run.part.stop - run.part.start) - 1
@@ -330,7 +330,7 @@ class LowPrecisionStates:
             self._plans.rows[key] = {block: row for block, row in rows.items() if row is not None}
         return self._plans.rows[key]
 
-    # --- how it lies --------------------------------------------------------------------------------------------
+    # --- where states are stored --------------------------------------------------------------------------------
 
     def _plan(self, entries: Sequence[Entry], names: Sequence[str]) -> _PassPlan:
         plan = _PassPlan()
@@ -356,7 +356,7 @@ class LowPrecisionStates:
         return segments[stored.index]
 
     def _made_of(self) -> dict[int, list[Entry]]:
-        """The unit's entries by those that keep their states: looked through once, not for every one of them."""
+        """Entries of the unit by the stored entry that keeps their states."""
         made_of = self._plans.made_of
         for entry in () if made_of else self._entries:
             made_of.setdefault(self._stored(entry).index, []).append(entry)
@@ -379,10 +379,10 @@ class LowPrecisionStates:
         places = [place for place, *_ in pieces]
         if not is_coded(self._kept.type_of(name, self._stored(entries[places[0]]))):
             parts = [
-                (self._stored(entries[place]), _shifted(part_in_stored(entries[place]), own))
-                for place, own, *_ in pieces
+                (self._stored(entries[place]), _shifted(part_in_stored(entries[place]), elements))
+                for place, elements, *_ in pieces
             ]
-            return self._whole(bucket, name, places, parts, [own for _, own, *_ in pieces])
+            return self._whole(bucket, name, places, parts, [elements for _, elements, *_ in pieces])
         wanted = {(self._stored(entries[place]).index, run): place for place, _, run, _ in pieces}
         self._open(bucket, name, [(place, run) for (_, run), place in wanted.items()])
         return [
@@ -391,7 +391,7 @@ class LowPrecisionStates:
         ]
 
     def _all_of(self, bucket: Bucket, name: str, entries: PlannedEntries) -> list[Tensor]:
-        """The opened state of entries; of those that keep it wide, itself."""
+        """The decoded state of entries; of those that store it wide, the stored state itself."""
         place_of = {self._stored(entry).index: place for place, entry in enumerate(bucket.entries)}
         narrow = [self._is_narrow(entry, name) for entry in entries]
         stored = {self._stored(entry).index for entry, opens in zip(entries, narrow, strict=True) if opens}
@@ -406,7 +406,7 @@ class LowPrecisionStates:
         ]
 
     def _open(self, bucket: Bucket, name: str, wanted: Sequence[tuple[int, int | None]]) -> None:
-        """Open runs of the stored entries of a bucket's places that are not open yet."""
+        """Decode runs of the stored entries of a bucket's places that are not decoded yet."""
         opened = []
         for place, run in wanted:
             stored = self._stored(bucket.entries[place])
@@ -416,15 +416,15 @@ class LowPrecisionStates:
             if run is not None:
                 part = self._segments(bucket.entries[place]).loose[run]
             values = torch.empty(part.stop - part.start, dtype=self._dtype, device=self._indices.device)
-            found = _Opened(stored, name, part, values, _step_of(bucket, place))
-            self._opened[stored.index, name, run] = found
-            opened.append(found)
+            run_opened = _Opened(stored, name, part, values, _step_of(bucket, place))
+            self._opened[stored.index, name, run] = run_opened
+            opened.append(run_opened)
         if opened:
             kept = self._narrow(name, [(run.entry, run.part) for run in opened])
             self._form.decode_([run.values for run in opened], kept)
 
     def _narrow(self, name: str, parts: Sequence[tuple[Entry, slice]]) -> LowPrecisionRuns:
-        """The runs of a state that parts of stored entries are."""
+        """The stored runs of a state that parts of stored entries cover."""
         key = (name, tuple((entry.index, part.start, part.stop) for entry, part in parts))
         if key not in self._plans.runs:
             self._plans.runs[key] = self._planned(name, parts)
@@ -442,13 +442,13 @@ class LowPrecisionStates:
         return plan, firsts, [key_of(entry.key, name) for entry, _ in parts]
 
     def _as_kept(self, bucket: Bucket, name: str, places: Sequence[int]) -> Field:
-        """The state of entries that are not kept in codes."""
-        some = bucket.entries if len(places) == len(bucket.entries) else bucket.entries.only(places)
-        views = self._kept.views(self._states, name, some)
-        if not is_narrow(self._kept.type_of(name, self._stored(some[0]))):
+        """The state of entries whose state has no codes."""
+        entries = bucket.entries if len(places) == len(bucket.entries) else bucket.entries.only(places)
+        views = self._kept.views(self._states, name, entries)
+        if not is_narrow(self._kept.type_of(name, self._stored(entries[0]))):
             return views
-        firsts = [self._stored(e).shard.start + part_in_stored(e).start for e in some]
-        keys = [key_of(self._stored(entry).key, name) for entry in some]
+        firsts = [self._stored(e).shard.start + part_in_stored(e).start for e in entries]
+        keys = [key_of(self._stored(entry).key, name) for entry in entries]
         return LowPrecisionRuns(views, (), firsts, keys, self._step(bucket, name, places))
 
     def _step(self, bucket: Bucket, name: str, places: Sequence[int]) -> Step | None:
@@ -479,6 +479,6 @@ def _place(entry: Entry, stored: Entry) -> RunPlace:
 
 
 def _around(entry: Entry, stored: Entry, grad: Tensor) -> Tensor:
-    """The gradient of all that is kept with an entry, given the entry's own part of it."""
+    """Extend the gradient of an entry to all that is stored together with the entry."""
     first = grad.storage_offset() - _place(entry, stored).first
     return grad.as_strided((stored.shard.numel,), (1,), first)

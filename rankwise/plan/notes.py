@@ -1,4 +1,4 @@
-"""What modules keep with a step unit while its plan stands: each thing under an object of its own."""
+"""What modules keep with a step unit while its plan stands: every module under keys of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Note(Generic[T_co]):
-    """One thing that a module keeps with units. It is found by this object, and no other module's can be taken for it.
+    """The key of one thing that a module keeps with units; another module's key is never equal to it.
 
     Args:
-        what: Says what it is, for whoever looks at a unit.
+        what: Describes the thing, for whoever looks at a unit.
     """
 
     def __init__(self, what: str) -> None:
@@ -26,7 +26,7 @@ class Note(Generic[T_co]):
 
 
 class Notes:
-    """The notes of one unit; a unit that is planned anew has none."""
+    """The notes of one unit; a unit that is planned anew begins without any."""
 
     def __init__(self) -> None:
         self._values: dict[Note[Any], Any] = {}
@@ -45,16 +45,16 @@ class Notes:
         self._values[note] = value
 
     def get(self, note: Note[T]) -> T | None:
-        """The value; None where there is none yet."""
+        """Return the value; None where there is none yet."""
         return self._values.get(note)
 
     def obtain(self, note: Note[T], make: Callable[[], T]) -> T:
-        """The value, made where there is none yet."""
+        """Return the value; make it where there is none yet."""
         if note not in self._values:
             self._values[note] = make()
         value: T = self._values[note]
         return value
 
     def drop(self, note: Note[T]) -> T | None:
-        """The value, which is kept no longer; None where there is none."""
+        """Remove the value and return it; None where there is none."""
         return self._values.pop(note, None)

@@ -1,4 +1,4 @@
-"""Which units there are, who owns their matrices, what every rank carries: planned once, until something changes."""
+"""Plans the units of a step, the owners of their matrices and the ranks' loads, once until something changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Planned", "Planner", "TensorForm", "form_of"]
 
 
 class TensorForm(NamedTuple):
-    """What a plan takes for granted of a tensor."""
+    """The properties of a tensor that a plan relies on."""
 
     kind: type
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class TensorForm(NamedTuple):
 
 
 def form_of(tensor: Tensor) -> TensorForm:
-    """The present one."""
+    """Return the present properties of a tensor."""
     cut = None if type(tensor) in PLAIN else cut_of(tensor)
     return TensorForm(type(tensor), tensor.dtype, tensor.device, tensor.shape, cut)
 
@@ -54,10 +54,10 @@ class Planned(Protocol):
     """An optimizer, as its planner sees it while it plans."""
 
     def plan(self, unit: StepUnit) -> None:
-        """Plan a unit's own collectives; :meth:`Planner.choose_owners` for its matrices."""
+        """Plan a unit's own collectives; it may call :meth:`Planner.choose_owners` for its matrices."""
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
-        """What a step of a planned unit costs."""
+        """Return what a step of a planned unit costs."""
 
 
 class Planner:
@@ -65,16 +65,16 @@ class Planner:
 
     Args:
         spec: The optimizer's options.
-        table: Its parameters and their rules.
-        values: Its options in words.
-        matrix_states: Its matrix states.
+        table: The parameters and their rules.
+        values: Describes the options in words.
+        matrix_states: The optimizer's matrix states.
         settle: Called before plans are forgotten: the last steps may have to be undone by them.
 
     Attributes:
-        units: Those planned so far.
-        loads: What every rank carries, in the same order as their numbers; empty for nothing.
-        owner_of: Owners of matrices. Outlives the plans: an owner keeps its matrices, whose states nobody else has,
-            and so does a rank the states that it keeps for owners, which stand by matrix and name of the state.
+        units: Units planned so far.
+        loads: What each rank has to compute, by rank; empty for nothing.
+        owner_of: Owners by matrix, and keepers by (matrix, state). It outlives the plans, because nobody else has the
+            states that an owner or keeper has.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Planner:
         """Plan by another description of the tensors from now on.
 
         Raises:
-            RuntimeError: It is of other ranks, and those before keep states for one another.
+            RuntimeError: It is of other ranks, and the present ranks keep states for one another.
         """
         if source.group is not self.source.group:
             if self._matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
@@ -132,7 +132,7 @@ class Planner:
         return isinstance(self.source, WholeParameters)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The parameter that a tensor is, where the tensors are parameters."""
+        """Name of the parameter that a tensor is; None where tensors are not parameters."""
         return self.source.name_of(tensor)
 
     # --- units --------------------------------------------------------------------------------------------------
@@ -144,19 +144,19 @@ class Planner:
         self.loads = []
 
     def route_again(self, groups: Groups) -> None:
-        """Take states whose groups are other ones: rules and owners are chosen afresh."""
-        # The saved states lie with the owners of a fresh plan.
+        """Choose rules and owners afresh, for states that were saved with other groups."""
+        # The saved states lie with the owners that a fresh plan would choose.
         self.owner_of.clear()
         self._table.route_again(groups)
         self.forget()
 
     def find(self, groups: Groups) -> StepUnit | None:
-        """The unit planned for the present tensors of the groups."""
-        key = tuple((at, *map(id, group["params"])) for at, group in enumerate(groups) if group["params"])
+        """Return the unit planned for the present tensors of the groups."""
+        key = tuple((position, *map(id, group["params"])) for position, group in enumerate(groups) if group["params"])
         return self.units.get(key)
 
     def place_of(self, tensor: Tensor) -> tuple[StepUnit, int] | None:
-        """The unit that a tensor is planned in, and its index there."""
+        """Return the unit that a tensor is planned in, and its index there."""
         for unit in self.units.values():
             for index, candidate in enumerate(unit.tensors):
                 if candidate is tensor:
@@ -166,13 +166,13 @@ class Planner:
     def kept_in(
         self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[TensorContents, ElementStates]:
-        """What one tensor stores, and the states that it keeps in a group, planned or not; its index there is 0.
+        """What one tensor stores, and the states that it keeps in a group, planned or not.
 
         Args:
-            groups: The optimizer's.
-            tensor: In them.
+            groups: The optimizer's param groups.
+            tensor: A tensor of these groups; it has the index 0 in the result.
             group: Group of the tensor.
-            dtype: In which a step computes.
+            dtype: Type in which a step computes.
         """
         content, table = self.source.contents(tensor), self._table
         infos = {part.name: table.catalog[part.name][0] for part in content.slices}
@@ -194,8 +194,8 @@ class Planner:
         """Plan units that are not planned yet.
 
         Args:
-            optimizer: Plans what is its own.
-            groups: Its param groups.
+            optimizer: Plans its own collectives.
+            groups: The optimizer's param groups.
             units: For each ``step()`` call, the tensors it will find in the groups and the positions of their groups.
         """
         for members in units:
@@ -215,11 +215,11 @@ class Planner:
         """Plan a unit; a collective of its ranks.
 
         Args:
-            optimizer: Plans what is its own.
-            groups: Its param groups.
+            optimizer: Plans its own collectives.
+            groups: The optimizer's param groups.
             tensors: Tensors of the step.
             positions: Positions of their groups at the time of the step.
-            planned_groups: Those groups by position; None: as the tensors' contents have it.
+            planned_groups: Those groups by position; None: the groups that the tensors' contents name.
 
         Raises:
             RuntimeError: The ranks planned differently.
@@ -269,15 +269,15 @@ class Planner:
         """
         present = self.loads, self.owner_of
         self.loads, self.owner_of = [], {}
-        found = []
+        imagined = []
         try:
             for ranks in units:
-                found.append(self._builder.imagine(groups, ranks, replicated))
-                found[-1].spends_gradients = self.source.spends_gradients
-                plan(found[-1])
+                imagined.append(self._builder.imagine(groups, ranks, replicated))
+                imagined[-1].spends_gradients = self.source.spends_gradients
+                plan(imagined[-1])
         finally:
             self.loads, self.owner_of = present
-        return found
+        return imagined
 
     def choose_owners(
         self,
@@ -287,18 +287,18 @@ class Planner:
         alone: bool = False,
         lendable: Lendable | None = None,
     ) -> None:
-        """Spread a unit's tasks, some of them slices, over the ranks, considering the units planned before.
+        """Spread a unit's tasks over the ranks, considering the units planned before.
 
         Args:
             unit: The unit.
-            tasks: Tasks of its matrices.
+            tasks: Tasks of its matrices; some may be slices.
             slices: See :meth:`StepUnit.plan_exchange`.
-            alone: Alike.
+            alone: See :meth:`StepUnit.plan_exchange`.
             lendable: Tells which states of the matrices others may keep for owners; None: no states.
         """
         if tasks:
             comm_dtype = getattr(self._spec.options, "comm_dtype", None)
-            # The loads of ranks outside the unit would be unknown to its own.
+            # Only some ranks plan such a unit, so its loads must not count where all ranks have to agree.
             loads = unit.plan_exchange(
                 tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices, alone
             )
@@ -312,7 +312,7 @@ class Planner:
             self.owner_of |= plan.keepers
 
     def owners(self) -> dict[str, int]:
-        """Owner rank of every planned matrix."""
+        """Owner ranks of all planned matrices."""
         return {
             key: owner
             for unit in self.units.values()
@@ -339,7 +339,7 @@ class Planner:
                 )
 
     def _settings(self, unit: StepUnit) -> dict[str, str]:
-        """What must be alike on all ranks: the options, and those of the unit's groups, which schedulers may change."""
+        """What must be equal on all ranks: the options, and those of the unit's groups, which schedulers may change."""
         spec, texts = self._spec, self._values.in_words(unit.planned_groups)
         if unit.device.type == "cpu":
             # Copies of a weight on ranks that round differently would drift apart.
@@ -350,7 +350,7 @@ class Planner:
         if product is not None and getattr(spec.options, option) == "auto":
             name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
             texts[name] = str(product).removeprefix("torch.")
-        # Another version may send something else at the same place.
+        # Another version may send something else at the same point.
         return {"the version of rankwise": __version__, "the optimizer": spec.name, **texts}
 
 

@@ -1,4 +1,4 @@
-"""Memory of states by rank, of ranks that need not exist."""
+"""Memory of states by rank; the ranks need not exist."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Lendable = Callable[[MatrixTask], Mapping[str, int]]
 
 
 def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Mapping[int, int]]]:
-    """What keys keep that are held alike.
+    """Bytes of the element states, for each set of keys that are distributed alike.
 
     Args:
         table: Table of the parameters.
         unit: The unit of the parameters.
 
     Yields:
-        The elements of one of them by rank, how many they are, and bytes of the states of all of them by rank.
+        Elements of one key by rank, number of keys, and bytes of the states of all these keys by rank.
     """
-    found: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
+    by_elements: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
     for key in unit.layout.shapes:
         group = unit.planned_groups[unit.group_position[key]]
         states = table.element_states(unit.infos[key], unit.routes[key].rule, group)
         coded = sum(map(is_coded, states.values()))
         width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
         elements = unit.layout.elements(key)
-        # They are kept here, so that no other has the same number.
-        _, count, total, others = found.get(id(elements), (elements, 0, 0, 0))
-        found[id(elements)] = (elements, count + 1, total + width, others + coded)
-    for elements, count, width, coded in found.values():
-        # Every block has an exponent besides.
+        # `by_elements` keeps the objects alive, so that no other gets the same id.
+        _, count, total, others = by_elements.get(id(elements), (elements, 0, 0, 0))
+        by_elements[id(elements)] = (elements, count + 1, total + width, others + coded)
+    for elements, count, width, coded in by_elements.values():
+        # Every block of codes has an exponent of one byte.
         yield elements, count, {rank: held * width + -(-held // BLOCK) * coded for rank, held in elements.items()}
 
 
@@ -49,7 +49,7 @@ def keepers_in(
     owners: Mapping[str, int],
     given: Mapping[Any, int],
 ) -> dict[tuple[str, str], int]:
-    """See :func:`rankwise.comm.owner_plan.keepers_of`; beside matrices, ranks hold the states of elements.
+    """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold.
 
     Args:
         table: Table of the parameters.
@@ -57,11 +57,11 @@ def keepers_in(
         tasks: Tasks of one rank each.
         lendable: Sizes of the states that another rank may keep, by matrix.
         owners: Rank that owns each matrix.
-        given: Who keeps which state already.
+        given: Ranks that keep states already, by (matrix, state).
     """
-    known = {task.signature: lendable(task) for task in tasks}
+    sizes = {task.signature: lendable(task) for task in tasks}
     held = [0] * unit.layout.world_size
     for *_, shares in element_states(table, unit):
         for rank, size in shares.items():
             held[rank] += size
-    return keepers_of(owners, {task.key: known[task.signature] for task in tasks}, held, given)
+    return keepers_of(owners, {task.key: sizes[task.signature] for task in tasks}, held, given)

@@ -1,7 +1,4 @@
-"""What one step of an optimizer costs beyond what its layout and owners say, and what its matrix states begin with.
-
-Estimates read the costs; planning, loading and the first step read the states.
-"""
+"""What one step costs beyond its layout and owners, for estimates, and the states that a matrix begins with."""
 
 from __future__ import annotations
 
@@ -17,34 +14,34 @@ __all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "no_
 
 
 def no_messages(batch: Batch) -> tuple[int, ...]:
-    """For rules that compute every matrix on one rank."""
+    """Describe rules that compute every matrix on one rank."""
     return ()
 
 
 def whole_states(task: MatrixTask) -> Mapping[str, int]:
-    """For rules that compute every matrix on one rank."""
+    """Describe rules that compute every matrix on one rank."""
     return {}
 
 
 def no_matrix_state(task: MatrixTask, device: torch.device) -> Mapping[str, Tensor]:
-    """For rules whose states all have one value per element."""
+    """Describe rules whose states all have one value per element."""
     return {}
 
 
 def nothing(tasks: Sequence[MatrixTask]) -> int:
-    """For rules without matrices."""
+    """Describe rules that need no memory for matrices."""
     return 0
 
 
 TABLE_BYTES = 16 / 2048
-"""Bytes an element for tables of where the tiles of norms and of codes lie."""
+"""Bytes per element of the tables that say where the tiles of norms and codes lie."""
 
 PASS_TABLE_BYTES = 16 / 8192
-"""The same of passes, whose programs take several tiles each."""
+"""Bytes per element of the tables of passes, whose programs take several tiles each."""
 
 
 def tables(elements: int, largest: int) -> float:
-    """Bytes of the tables of element-wise passes: where their tiles lie, and a sum for each."""
+    """Bytes of the tables of element-wise passes: where their tiles lie, and a sum for each tile."""
     return elements * (TABLE_BYTES + PASS_TABLE_BYTES + 8 / 2048)
 
 
@@ -53,10 +50,10 @@ class ScratchMemory:
     """Memory that a rule needs on a device, in bytes, beside weights, gradients, states, messages and results.
 
     Attributes:
-        elements: For element-wise passes over so many elements, of which so many are the largest parameter's.
-        alone: For matrices that lie whole on their owner.
-        stacked: For those of a batch that an owner has gathered.
-        spends_stack: Whether the result takes the place of what was gathered.
+        elements: Memory of element-wise passes, given all elements and those of the largest parameter.
+        alone: Memory for matrices that lie whole on their owner.
+        stacked: Memory for the matrices of a batch that an owner has gathered.
+        spends_stack: Whether the result overwrites what was gathered.
     """
 
     elements: Callable[[int, int], float] = tables
@@ -71,17 +68,17 @@ class StepCosts:
 
     Attributes:
         sums: Quantities in each all-reduce of per-parameter sums.
-        halo_fields: Values fetched of every neighbour across a shard border.
+        halo_fields: Values fetched for each neighbour across a shard border.
         reply: What an owner returns to the holders of its matrices.
-        matrix_state: The states an owner keeps of one matrix, as they are before the first step.
+        matrix_state: States that an owner keeps of one matrix, as they are before the first step.
         together: Elements of each message among the ranks that compute a batch of slices, in a step after the first.
-        cut_states: For a slice, the dimension along which each of the matrix's states is cut; the slices have the
-            other states alike.
+        cut_states: For a slice, the dimension along which each of the matrix's states is cut; every slice has the
+            other states whole.
         scalars: Bytes of every further all-reduce of a step.
-        periodic: Bytes of the all-reduces that only some steps need, and every how many steps.
-        period: See ``periodic``.
+        periodic: Bytes of the all-reduces of every ``period``-th step.
+        period: Steps between the all-reduces of ``periodic``.
         element_flops: Rough number of operations per parameter element outside the matrix rule.
-        scratch: What else a step needs.
+        scratch: Memory that a step needs besides.
     """
 
     sums: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""One ``step()`` call's worth of work: the tensors the framework handed over, cut into named shards."""
+"""The work of one ``step()`` call: the tensors that the framework handed over, cut into named shards."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ WHOLE = slice(None)
 """All elements of an entry."""
 
 AT_ONCE = 7 << 24
-"""Elements that have memory of their own at a time, but for a larger parameter: less than half a GiB."""
+"""Elements that are given temporary memory at a time, unless one parameter has more: less than half a GiB."""
 
 UnitKey = tuple[tuple[int, ...], ...]
-"""Position and tensors of every group that has any, by ``id``."""
+"""Position of every group that has tensors, followed by their ``id``."""
 
 
 @dataclass
 class Bucket:
-    """Active entries that share a param group and a rule, with their tensors in entry order.
+    """Entries that have a gradient and share a param group and a rule, with their tensors in the same order.
 
-    Tensors are 1-D, but for blocks of a fused weight that are stored with gaps: (parts, elements).
+    Tensors are 1-D; blocks of a fused weight that are stored with gaps are (parts, elements).
 
     Attributes:
-        count: The step count that they share, too; None where only the device knows the counts.
-        narrow: The states that are kept in fewer bits.
+        count: The step count that all entries share; None where only the device knows the counts.
+        narrow: The low-precision states.
         found: States that have been asked for, in the type of the computation.
     """
 
@@ -94,23 +94,21 @@ class Bucket:
         return self._counts(self.entries) if self.count is None else self.count
 
     def state(self, name: str) -> list[Tensor]:
-        """An element state on the bucket's shards, opened if it is narrow; a bucket lives for one step, and looks
-        once.
-        """
+        """An element state of the bucket's shards, decoded if it is stored in low precision; decoded once a step."""
         if name not in self.found:
             self.found[name] = self.narrow.opened(self, name)
         return self.found[name]
 
     def kept(self, name: str) -> list[Tensor]:
-        """The same as they are kept, in bfloat16 or wider."""
+        """An element state as it is stored, in bfloat16 or wider."""
         return self.narrow.kept(self, name)
 
     def is_coded(self, name: str) -> bool:
-        """Whether a state is kept in codes on a shard."""
+        """Whether any shard stores the state in codes."""
         return self.narrow.is_coded(self, name)
 
     def parts(self, states: Sequence[str]) -> Iterator[PassPart]:
-        """The bucket's parts by the form that a pass finds these states in."""
+        """Cut the bucket into parts that have these states in one form each."""
         for name in states:
             if name not in self.found and not self.narrow.is_narrow(self, name):
                 self.state(name)
@@ -125,31 +123,31 @@ class Bucket:
         *,
         onto: Sequence[Tensor] | None = None,
     ) -> Iterator[Pass]:
-        """A rule on all of the bucket, whose states are opened and kept on the way.
+        """Apply a rule to the whole bucket; states are decoded and stored on the way.
 
         Args:
-            rule: What becomes of an element.
-            states: The rule's, and "reference" where gradients are compared with one; or by the rule's names those
-                that are to be taken.
+            rule: The update of an element.
+            states: Names of the rule's states, and "reference" where gradients are compared with one; or a mapping from
+                the rule's names to those of the states it is to take.
             scalars: The rule's numbers.
             factors: (entries,), see :class:`rankwise.kernels.passes.Pass`.
-            onto: What the rule changes in the place of weights, by entry; None: the weights.
+            onto: Tensors that the rule changes in the place of weights, by entry; None: the weights.
         """
         changed = self.weights if onto is None else list(onto)
         named = states if isinstance(states, Mapping) else {name: name for name in states}
         for part in self.parts(tuple(named.values())):
-            own = {"grad": part.cut(self.grads), **{name: part.states[state] for name, state in named.items()}}
+            fields = {"grad": part.cut(self.grads), **{name: part.states[state] for name, state in named.items()}}
             if "param" in FIELDS[rule]:
-                own["param"] = part.cut(changed)
+                fields["param"] = part.cut(changed)
             if part.parts is None and len(part.places) == len(self.entries):
-                yield Pass(rule, own, scalars, factors)
+                yield Pass(rule, fields, scalars, factors)
             else:
                 chosen = partial(self.narrow.chosen, places=part.places)
                 step = chosen(scalars.step) if isinstance(scalars.step, Tensor) else scalars.step
-                yield Pass(rule, own, replace(scalars, step=step), None if factors is None else chosen(factors))
+                yield Pass(rule, fields, replace(scalars, step=step), None if factors is None else chosen(factors))
 
     def only(self, places: Sequence[int]) -> Bucket:
-        """The same of some of its entries, given by their places in its lists."""
+        """A bucket of some of these entries, given by their indices."""
         return replace(
             self,
             entries=self.entries.only(places),
@@ -158,12 +156,12 @@ class Bucket:
         )
 
     def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor], states: Sequence[str]) -> Bucket:
-        """Parts of its entries, each with what takes its gradient's place.
+        """A bucket of parts of these entries, with other gradients.
 
         Args:
-            found: Places in its lists, and which of their elements.
-            grads: For each.
-            states: Names of those that will be asked for.
+            found: Index of each entry, and range of its elements.
+            grads: Gradient of each part.
+            states: Names of the states that will be asked for.
         """
         whole = self.only([place for place, _ in found])
         parts = [part for _, part in found]
@@ -179,7 +177,7 @@ class Bucket:
 
 
 def joined(values: Sequence[Tensor]) -> Tensor:
-    """1-D tensors of all buckets one after the other; of one bucket its own."""
+    """Concatenate the 1-D tensors of all buckets; the tensor itself if there is one bucket."""
     return values[0] if len(values) == 1 else torch.cat(list(values))
 
 
@@ -192,38 +190,38 @@ def spans(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, slice]]:
 
 
 def portions(buckets: Sequence[Bucket], size: Callable[[Entry, Tensor], int]) -> Iterator[list[Bucket]]:
-    """Buckets for which memory is needed, of :data:`AT_ONCE` elements at a time; one portion of nothing where none is.
+    """Cut buckets into portions that need memory for :data:`AT_ONCE` elements at a time.
 
     Args:
-        buckets: The buckets.
-        size: The elements that an entry with this gradient needs; more than at a time if it is one of so many.
+        buckets: The buckets; if there are none, there is one empty portion.
+        size: Elements that an entry with this gradient needs; one entry may need more than a portion has.
     """
-    some: list[Bucket] = []
+    portion: list[Bucket] = []
     elements = 0
     for bucket in buckets:
         places: list[int] = []
-        for place, pair in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
-            own = size(*pair)
-            if own and elements and elements + own > AT_ONCE:
-                yield [*some, bucket.only(places)] if places else some
-                some, places, elements = [], [], 0
+        for place, entry_and_grad in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
+            needed = size(*entry_and_grad)
+            if needed and elements and elements + needed > AT_ONCE:
+                yield [*portion, bucket.only(places)] if places else portion
+                portion, places, elements = [], [], 0
             places.append(place)
-            elements += own
+            elements += needed
         if places:
-            some.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
-    if some or not buckets:
-        yield some
+            portion.append(bucket if len(places) == len(bucket.entries) else bucket.only(places))
+    if portion or not buckets:
+        yield portion
 
 
 def portion_sizes(everything: float, largest: float, times: int = 1) -> tuple[float, float]:
-    """What :func:`portions` makes of many entries: elements of the fullest portion, and of one on the average.
+    """Estimate the elements of the fullest portion of :func:`portions`, and of a portion on the average.
 
     Args:
-        everything: Elements of all.
-        largest: Largest of the largest entry.
+        everything: Elements of all entries.
+        largest: Elements of the largest entry.
         times: How often memory is needed for each element.
     """
-    # Half of a large one is left of what they may have, on the average.
+    # On the average, a portion ends half of a large entry below its limit.
     return min(everything, max(AT_ONCE, largest)), min(everything, max(AT_ONCE / times - largest / 2, largest))
 
 
@@ -235,8 +233,8 @@ class StepUnit:
     tensor_groups: list[int]  # of each tensor's param group as passed to the constructor
     positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
     planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
-    stored: Layout  # what is kept, by parameter or matrix of a stack
-    layout: Layout  # the same, but that the blocks of fused weights are parameters of their own
+    stored: Layout  # what is stored, by parameter or matrix of a stack
+    layout: Layout  # the same, with the blocks of fused weights as parameters of their own
     stored_entries: list[Entry]
     entries: list[Entry]  # in ``layout``
     states: ElementStates
@@ -251,10 +249,10 @@ class StepUnit:
     coded: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states in codes by key, held here or not
     stochastic: Callable[[str], bool] = bool  # whether a state is rounded stochastically where it is narrow
     spends_gradients: bool = False  # whether nobody reads the gradients after the step
-    forms: list[Any] = field(default_factory=list)  # of the tensors when the unit was planned
-    key: Any = ()  # among the optimizer's units
-    token: str = ""  # alike on the ranks that have planned the unit together, and no other unit's
-    apart: bool = False  # its ranks are some of the optimizer's ranks only
+    forms: list[Any] = field(default_factory=list)  # properties of the tensors when the unit was planned
+    key: Any = ()  # of the unit among the optimizer's units
+    token: str = ""  # the same on the ranks that planned the unit together, and unique to it
+    apart: bool = False  # whether its ranks are only some of the optimizer's ranks
     # where all ranks have a tensor of every parameter: its index, by key
     key_tensors: Mapping[str, int] = field(default_factory=dict)
     sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
@@ -265,7 +263,7 @@ class StepUnit:
     exchange: MatrixExchange | None = None
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
     halo: HaloExchange | None = None
-    traffic: Traffic = field(default_factory=Traffic)  # of collectives an optimizer starts itself
+    traffic: Traffic = field(default_factory=Traffic)  # of the collectives that an optimizer starts itself
     notes: Notes = field(default_factory=Notes)
 
     def __post_init__(self) -> None:
@@ -281,14 +279,14 @@ class StepUnit:
         return bool(self.key_tensors) or self.layout.replicated or self.layout.world_size == 1
 
     def missing(self) -> frozenset[str]:
-        """Keys without a gradient, where ranks that have nothing of them must know."""
+        """Keys whose parameter has no gradient, where ranks that store nothing of it must know."""
         absent = [tensor.grad is None for tensor in self.tensors]
         if not self.key_tensors or not any(absent):
             return frozenset()
         return frozenset(key for key, index in self.key_tensors.items() if absent[index])
 
     def local_tensors(self) -> list[Any]:
-        """What this rank has of the tensors."""
+        """This rank's local parts of the tensors."""
         if not any(self.sharded):
             return self.tensors
         return [
@@ -297,16 +295,16 @@ class StepUnit:
         ]
 
     def local_gradients(self) -> list[Tensor | None]:
-        """What this rank has of their gradients; a collective where some are cut otherwise than their tensors."""
+        """This rank's local parts of the gradients; a collective where some are cut otherwise than their tensors."""
         return local_gradients(self.tensors, self.sharded)
 
     def spends(self, entry: Entry, grad: Tensor) -> bool:
-        """Whether a shard's gradient may be written to: nobody reads it after the step, or it is a copy."""
+        """Whether a shard's gradient may be overwritten: nobody reads it after the step, or it is a copy."""
         given = self.tensors[entry.shard.tensor].grad
         if self.spends_gradients or given is None:
             return True
         given = local_view(given) if self.sharded[entry.shard.tensor] else given
-        # By where it lies: a narrow parameter may have a gradient in the type of the step, which is no copy then.
+        # Types do not tell a copy: a narrow parameter may have a gradient in the type of the step. Addresses do.
         return not 0 <= grad.data_ptr() - given.data_ptr() < given.nbytes
 
     @property
@@ -317,7 +315,7 @@ class StepUnit:
         return Traffic(sum(part.collectives for part in parts), sum(part.bytes for part in parts))
 
     def share(self, rule: Rule) -> float:
-        """Fraction of all elements that take a rule, in [0, 1]."""
+        """Fraction of all elements whose parameters take a rule, in [0, 1]."""
         sizes = {key: prod(shape) for key, shape in self.layout.shapes.items()}
         return sum(map(sizes.__getitem__, self.keys(rule))) / max(sum(sizes.values()), 1)
 
@@ -331,43 +329,43 @@ class StepUnit:
         return kernels_for(self.device, self.dtype)
 
     def begin(self, states: States) -> LowPrecisionStates:
-        """What hands out the narrow states of a step that begins."""
+        """Begin a step; the result hands out its low-precision states."""
         self.narrow = LowPrecisionStates(
             self.states, states, self.entries, self.shared, self.indices, self.dtype, self.notes, self.stochastic
         )
         return self.narrow
 
     def run(self, update: Pass) -> None:
-        """Do a pass; where tensors have gaps, in torch's own form, which alone takes them."""
+        """Run a pass; tensors with gaps go to torch's list operations, which alone take them."""
         update.scalars.cautious = self.cautious
         parts = self._by_form(update.grads)
         for form, places in parts:
             form.run(update if len(parts) == 1 else update.only(places))
 
     def corrected_norms(self, bucket: Bucket, name: str, k: float) -> Tensor:
-        """Squared norms of a bucket's gradients, corrected by the change since a state of that name."""
-        found: Tensor | None = None
+        """Squared norms of a bucket's gradients, corrected by the change since the state of that name."""
+        norms: Tensor | None = None
         for part in bucket.parts((name,)):
             squares = self.squared_norms(part.cut(bucket.grads), part.states[name], k)
             if part.parts is None and len(part.places) == len(bucket.entries):
                 return squares
-            if found is None:
-                found = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
-            found.index_add_(0, self.indices.of(tuple(part.places)), squares)
-        assert found is not None
-        return found
+            if norms is None:
+                norms = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
+            norms.index_add_(0, self.indices.of(tuple(part.places)), squares)
+        assert norms is not None
+        return norms
 
     def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:
-        """As :func:`rankwise.kernels.lists.squared_norms`, of tensors with and without gaps."""
+        """Squared norms as in :func:`rankwise.kernels.lists.squared_norms`, for tensors with and without gaps."""
         parts = self._by_form(tensors)
         if len(parts) == 1:
             return parts[0][0].squared_norms(tensors, references, k)  # type: ignore[no-any-return]
-        found = torch.empty(len(tensors), dtype=torch.float64, device=self.device)
+        norms = torch.empty(len(tensors), dtype=torch.float64, device=self.device)
         for form, places in parts:
-            own = [tensors[place] for place in places]
-            theirs = None if references is None else only_some(references, places)
-            found.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(own, theirs, k))
-        return found
+            chosen = [tensors[place] for place in places]
+            chosen_references = None if references is None else only_some(references, places)
+            norms.index_copy_(0, self.indices.of(tuple(places)), form.squared_norms(chosen, chosen_references, k))
+        return norms
 
     def _by_form(self, tensors: Sequence[Tensor]) -> list[tuple[ModuleType, Sequence[int]]]:
         """The list forms for the tensors, each with the places of those it takes."""
@@ -391,10 +389,10 @@ class StepUnit:
         rows = torch.stack(quantities) if len(quantities) > 1 else torch.atleast_2d(quantities[0])
         if self.sums.trivial:
             return rows.to(torch.float64)
-        partial = torch.zeros(len(rows), len(self.entries), dtype=torch.float64, device=self.device)
+        partial_sums = torch.zeros(len(rows), len(self.entries), dtype=torch.float64, device=self.device)
         if entries:
-            partial.index_copy_(1, index, rows.to(torch.float64))
-        return self.sums(partial).index_select(1, index)
+            partial_sums.index_copy_(1, index, rows.to(torch.float64))
+        return self.sums(partial_sums).index_select(1, index)
 
     def _device_index(self, positions: tuple[int, ...]) -> Tensor:
         if positions not in self.indices:
@@ -426,12 +424,12 @@ class StepUnit:
 
         Args:
             tasks: The matrices to place, at least one.
-            loads: What each rank carries already; empty for nothing.
+            loads: What each rank has to compute already; empty for nothing.
             comm_dtype: Type in which matrices travel; None: that of the computation.
             kept: Owners of matrices that have states already, the same on every rank.
             slices: Matrices of which ``tasks`` has the slices.
-            alone: Whether the rule takes whole matrices where they lie on every device; else it does so on those where
-                stacks are no faster.
+            alone: Whether the rule takes whole matrices where they lie on every device; else it does so only on devices
+                where stacks are no faster.
 
         Returns:
             The ranks' loads including these tasks.
@@ -475,16 +473,16 @@ def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None
     """Compare what the ranks have planned.
 
     Args:
-        everyone: Of each rank, a digest of its plans, and settings by a name for the message, where it has them.
+        everyone: For each rank, a digest of its plans, and its settings by the names that the message uses.
 
     Raises:
-        RuntimeError: They are not alike.
+        RuntimeError: The ranks planned differently.
     """
     differing = _differing([theirs for _, theirs in everyone])
     signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
     if len(set(signs)) > 1:
         usual = max(signs, key=signs.count)
-        odd = [rank for rank, other in enumerate(signs) if other != usual]
+        odd = [rank for rank, sign in enumerate(signs) if sign != usual]
         named = "".join(
             f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
             for name, values in differing.items()
@@ -496,9 +494,9 @@ def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None
 
 
 def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """Names whose values differ between ranks that have one, with the ranks of each value."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for rank, theirs in enumerate(settings):
-        for name, value in theirs.items():
-            found.setdefault(name, {}).setdefault(value, []).append(rank)
-    return {name: values for name, values in found.items() if len(values) > 1}
+    """Names whose values differ between the ranks that have them, with the ranks of each value."""
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    for rank, rank_settings in enumerate(settings):
+        for name, value in rank_settings.items():
+            ranks_of.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: values for name, values in ranks_of.items() if len(values) > 1}

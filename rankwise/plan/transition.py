@@ -1,4 +1,4 @@
-"""After another optimizer: counts of what started afresh, and updates that grow to their size."""
+"""Continues the training of another optimizer: step counts of new states, and updates that grow to full size."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _KEY = "transition"
 
 
 class Transition:
-    """The end of another optimizer's steps, and what has begun there.
+    """The end of another optimizer's steps, and the parameters whose states began there.
 
-    Nothing of it touches a step of an optimizer that has followed none.
+    An optimizer that has followed none takes its steps without it.
 
     Attributes:
-        began: Number of steps that the other one had taken; 0 if there was none.
-        length: Steps over which the updates of what began there grow to their size.
-        afresh: Parameters whose states all began there, and count from there.
+        began: Number of steps that the other optimizer had taken; 0 if there was none.
+        length: Steps over which updates by new states grow to full size.
+        afresh: Parameters all of whose states began there, and count their steps from there.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Transition:
         self.begin(0, 0, ())
 
     def leave(self, names: Collection[str]) -> None:
-        """Some parameters have begun afresh since, and count from there."""
+        """Note that some parameters have begun anew since; they count their steps from now on."""
         if self.began:
             self.afresh = self.afresh.difference(names)
 
@@ -50,42 +50,41 @@ class Transition:
         return {_KEY: {"began": self.began, "length": self.length, "afresh": sorted(self.afresh)}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, among other things."""
+        """Load what :meth:`state_dict` returned; other keys are ignored."""
         self.end()
         saved = state_dict.get(_KEY)
         if saved:
             self.begin(int(saved["began"]), int(saved["length"]), saved["afresh"])
 
     def before(self, name: str) -> int:
-        """Steps that a parameter's count has from before its states began."""
+        """Steps in a parameter's count that were taken before its states began."""
         return self.began if name in self.afresh else 0
 
     @contextmanager
     def ramp(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Scale what happens to the weights of what started afresh.
+        """Scale the changes of weights whose states began with the transition; weight decay is scaled with them.
 
-        Weights decay with the update. Whatever kernels change the weights, the scaled change is taken of the result,
-        so that where the factor is 1, or there was no other optimizer, not a bit differs and nothing is copied. Only
-        where the host knows no counts are the weights copied at every step.
+        The change is scaled after the kernels made it. Where the factor is 1, nothing is copied and no bit differs; but
+        where the host does not know the step counts, weights are copied at every step.
 
         Args:
-            buckets: Buckets of the step; their weights are changed while this lasts.
+            buckets: Buckets of the step; their weights are changed inside the context.
         """
         held: list[tuple[Tensor, Tensor, float | Tensor]] = []
         for bucket in buckets if self.length else ():
             if bucket.rule == "matrix" or bucket.entries[0].info.name in self.afresh:
                 factors = self._factors(bucket)
-                # There may be no factors, for none is needed.
+                # An empty list of factors means that none of the weights is scaled.
                 held += [(weight, weight.clone(), factor) for weight, factor in zip(bucket.weights, factors)]  # noqa: B905
         yield
         for weight, before, factor in held:
             weight.copy_(torch.lerp(before, weight, factor))
 
     def _factors(self, bucket: Bucket) -> Sequence[float | Tensor]:
-        """Factors on this step's changes, by entry; none where all are 1."""
+        """Factors of this step's changes, by entry; empty where all are 1."""
         taken = bucket.step + self.before(bucket.entries[0].info.name) - self.began
         if isinstance(taken, Tensor):
-            # What has joined since is no part of the transition.
+            # A parameter that was added since has a count below the transition's, and is not scaled.
             factors = torch.where(taken > 0, (taken / self.length).clamp(max=1.0), 1.0)
             return list(factors.to(bucket.weights[0].dtype).unbind())
         return [taken / self.length] * len(bucket.entries) if 0 < taken < self.length else ()

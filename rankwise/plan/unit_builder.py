@@ -1,4 +1,4 @@
-"""From the tensors of one ``step()`` call to its unit: entries, layout, routes, element states."""
+"""Builds the unit of one ``step()`` call from its tensors: entries, layout, routes, element states."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = ["UnitBuilder", "device_and_dtype", "dtype_of"]
 
 
 class UnitBuilder:
-    """Builds units, which know nothing of owners yet.
+    """Builds units, which have no owners of matrices yet.
 
     Args:
         spec: The states that rules keep.
         table: The parameters and their rules.
-        values: The options in words, for ranks that find they differ.
+        values: Describes the options in words, for ranks whose options differ.
     """
 
     def __init__(self, spec: OptimizerSpec, table: ParameterTable, values: GroupValues) -> None:
@@ -54,11 +54,11 @@ class UnitBuilder:
         """Build a unit; a collective of the ranks that hold its parameters.
 
         Args:
-            source: What the tensors store.
-            param_groups: All of the optimizer's.
+            source: Tells what the tensors store.
+            param_groups: All groups of the optimizer.
             tensors: Tensors of the step.
             positions: Positions of their groups at the time of the step.
-            groups: Those groups by position; None: as the tensors' contents have it.
+            groups: Those groups by position; None: the groups that the tensors' contents name.
 
         Raises:
             LayoutError: What the ranks hold does not fit together.
@@ -69,7 +69,7 @@ class UnitBuilder:
         entries: list[Entry] = []
 
         def look() -> list[Shard]:
-            # What the framework stores is checked here, and may be wrong on one rank alone.
+            # What the framework stores may be wrong on one rank alone; all ranks must hear of it.
             contents.extend(source.contents(tensor) for tensor in tensors)
             entries.extend(self.entries(contents))
             if self._spec.options.store_param_remainders:
@@ -83,9 +83,9 @@ class UnitBuilder:
         try:
             layout = Layout.share(look, ranks, source.replicated)
         except LayoutError:
-            # Raised on all ranks alike; options that differ cut parameters otherwise, and say more.
+            # All ranks raised. Differing options cut parameters differently, and their message says more.
             settings = self._values.in_words(dict(enumerate(param_groups)) if groups is None else groups)
-            refuse_difference([("", theirs) for theirs in gather_together(lambda: settings, ranks)])
+            refuse_difference([("", rank_settings) for rank_settings in gather_together(lambda: settings, ranks)])
             self._refuse_other_parameters(source, tensors, ranks)
             raise
         self._refuse_other_parameters(source, tensors, ranks)
@@ -101,10 +101,10 @@ class UnitBuilder:
     def imagine(
         self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]] | EvenCuts, replicated: bool
     ) -> StepUnit:
-        """The unit of ranks that need not exist, as the first of them would build it.
+        """Build the unit of ranks that need not exist, as the first of them would build it.
 
         Args:
-            param_groups: All of the optimizer's.
+            param_groups: All groups of the optimizer.
             ranks: What the tensors of each rank store; or that every parameter is cut evenly.
             replicated: See :class:`rankwise.layout.layout.Layout`.
         """
@@ -123,7 +123,7 @@ class UnitBuilder:
         return self.assemble(param_groups, [], ranks[0], positions, groups, cut[0], layout)
 
     def entries(self, contents: Sequence[TensorContents]) -> list[Entry]:
-        """The shards in tensors, with the rules they take."""
+        """Cut tensors into shards, with the rules they take."""
         return cut_into_entries(contents, self._table.infos, self._table.routes)
 
     def assemble(
@@ -139,25 +139,29 @@ class UnitBuilder:
     ) -> StepUnit:
         """Put a unit together; see :meth:`build`."""
         table = self._table
-        # Of groups whose tensors other ranks hold; parameters that were moved are registered with their group.
+        # Parameters of tensors on other ranks keep the groups they were registered with.
         position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
         names = {key: table.base_name(key) for key in layout.shapes}
         group_position = {
             key: _position(table.catalog[name][1], position_of, len(param_groups)) for key, name in names.items()
         }
-        # Of some groups this rank may hold nothing.
-        others = {position: param_groups[position] for position in set(group_position.values()) - set(groups)}
-        # A rank may hold nothing at all; it works on the type and device of the others all the same.
+        # This rank may hold nothing of some groups.
+        other_groups = {position: param_groups[position] for position in set(group_position.values()) - set(groups)}
+        # A rank that holds nothing works on the type and device of the others all the same.
         device, dtype = device_and_dtype(tensors or list(table.parameters.values()))
         spec = [self._states_of(entry.info, entry.route, groups[positions[entry.shard.tensor]]) for entry in entries]
         blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
         infos = {key: table.catalog[name][0] for key, name in names.items()}
         routes = {key: table.routes[name] for key, name in names.items()}
         key_tensors = {} if tensor_of is None else {key: tensor_of[name] for key, name in names.items()}
-        everywhere = {**others, **groups}
+        all_groups = {**other_groups, **groups}
         coded = {
-            key: [n for n, kept in self._states_of(infos[key], routes[key], everywhere[at]).items() if is_coded(kept)]
-            for key, at in group_position.items()
+            key: [
+                state
+                for state, stored_as in self._states_of(infos[key], routes[key], all_groups[place]).items()
+                if is_coded(stored_as)
+            ]
+            for key, place in group_position.items()
         }
         of_empty = self.states_of_empty(tensors, entries, tensor_of or {}, groups, positions)
         step_groups = self._spec.step_groups
@@ -166,17 +170,17 @@ class UnitBuilder:
         }
         for key, parts in blocks.items():
             for block in parts:
-                own = block.key(key)
-                infos[own], routes[own] = block_info(infos[key], block, own), routes[key]
-                group_position[own], step_group[own] = group_position[key], step_group[key]
+                block_key = block.key(key)
+                infos[block_key], routes[block_key] = block_info(infos[key], block, block_key), routes[key]
+                group_position[block_key], step_group[block_key] = group_position[key], step_group[key]
                 if tensor_of is not None:
-                    key_tensors[own] = key_tensors[key]
+                    key_tensors[block_key] = key_tensors[key]
             del infos[key], routes[key], group_position[key], step_group[key]
         return StepUnit(
             tensors=tensors,
             tensor_groups=[content.group for content in contents],
             positions=positions,
-            planned_groups={position: dict(group) for position, group in (others | dict(groups)).items()},
+            planned_groups={position: dict(group) for position, group in (other_groups | dict(groups)).items()},
             stored=layout,
             layout=in_blocks(layout, blocks),
             stored_entries=entries,
@@ -201,31 +205,31 @@ class UnitBuilder:
     def _refuse_other_parameters(
         self, source: LayoutSource, tensors: Sequence[Tensor], ranks: dist.ProcessGroup | None
     ) -> None:
-        """Say which parameters not all ranks have, where each must have a tensor of all; a collective then."""
+        """Refuse parameters that not all ranks have, where each must have a tensor of all; a collective then."""
         if not source.missing_alike:
             return
-        own = {str(source.name_of(tensor)): self._sign_of_copy(tensor) for tensor in tensors}
-        everyone = gather_together(lambda: own, ranks)
-        names = [set(theirs) for theirs in everyone]
+        signs = {str(source.name_of(tensor)): self._sign_of_copy(tensor) for tensor in tensors}
+        everyone = gather_together(lambda: signs, ranks)
+        names = [set(rank_signs) for rank_signs in everyone]
         odd = sorted(set().union(*names) - names[0].intersection(*names))
         if odd:
-            without = [rank for rank, theirs in enumerate(names) if odd[0] not in theirs]
+            without = [rank for rank, rank_signs in enumerate(names) if odd[0] not in rank_signs]
             raise LayoutError(
                 f"the optimizers of ranks {without} have no '{odd[0]}', which others have; build it from the same "
                 "parameters on all ranks that share a mesh"
             )
-        for name in own:
-            other = [rank for rank, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
-            if other:
+        for name in signs:
+            strays = [rank for rank, rank_signs in enumerate(everyone) if rank_signs[name] != everyone[0][name]]
+            if strays:
                 raise LayoutError(
-                    f"the parameter '{name}' is no DTensor, and its values on ranks {other} differ from those on the "
+                    f"the parameter '{name}' is no DTensor, and its values on ranks {strays} differ from those on the "
                     "first: it must be a copy on all ranks that share a mesh; broadcast it, or, if each rank has its "
                     "own (as with experts), make it a DTensor with Shard(0) on a mesh of these ranks"
                 )
         self._compared = True
 
     def _sign_of_copy(self, tensor: Tensor) -> str:
-        """What all ranks' copies have in common before the first step; "" for others."""
+        """Digest of a copy that all ranks must share before the first step; "" for other tensors."""
         if self._compared or is_sharded(tensor) or tensor.is_meta:
             return ""
         values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -239,17 +243,17 @@ class UnitBuilder:
         groups: Mapping[int, Mapping[str, Any]],
         positions: Sequence[int],
     ) -> dict[int, StateTypes]:
-        """What is kept of sharded tensors of which this rank has an empty part: all ranks have the same states."""
+        """States of sharded tensors of which this rank has an empty part: all ranks have the same states."""
         held = {entry.shard.tensor for entry in entries}
-        found = {}
+        states = {}
         for name, index in tensor_of.items():
             if index not in held and is_sharded(tensors[index]):
                 info, rule = self._table.catalog[name][0], self._table.routes[name].rule
-                found[index] = self._table.element_states(info, rule, groups[positions[index]])
-        return found
+                states[index] = self._table.element_states(info, rule, groups[positions[index]])
+        return states
 
     def _is_cut(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether the layout has blocks in a parameter's place; not if another rank stores it in another shape."""
+        """Whether the layout has a parameter's blocks in its place; not if another rank stores another shape."""
         table = self._table
         if name not in table.blocks or table.routes[name].rule != "matrix":
             return False
@@ -262,10 +266,10 @@ def _position(group: int, position_of: Mapping[int, int], count: int) -> int:
 
 
 def device_and_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:
-    """Where a step on tensors computes, and in which type.
+    """Device and type in which a step on tensors computes.
 
     Raises:
-        RuntimeError: They lie on several devices.
+        RuntimeError: The tensors lie on several devices.
     """
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
@@ -276,6 +280,6 @@ def device_and_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dty
 
 
 def dtype_of(tensors: Iterable[Tensor]) -> torch.dtype:
-    """In which type a step on tensors computes."""
+    """Type in which a step on tensors computes."""
     wide = (torch.float64, torch.complex128)
     return torch.float64 if any(tensor.dtype in wide for tensor in tensors) else torch.float32
