@@ -22,7 +22,7 @@ from rankwise.states.packed_states import PackedLayout, PackedValues, StateRun
 __all__ = ["CodesPlan", "ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
 
 StateTypes = Mapping[str, torch.dtype | None]
-"""Type of every element state by name, in codes or wider; None is that of the computation."""
+"""Type of every element state by name, in codes or wider; None means the type of the computation."""
 
 States = Mapping[Tensor, dict[str, Any]]
 """``Optimizer.state``: handed in at every call, because loading a checkpoint replaces it."""
@@ -33,11 +33,11 @@ class _Slot:
     """One state of one tensor: laid out as the tensor itself, or compact if only some of its entries keep it.
 
     Attributes:
-        dtype: Its type; of one that is packed, when it is opened.
+        dtype: Type of the state; of a packed state, its type when opened.
         compact_numel: Elements of a compact state, else None.
         numel: Elements of the state, compact or not.
-        offsets: Where the entries' parts begin, by their index.
-        packed: How it is kept in codes, or in several types; else None.
+        offsets: Offsets of the entries' parts, by the entries' index.
+        packed: Layout of a state that is kept in codes, or in several types; else None.
     """
 
     dtype: torch.dtype
@@ -48,8 +48,8 @@ class _Slot:
 
 
 def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[StateRun], kept: torch.dtype) -> _Slot:
-    """The slot of a state; of no run, of a type."""
-    # What is decided for a parameter is decided wherever it is stored: one tensor may keep several types.
+    """Make the slot of a state; ``kept`` is the type of a state without runs."""
+    # Types are chosen by parameter, so one tensor may keep several types.
     types = list(dict.fromkeys(run.dtype for run in runs)) or [kept]
     narrowest = min(types, key=lambda dtype: dtype.itemsize)
     packed = PackedLayout(narrowest, numel, runs) if len(types) > 1 or is_coded(narrowest) else None
@@ -58,11 +58,11 @@ def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[
 
 
 class EntryRuns(NamedTuple):
-    """Runs of entries.
+    """Where runs of entries lie.
 
     Attributes:
-        tensors: Tensors of the unit, those that have any, in the order of the runs.
-        runs: In them.
+        tensors: Indices in the unit of the tensors that have runs, in the order of the runs.
+        runs: The runs in these tensors.
     """
 
     tensors: tuple[int, ...]
@@ -70,12 +70,12 @@ class EntryRuns(NamedTuple):
 
 
 class _StateRuns(NamedTuple):
-    """Runs of entries in a state.
+    """Where runs of entries lie in a state.
 
     Attributes:
-        tensors: Tensors of the unit, those that have any, in the order of the runs; one of several types may repeat.
-        types: As which type the packed ones are seen; None: they are not packed.
-        runs: In them.
+        tensors: Indices in the unit of the tensors that have runs, in their order; one of several types may repeat.
+        types: Types as which packed states are viewed; None where a state is not packed.
+        runs: The runs in these tensors.
     """
 
     tensors: tuple[int, ...]
@@ -84,12 +84,12 @@ class _StateRuns(NamedTuple):
 
 
 class CodesPlan(NamedTuple):
-    """Where the codes and exponents of parts of entries lie, in their order.
+    """Where the codes and exponents of parts of entries lie, in the order of the parts.
 
     Attributes:
-        tensors: Tensors of the unit, those that have any, in the order of the parts.
+        tensors: Indices in the unit of the tensors that have parts.
         codes: Index of every code in those states.
-        exponents: Index of every exponent in them.
+        exponents: Index of every exponent in those states.
     """
 
     tensors: tuple[int, ...]
@@ -105,23 +105,23 @@ def _runs_of_entries(
     """Plan views of entries.
 
     Args:
-        entries: In the order of the views.
-        first: Where the run of one begins in its flat tensor.
-        kind: The type that the tensor has where it begins there, if it has several.
+        entries: Entries in the order of the views.
+        first: Gives the element of its flat tensor at which an entry begins.
+        kind: Gives the type of a tensor at an entry, if the tensor has several.
     """
     tensors: list[tuple[int, torch.dtype | None]] = []
     places: list[list[RunPlace]] = []
     for entry in entries:
-        shard, own = entry.shard, kind(entry)
-        if not tensors or tensors[-1] != (shard.tensor, own):
-            tensors.append((shard.tensor, own))
+        shard, dtype = entry.shard, kind(entry)
+        if not tensors or tensors[-1] != (shard.tensor, dtype):
+            tensors.append((shard.tensor, dtype))
             places.append([])
         places[-1].append(RunPlace(first(entry), shard.numel, shard.spread))
-    return _StateRuns(tuple(at for at, _ in tensors), tuple(own for _, own in tensors), RunPlan(places))
+    return _StateRuns(tuple(tensor for tensor, _ in tensors), tuple(dtype for _, dtype in tensors), RunPlan(places))
 
 
 def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
-    """Where entries lie in weights and gradients."""
+    """Plan views of entries in weights and gradients."""
     planned = _runs_of_entries(entries, lambda entry: entry.shard.offset)
     return EntryRuns(planned.tensors, planned.runs)
 
@@ -131,10 +131,10 @@ class ElementStates:
 
     Args:
         tensors: The tensors of the unit.
-        entries: Its entries.
+        entries: The entries of the unit.
         spec: For every entry, the states its rule keeps.
         dtype: Type of the computation.
-        of_empty: The states that sharded tensors have of which this rank holds an empty part, by their index.
+        of_empty: States of the sharded tensors of which this rank holds an empty part, by index of the tensor.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ElementStates:
         self._by_tensor: list[list[Entry]] = [[] for _ in tensors]
         for entry in entries:
             self._by_tensor[entry.shard.tensor].append(entry)
-        # By tensor, and by name of the state.
+        # By index of the tensor, and by name of the state.
         self._slots: list[dict[str, _Slot]] = [{} for _ in tensors]
         self._dtype = dtype
         for index, stored in enumerate(self._by_tensor):
@@ -177,7 +177,7 @@ class ElementStates:
         return _slot(position if compact else full, compact, offsets, runs, self._dtype)
 
     def views(self, states: States, name: str, entries: Iterable[Entry]) -> RunViews:
-        """Views of a state on some entries that keep it in no codes, see :class:`RunPlan`; allocated on first use."""
+        """Views of a state that some entries keep in no codes, see :class:`RunPlan`; allocated on first use."""
         if isinstance(entries, PlannedEntries):
             planned = entries.once(("state", name), partial(self._plan, name))
         else:
@@ -199,11 +199,11 @@ class ElementStates:
         return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
 
     def type_of(self, name: str, entry: Entry) -> torch.dtype:
-        """In which type a stored entry keeps a state: that of the codes, where it is kept in codes."""
+        """Type in which a stored entry keeps a state: that of the codes, where it is kept in codes."""
         return self._spec[entry.index][name] or self._dtype
 
     def type_now(self, name: str, entry: Entry, state: Tensor) -> torch.dtype:
-        """In which type a stored entry's part of a state is at the moment: it may be opened."""
+        """Type of a stored entry's part of a state at the moment: the state may be opened."""
         packed = self._slots[entry.shard.tensor][name].packed
         return self.type_of(name, entry) if packed is not None and packed.fits(state) else state.dtype
 
@@ -213,11 +213,11 @@ class ElementStates:
         return plan.codes.cut(kept), plan.exponents.cut([state.view(torch.int8) for state in kept])
 
     def plan_codes(self, name: str, parts: Iterable[tuple[Entry, slice]]) -> CodesPlan:
-        """Where codes and exponents of parts of stored entries lie.
+        """Find the codes and exponents of parts of stored entries.
 
         Args:
             name: Name of the state.
-            parts: In the order of the tensors; each begins with a block, or where its entry does.
+            parts: Parts in the order of the tensors; each begins with a block, or where its entry does.
         """
         tensors: list[int] = []
         codes: list[list[RunPlace]] = []
@@ -237,7 +237,7 @@ class ElementStates:
         return CodesPlan(tuple(tensors), RunPlan(codes), RunPlan(exponents))
 
     def allocate(self, states: States, index: int) -> None:
-        """Make the states of one tensor that it does not have yet, each in the form that steps change."""
+        """Make the states that one tensor does not have yet, in the form that steps change."""
         for name, slot in self._slots[index].items():
             if slot.packed is None:
                 self._stored(states, index, name, slot)
@@ -251,7 +251,7 @@ class ElementStates:
                 self.allocate(states, index)
 
     def opened(self, index: int, name: str, state: Any) -> Any:
-        """A state of one tensor as it is when opened, which itself stays as it is."""
+        """A copy of a state of one tensor in its opened form."""
         packed = self._layout_of(index, name, state)
         if packed is None:
             return state
@@ -259,19 +259,19 @@ class ElementStates:
         return sharded_like(owner, packed.opened(state, self._local_shape(owner, self._slots[index][name])))
 
     def _layout_of(self, index: int, name: str, state: Any) -> PackedLayout | None:
-        """How a state of one tensor is packed; None where it is not, or not any more."""
+        """The layout of a packed state of one tensor; None where it is not packed, or not any more."""
         slot = self._slots[index].get(name)
         packed = None if slot is None else slot.packed
         return packed if packed is not None and isinstance(state, Tensor) and packed.fits(state) else None
 
     def taken(self, index: int, name: str, state: Tensor, layout: PackedLayout) -> Tensor:
-        """A state that another optimizer has packed, of as many elements, in the form in which this one keeps it.
+        """Convert a state that another optimizer has packed to the form in which this one keeps it.
 
         Args:
             index: Index of the tensor.
             name: Name of the state.
-            state: As it was packed; it stays so.
-            layout: How.
+            state: The packed state, of as many elements; it stays as it is.
+            layout: Layout of the packed state.
         """
         owner, slot = self._tensors[index], self._slots[index].get(name)
         if slot is None:
@@ -283,7 +283,7 @@ class ElementStates:
         return slot.packed.packed_again(state, layout, owner.device)
 
     def flat(self, states: States, index: int, name: str) -> Tensor | None:
-        """A state of one tensor in a row, allocated on first use; None if the tensor keeps no such state."""
+        """A state of one tensor in one dimension, allocated on first use; None if the tensor keeps no such state."""
         return self._flat(states, index, name) if name in self._slots[index] else None
 
     def _flat(self, states: States, index: int, name: str) -> Tensor:
@@ -297,24 +297,24 @@ class ElementStates:
         return first + entry.shard.offset - stored.shard.offset
 
     def refuse_unfit(self, states: States, index: int, what: str, fix: str) -> None:
-        """Refuse states that users have put in the place of others and no step can go on with.
+        """Refuse states that users have replaced by something that no step can use.
 
         Args:
-            states: The optimizer's.
-            index: A tensor of the unit.
-            what: The subject of the message, but for the state's name.
+            states: The optimizer's state.
+            index: Index of a tensor of the unit.
+            what: Subject of the message, with a placeholder for the state's name.
             fix: What else helps.
 
         Raises:
-            RuntimeError: One is no tensor, or has another shape.
+            RuntimeError: A state is no tensor, or has another shape.
         """
-        owner, own = self._tensors[index], states[self._tensors[index]]
+        owner, kept = self._tensors[index], states[self._tensors[index]]
         for name, slot in self._slots[index].items():
-            if name not in own:
+            if name not in kept:
                 continue
-            state = own[name]
+            state = kept[name]
             if not isinstance(state, Tensor):
-                found = "is no tensor"
+                fault = "is no tensor"
             elif slot.packed is not None and slot.packed.fits(state):
                 continue
             else:
@@ -322,22 +322,22 @@ class ElementStates:
                 shapes = (self._local_shape(owner, slot), (slot.numel,))
                 if tuple(local.shape) in shapes and not is_coded(local.dtype):
                     continue
-                found = f"has the shape {tuple(local.shape)}"
+                fault = f"has the shape {tuple(local.shape)}"
             raise RuntimeError(
-                f"{what.format(name)} {found}, but must have {self._shape(owner, slot)}: it was replaced since the "
+                f"{what.format(name)} {fault}, but must have {self._shape(owner, slot)}: it was replaced since the "
                 f"optimizer was built; put the state of that shape back, or, {fix}"
             )
 
     def lay_in_rows(self, states: States, index: int) -> None:
-        """Lay states in a row that users have put there in another order of memory, as :meth:`views` expects them."""
-        own = states[self._tensors[index]]
+        """Make states contiguous, as :meth:`views` expects them; users may have put others there."""
+        kept = states[self._tensors[index]]
         for name in self._slots[index]:
-            state = own.get(name)
+            state = kept.get(name)
             if state is not None and type(state) in PLAIN and not state.is_contiguous():
-                own[name] = state.contiguous()
+                kept[name] = state.contiguous()
 
     def _stored(self, states: States, index: int, name: str, slot: _Slot) -> Tensor:
-        """This rank's part of a state."""
+        """This rank's part of a state, allocated on first use."""
         owner = self._tensors[index]
         state = states[owner]
         stored: Tensor | None = state.get(name)
@@ -352,13 +352,13 @@ class ElementStates:
             local = self._as_planned(local, owner, name, slot)
             state[name] = sharded_like(owner, local)
         elif cut and not local.is_contiguous():
-            # As a checkpoint may have left a part of rows.
+            # A checkpoint may have left a part of rows.
             local = local.contiguous()
             state[name] = sharded_like(owner, local)
         return local
 
     def _as_planned(self, stored: Tensor, owner: Tensor, name: str, slot: _Slot) -> Tensor:
-        """A packed state, of a checkpoint, or of before the model was brought to another type."""
+        """Convert a packed state from a checkpoint, or from before the model was brought to another type."""
         refuse_capture(owner.device, "the first step with states of another type")
         if slot.packed is not None and slot.packed.fits(stored):
             stored = slot.packed.opened(stored, self._local_shape(owner, slot))
@@ -382,7 +382,7 @@ class ElementStates:
         return kept
 
     def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
-        # Codes that are not of this layout mean nothing.
+        # Codes of another layout cannot be read.
         if state.numel() != slot.numel or is_coded(state.dtype):
             raise RuntimeError(
                 f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
@@ -399,17 +399,17 @@ class ElementStates:
         return tuple(real_view(owner).shape) if slot.compact_numel is None else (slot.compact_numel,)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every state of one tensor."""
+        """Shapes of all states of one tensor."""
         owner = self._tensors[index]
         return {name: self._shape(owner, slot) for name, slot in self._slots[index].items()}
 
     def offset(self, name: str, entry: Entry) -> int | None:
-        """Where the entry's part of an opened state begins; None if its rule keeps no such state."""
+        """Offset of an entry's part of an opened state; None if its rule keeps no such state."""
         slot = self._slots[entry.shard.tensor].get(name)
         return None if slot is None else slot.offsets.get(entry.index)
 
     def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
-        """The entries in one tensor with what their states are to be written into; packed ones stay so."""
+        """The entries in one tensor with the memory that their states are to be written to; packed ones stay packed."""
         return [
             (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
@@ -423,37 +423,37 @@ class ElementStates:
         return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
 
     def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
-        """The entries in one tensor with views of their states, opened, allocated if they were not."""
+        """The entries in one tensor with views of their opened states, which are allocated if need be."""
         return [
             (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
         ]
 
     def _open_view(self, states: States, name: str, entry: Entry) -> Tensor:
-        """A view of a stored entry's part of a state that is, and stays, opened until the next step."""
+        """A view of a stored entry's part of a state, which stays opened until the next step."""
         offset = self._slots[entry.shard.tensor][name].offsets[entry.index]
         return self._flat(states, entry.shard.tensor, name)[offset : offset + entry.shard.numel]
 
     def of_parameter(self, states: States, index: int, name: str, state: str) -> list[tuple[int, Tensor]]:
-        """First elements of the runs of one parameter in one tensor, with views of a state its rule keeps."""
-        found = []
+        """First element and view of the state, for each run of one parameter in one tensor."""
+        runs = []
         for entry in self._by_tensor[index]:
             if entry.info.name == name:
                 # A matrix of a stack counts from its own first element.
                 before = 0 if entry.key == name else int(entry.key[len(name) + 1 : -1]) * prod(entry.shard.shape)
-                found.append((before + entry.shard.start, self._open_view(states, state, entry)))
-        return found
+                runs.append((before + entry.shard.start, self._open_view(states, state, entry)))
+        return runs
 
     def record(self, held: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """What one tensor and its states store, in plain data.
+        """Describe what one tensor and its states store, in plain data.
 
         Args:
             held: The states, by name.
             index: Index of the tensor.
 
         Returns:
-            ``runs``, with key, shape, start, end and offset of each; ``states``, with the offsets of the runs' parts by
-            name, see :meth:`offset`; and of those that are packed ``packed``, see :meth:`PackedLayout.record`.
+            ``runs`` has key, shape, start, end and offset of each run; ``states`` the offsets of the runs' parts by
+            name, see :meth:`offset`; ``packed`` the packed states, see :meth:`PackedLayout.record`.
         """
         entries, owner = self._by_tensor[index], self._tensors[index]
         shards = [entry.shard for entry in entries]

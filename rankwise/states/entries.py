@@ -1,4 +1,4 @@
-"""The shards of a step with the rules they take."""
+"""The shards of a step, with the rules that their parameters take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Entry", "PlannedEntries", "cut_into_entries", "entries_of_blocks"]
 
 T = TypeVar("T")
 
-# Sets of entries whose gradients come and go are many.
+# Sets of entries that have gradients can differ at every step; the answers kept for them are bounded.
 _MOST_ANSWERS = 4096
 
 
@@ -24,11 +24,11 @@ class Entry:
     """A local shard with the rule its parameter takes.
 
     Attributes:
-        index: Among the entries of the unit.
-        shard: Where it lies.
-        info: Info of the parameter, or of the block of it.
-        route: The rule.
-        stored: The entry that keeps its states, of which it is a piece; None where it is that entry itself.
+        index: Index among the entries of the unit.
+        shard: Where the shard lies.
+        info: Description of the parameter, or of its block.
+        route: The rule that it takes.
+        stored: The entry that keeps the states, of which this one is a piece; None where this one keeps them.
     """
 
     index: int
@@ -44,10 +44,10 @@ class Entry:
 
 
 class PlannedEntries(tuple[Entry, ...]):
-    """Entries of a unit that are stepped together, and what has been worked out for them; lives as long as the unit.
+    """Entries of a unit that are stepped together, with results that depend on them alone; lives as long as the unit.
 
     Args:
-        entries: In storage order.
+        entries: Entries in storage order.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -58,21 +58,21 @@ class PlannedEntries(tuple[Entry, ...]):
         return tuple, (tuple(self),)
 
     def once(self, what: Hashable, plan: Callable[[PlannedEntries], T]) -> T:
-        """What follows from the entries alone: worked out when it is first asked for.
+        """Return a result that depends on the entries alone; it is computed when it is first asked for.
 
         Args:
-            what: Another one for every question.
-            plan: Answers it, given the entries.
+            what: Key of the result.
+            plan: Computes it from the entries.
         """
         if what not in self._planned:
             if len(self._planned) >= _MOST_ANSWERS:
                 self._planned.clear()
             self._planned[what] = plan(self)
-        found: T = self._planned[what]
-        return found
+        result: T = self._planned[what]
+        return result
 
     def only(self, places: Sequence[int]) -> PlannedEntries:
-        """Some of them, by their places; the same object every time."""
+        """Select entries by their indices; the result is the same object every time."""
         return self.once(("only", *places), lambda entries: PlannedEntries(entries[place] for place in places))
 
 
@@ -84,7 +84,7 @@ def cut_into_entries(
     Args:
         contents: What each tensor of the step stores.
         infos: The parameters by name.
-        routes: Their rules.
+        routes: Rules of the parameters by name.
 
     Returns:
         The entries in storage order.
@@ -104,13 +104,13 @@ def entries_of_blocks(
     infos: Mapping[str, ParameterInfo],
     routes: Mapping[str, Route],
 ) -> list[Entry]:
-    """The entries that matrix rules see: pieces of blocks where weights are fused; the same list where none is.
+    """Cut entries into the pieces of blocks that matrix rules see; the same list where no weight is fused.
 
     Args:
-        stored: The entries as states are kept for them.
+        stored: Entries that keep states.
         blocks: Blocks of fused weights, by key.
-        infos: What is known of every parameter and block, by the keys of blocks.
-        routes: Routes of everything, by the same keys.
+        infos: Descriptions of parameters and blocks, by key.
+        routes: Rules of parameters and blocks, by key.
     """
     if not blocks:
         return stored

@@ -1,4 +1,4 @@
-"""Parameters as users give them: refused where one stands twice, before anything is made of them."""
+"""Refuses parameters that are given twice, before anything is made of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def refuse_given_twice(owner: str, group: dict[str, Any], others: Sequence[Mappi
     torch warns of the first, names no parameter of the second, and would step the tensor twice.
 
     Args:
-        owner: Owner of the message: the optimizer.
+        owner: Name of the optimizer, for the message.
         group: A group that is to be added; its parameters become a list.
         others: The groups before it.
 
     Raises:
-        OptionError: Names both places.
+        OptionError: A tensor is given twice; the message names both places.
     """
     given = group.get("params")
     if isinstance(given, Tensor) or not isinstance(given, Iterable) or isinstance(given, set | str):
@@ -42,7 +42,7 @@ def refuse_given_twice(owner: str, group: dict[str, Any], others: Sequence[Mappi
 
 
 def _named(group: Mapping[str, Any], position: int) -> Iterator[tuple[int, str]]:
-    """Parameters of a group by their identity, and what to call them."""
+    """Identities of a group's parameters, and what messages call them."""
     names = group.get("param_names") or ()
     for place, given in enumerate(group["params"]):
         name, tensor = given if isinstance(given, tuple) and len(given) == 2 else (None, given)

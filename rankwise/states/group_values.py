@@ -1,4 +1,4 @@
-"""Values of the param groups' options: judged when a group is added, and when somebody has written into one."""
+"""Values of the param groups' options: checked when a group is added, and when somebody has changed one."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ __all__ = ["GroupValues"]
 
 logger = logging.getLogger(__name__)
 _SMALLEST = torch.finfo(torch.float32).tiny
-_RECORD = "rankwise"  # What :mod:`rankwise.saving.states_by_parameter` keeps there.
+_RECORD = "rankwise"  # The key at which :mod:`rankwise.saving.states_by_parameter` keeps its record.
 # Schedulers' and frameworks' own keys of a param group that are spelt much like options.
 _KEYS_OF_OTHERS = frozenset(
     {"max_momentum", "base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name", "lr_mult", "wd_mult"}
 )
-# Of schedules that change more than rates, such as OneCycleLR.
+# Schedules that change more than rates, such as OneCycleLR, make new values at every step.
 _MOST_ACCEPTED = 64
 
 
 class GroupValues:
-    """Judges what param groups set.
+    """Checks the options that param groups set.
 
     Args:
         spec: The optimizer's options, and which of them groups may set.
-        defaults: The optimizer's, by name, for groups that do not say otherwise.
+        defaults: The optimizer's options by name, for groups that do not set them.
     """
 
     def __init__(self, spec: OptimizerSpec, defaults: Mapping[str, Any]) -> None:
         self._spec = spec
         self._defaults = defaults
-        # Without their rates.
+        # Values of groups without their rates.
         self._accepted: set[tuple[Any, ...]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Values that cannot be compared are known by their place in memory.
+        # A copy accepts nothing yet: some values are compared by their address in memory.
         return type(self), (self._spec, self._defaults)
 
     def accept(self, group: Mapping[str, Any]) -> None:
-        """Take the present values of a group for valid."""
+        """Accept the present values of a group as valid."""
         self._accepted.add(self._values_of(group))
 
     def validate(self, group: MutableMapping[str, Any], rate_too: bool = True) -> None:
-        """Judge a group as the constructor judges its options, and keep its values as the constructor keeps them.
+        """Check a group as the constructor checks its options, and convert its values as the constructor does.
 
         Args:
             group: The group.
-            rate_too: Whether its rate is an option, not what a schedule says: a tensor perhaps, which would be read.
+            rate_too: Whether to check the rate; a schedule may have made it a tensor, which would have to be read.
 
         Raises:
             OptionError: A value is outside its range, nothing reads a key, or it must be alike in all groups.
@@ -71,7 +71,7 @@ class GroupValues:
                 "first-order rule), false (the matrix rule) or absent; write it without quotes"
             )
         values = {name: getattr(options, name) for name in options.names()}
-        # Those of the class: what a backend does not read is for the options to refuse, with the reason.
+        # The options refuse what a backend does not read, with the reason.
         variable = [name for name in options.per_group() if name in group and (rate_too or name != "lr")]
         values.update({name: group[name] for name in variable})
         if not rate_too:
@@ -87,10 +87,10 @@ class GroupValues:
                 )
 
     def refuse_without_peak(self, group: Mapping[str, Any]) -> None:
-        """Refuse a group whose decay would be a share of nothing.
+        """Refuse a rate of 0 where decay is a share of the first rate.
 
         Raises:
-            OptionError: Its rate is 0, and decay does not follow the schedule.
+            OptionError: The group's rate is 0, and decay does not follow the schedule.
         """
         if self._spec.step_groups.independent and not peak_of(group):
             raise OptionError(
@@ -99,7 +99,7 @@ class GroupValues:
             )
 
     def warn_of_tiny(self) -> None:
-        """Say so where an option is nothing in the type of the computation."""
+        """Warn of an option that is 0 in the type of the computation."""
         for key in ("eps", "graft_eps"):
             value = getattr(self._spec.options, key, 1.0)
             if value < _SMALLEST:
@@ -122,17 +122,17 @@ class GroupValues:
             near = nearest(key, valid, OPTION_WORDS, cutoff=0.8)
             hint = f"did you mean '{near}'?" if near else "remove it"
             if key in elsewhere and near is None:
-                own = key in LEFT_OVER or any(option in valid for option, _ in ADVICE.get(key, ()))
-                hint = hint_for(key, valid) if own else f"remove it; groups may set {', '.join(spec.group_options)}"
+                advised = key in LEFT_OVER or any(option in valid for option, _ in ADVICE.get(key, ()))
+                hint = hint_for(key, valid) if advised else f"remove it; groups may set {', '.join(spec.group_options)}"
             if near is not None or key in elsewhere:
                 raise OptionError(
                     f"{spec.name}: {key}={shown(group[key])} in a param group is invalid: nothing reads it; {hint}"
                 )
 
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Judge what was written into living groups: half a step may be done before it is met.
+        """Check what was written into living groups, before a step changes anything.
 
-        The rate alone is left to schedules, as in torch.
+        The rate may be anything that torch allows.
 
         Raises:
             OptionError: A value is outside its range, or may not change any more.
@@ -150,7 +150,7 @@ class GroupValues:
             self._accepted.add(self._values_of(group))
 
     def _refuse_no_rate(self, position: int, group: Mapping[str, Any]) -> None:
-        """Refuse what is no single number, without reading a tensor."""
+        """Refuse a rate that is no single number, without reading a tensor."""
         self.refuse_incomplete(position, group)
         lr = plain_number(group.get("lr", 0.0))
         if isinstance(lr, bool) or not (lr.numel() == 1 if isinstance(lr, Tensor) else isinstance(lr, int | float)):
@@ -171,11 +171,11 @@ class GroupValues:
         """Refuse another value of an option that states depend on.
 
         Args:
-            name: The option.
+            name: Name of the option.
             position: Position of the group that sets it.
-            old: What it was.
-            new: What it is.
-            key: The parameter that has been stepped with it; empty if it is the optimizer.
+            old: Value of the option before.
+            new: Present value of the option.
+            key: Parameter that has been stepped with the old value; empty if the optimizer was built with it.
         """
         if old != new:
             what = (
@@ -199,27 +199,27 @@ class GroupValues:
     def completed(
         self, groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Groups of a dictionary, with the present values of what their version did not have."""
+        """Saved groups, completed by the present values of options that their version did not have."""
         return [
             {**theirs, **{name: group[name] for name in self._defaults if name in group and name not in theirs}}
             for group, theirs in zip(groups, saved, strict=True)
         ]
 
     def in_words(self, groups: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-        """The options, and those of param groups by their position."""
+        """Describe the options, and those of param groups by their position."""
         options = self._spec.options
         shared = set(options.names()).difference(self._spec.group_options, ("lr",))
-        found = {name: getattr(options, name) for name in sorted(shared)}
+        values = {name: getattr(options, name) for name in sorted(shared)}
         for position, group in groups.items():
             names = [name for name in (*self._defaults, "fallback") if name in group]
-            found.update({f"param group {position}: {name}": group[name] for name in names})
-        # A tensor's text names its device, and would have to be waited for.
-        return {name: repr(value) for name, value in found.items() if not isinstance(value, Tensor)}
+            values.update({f"param group {position}: {name}": group[name] for name in names})
+        # The text of a tensor names its device, and would have to be waited for.
+        return {name: repr(value) for name, value in values.items() if not isinstance(value, Tensor)}
 
     def _values_of(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a group sets besides its rate, and its keys: nothing may read one of them."""
+        """Keys of a group and all its values but the rate; a new key may be one that nothing reads."""
         names = (*self._spec.group_options, "fallback")
-        # The record alone comes by itself, with the first step.
+        # The first step adds the record by itself.
         keys = tuple(key for key in group if key != _RECORD)
         return keys, *(_comparable(group.get(name)) for name in names if name != "lr")
 
@@ -227,13 +227,13 @@ class GroupValues:
 @cache
 def _options_of_torch() -> frozenset[str]:
     """The keywords of torch.optim's classes."""
-    classes = [found for found in vars(torch.optim).values() if isinstance(found, type)]
-    ours = [found for found in classes if issubclass(found, torch.optim.Optimizer)]
-    return frozenset(key for found in ours for key in inspect.signature(found).parameters)
+    classes = [member for member in vars(torch.optim).values() if isinstance(member, type)]
+    optimizers = [member for member in classes if issubclass(member, torch.optim.Optimizer)]
+    return frozenset(key for member in optimizers for key in inspect.signature(member).parameters)
 
 
 def _comparable(value: Any) -> Any:
-    """To tell one value of an option from another, without reading a device's."""
+    """Make a value of an option comparable, without reading tensors on a device."""
     if isinstance(value, list | tuple):
         return tuple(map(_comparable, value))
     return value if isinstance(value, bool | int | float | str | None) else id(value)

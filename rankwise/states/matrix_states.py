@@ -15,10 +15,10 @@ _NOBODY: Mapping[tuple[str, str], int] = {}
 
 
 class MatrixStates(dict[str, MatrixState]):
-    """States in use by key; beside them those loaded from a checkpoint whose matrix has not been stepped since.
+    """States in use by key, and those loaded from a checkpoint whose matrix has not been stepped since.
 
     Attributes:
-        loaded: States nobody has asked for yet. Only stepping shows which matrices this rank owns.
+        loaded: States that no step has used yet. Only stepping shows which matrices this rank owns.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class MatrixStates(dict[str, MatrixState]):
         self._before: dict[str, MatrixState] | None = None
 
     def obtain(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
-        """An owned matrix's states: those in use, else those loaded, else fresh ones."""
+        """Return an owned matrix's states: those in use, else those loaded, else fresh ones."""
         state = self.take_up(key, initial)
         if self._before is not None and key not in self._before:
             self._before[key] = {name: value.clone() for name, value in state.items()}
         return state
 
     def take_up(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
-        """The same before a step, which is not watched yet."""
+        """Return the states as :meth:`obtain` does, before a step whose changes are watched."""
         state = self.get(key)
         if state is None:
             state = initial()
@@ -47,7 +47,7 @@ class MatrixStates(dict[str, MatrixState]):
 
     @contextmanager
     def watched(self) -> Iterator[dict[str, MatrixState]]:
-        """Copies of the states that are asked for in the body, as they were then."""
+        """Collect copies of the states that are asked for in the context, as they are when first asked for."""
         self._before = {}
         try:
             yield self._before
@@ -55,7 +55,7 @@ class MatrixStates(dict[str, MatrixState]):
             self._before = None
 
     def load(self, states: Mapping[str, MatrixState]) -> None:
-        """Replace everything by states to be taken up when their matrices are stepped."""
+        """Replace all states; the new ones are used when their matrices are stepped."""
         self.clear()
         self.loaded = dict(states)
 
@@ -65,9 +65,9 @@ class MatrixStates(dict[str, MatrixState]):
         """Drop states of matrices that another rank owns: they would only take memory and go stale.
 
         Args:
-            owners: Rank by matrix.
-            rank: This one.
-            keepers: Who keeps a state in its owner's place, by the matrix and the state's name.
+            owners: Owner ranks of the matrices.
+            rank: This rank.
+            keepers: Ranks that keep a state in its owner's place, by (matrix, state).
         """
         if self or self.loaded:
             for key, owner in owners.items():
@@ -78,7 +78,7 @@ class MatrixStates(dict[str, MatrixState]):
                             states[key] = kept
 
     def everything(self) -> dict[str, MatrixState]:
-        """What a checkpoint takes: states in use and loaded ones."""
+        """States for a checkpoint: those in use and loaded ones."""
         return {**self.loaded, **self}
 
     def drop(self, keys: Iterable[str]) -> None:
@@ -92,24 +92,24 @@ class MatrixStates(dict[str, MatrixState]):
         self.load({})
 
     def bytes_of(self, key: str) -> int:
-        """Memory of the states in use of one matrix."""
+        """Bytes of the states in use of one matrix."""
         return sum(value.nbytes for value in self.get(key, {}).values())
 
     @property
     def nbytes(self) -> int:
-        """Memory of all states in use."""
+        """Bytes of all states in use."""
         return sum(map(self.bytes_of, self))
 
 
 def kept_by(
     keepers: Mapping[Any, int], rank: int, states: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Which of some states a rank keeps for their owners.
+    """States that a rank keeps for their owners.
 
     Args:
-        keepers: Ranks by the matrix and the state's name; other keys say nothing.
-        rank: One of them.
-        states: By matrix.
+        keepers: Ranks by (matrix, state); other keys are ignored.
+        rank: The rank.
+        states: States by matrix and name.
     """
     return ((key, name) for key, state in states.items() for name in state if keepers.get((key, name)) == rank)
 

@@ -22,53 +22,53 @@ from rankwise.states.step_groups import StepGroups
 __all__ = ["OptimizerSpec"]
 
 FEWEST_CODED = 4096
-"""Elements of a parameter from which on its states are kept in codes: those of smaller ones weigh nothing."""
+"""Elements that a parameter must have for its states to be kept in codes; smaller ones take little memory."""
 
 
 class OptimizerSpec(ABC):
-    """Routes and states of parameters by the options alone: nothing here changes while an optimizer lives.
+    """Routes and states of parameters by the options alone; nothing here changes while an optimizer lives.
 
     Args:
-        kind: The optimizer's class, for checkpoints.
-        options: Its options.
+        kind: Name of the optimizer's class, for checkpoints.
+        options: The optimizer's options.
 
     Attributes:
         name: What messages call the optimizer: the name that the user chose it by, or its class.
         group_options: Options that may differ between param groups.
         structural_options: Keys of a param group on which routes and shapes of states depend.
-        constant_options: Those that no group may set otherwise than the constructor.
-        step_groups: Makes what steps read of param groups.
+        constant_options: Options that no group may set otherwise than the constructor.
+        step_groups: Makes the views of param groups that steps read.
         capturable: Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights.
     """
 
     idle_advice: ClassVar[Mapping[str, str]] = {}
-    """What else helps where nothing takes the optimizer's own rule, by a part of the reason for it."""
+    """Advice for an optimizer whose own rule nothing takes, by a part of the reason for it."""
     matrix_state_names: ClassVar[tuple[str, ...]] = ()
     """Names of the states that an owner keeps of a matrix."""
     counted_states: ClassVar[tuple[str, ...]] = ()
-    """The matrix states that the host works with; they lie in its memory, unless the optimizer is capturable."""
+    """Matrix states that the host works with; they lie in its memory, unless the optimizer is capturable."""
     compared_options: ClassVar[tuple[str, ...]] = ()
-    """Options under which a state of the same name and shape is another one."""
+    """Options that change the meaning of a state of the same name and shape."""
     optional_states: ClassVar[tuple[str, ...]] = ()
     """Element states that a parameter may have been stepped without."""
     health_means: ClassVar[tuple[str, ...]] = ()
     """Metrics of the optimizer's health beyond the common ones, reported as means."""
     health_totals: ClassVar[tuple[str, ...]] = ()
-    """The same, reported as totals over ranks."""
+    """Metrics of the optimizer's health beyond the common ones, reported as totals over ranks."""
     product_option: ClassVar[str] = ""
     """The option that names the type of the rule's matrix products, or leaves it to the machine."""
     owns_blocks: ClassVar[bool] = False
     """Whether the blocks of a fused weight are matrices with owners of their own."""
     block_states: ClassVar[tuple[str, ...]] = ()
-    """Where they have none of their own: the states of a matrix of which each block has one, ``name[block]``."""
+    """Matrix states of which each block of a fused weight has one, ``name[block]``, where blocks have no owners."""
     codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": ROOT}
-    """What "int8" is for element states of which it is something else than signed codes."""
+    """Types of codes that "int8" means, for element states that have other ones than signed codes."""
     slow_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
-    """How the names of element states begin that decay by less than half a digit a step."""
+    """Prefixes of the names of element states that decay by less than half a digit a step."""
     always_coded: ClassVar[tuple[str, ...]] = ()
-    """Element states in codes for small parameters, too."""
+    """Element states that are kept in codes for small parameters, too."""
     sums_cover_fallback: ClassVar[bool] = False
-    """Whether per-parameter sums are taken over parameters on the fallback too."""
+    """Whether per-parameter sums are also taken over parameters on the fallback."""
 
     def __init__(self, kind: str, options: Options) -> None:
         self.kind, self.name = kind, called_or(kind)
@@ -81,27 +81,27 @@ class OptimizerSpec(ABC):
 
     @property
     def identity(self) -> str:
-        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        """Class and structural choices of the optimizer; states of a checkpoint fit if they agree."""
         values = {name: getattr(self.options, name) for name in self.compared_options}
         defaults = self.options.table()
         return "-".join([self.family, *(f"{n}={v}" for n, v in values.items() if v != defaults[n].default)])
 
     @property
     def family(self) -> str:
-        """The optimizer, and the choice that decides which states it has."""
+        """Class of the optimizer, and the choice that decides which states it has."""
         return self.kind
 
     @property
     @abstractmethod
     def policy(self) -> RoutingPolicy:
-        """Which parameters take the matrix rule."""
+        """Tells which parameters take the matrix rule."""
 
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
-        """Last word on a parameter's route."""
+        """Change a parameter's route, after everything else was considered."""
         return chosen
 
     def splits(self, info: ParameterInfo) -> bool:
-        """Whether the logical matrices of a fused weight that takes the rule are matrices to it."""
+        """Whether the rule treats each logical matrix of a fused weight as a matrix."""
         return False
 
     @abstractmethod
@@ -109,17 +109,17 @@ class OptimizerSpec(ABC):
         """Names of a parameter's per-element states, and their type (None: that of the computation)."""
 
     def kept_as(self, states: Sequence[str], info: ParameterInfo, **own: str | None) -> StateTypes:
-        """The types in which element states of a parameter are kept, by the option ``state_dtype``.
+        """Types in which element states of a parameter are kept, by the option ``state_dtype``.
 
         Args:
-            states: Their names.
+            states: Names of the states.
             info: The parameter.
-            own: Types that other options ask for, by name.
+            own: Types that other options ask for, by name of the state.
         """
         return {name: self._type(name, own.get(name) or self.asked_type(name), info) for name in states}
 
     def asked_type(self, state: str) -> str | None:
-        """What the option ``state_dtype`` says of a state; None: the type of the computation."""
+        """Type that the option ``state_dtype`` names for a state; None: the type of the computation."""
         wish = getattr(self.options, "state_dtype", None)
         word = wish.get(state.rstrip("_0123456789")) if isinstance(wish, Mapping) else wish
         return None if word == "float32" else word
@@ -132,7 +132,7 @@ class OptimizerSpec(ABC):
         return self.codes.get(name, SIGNED)
 
     def rounds_stochastically(self, state: str) -> bool:
-        """Whether an element state is rounded so where it is narrow."""
+        """Whether an element state is rounded stochastically where it is narrow."""
         wish = getattr(self.options, "state_rounding", "nearest")
         return wish == "stochastic" or (wish == "auto" and state.startswith(self.slow_states))
 
@@ -142,17 +142,17 @@ class OptimizerSpec(ABC):
         return {name: name for name in MOMENTS if name in kept}
 
     def squares(self, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor | None:
-        """A matrix gradient's squared norm, averaged over time, as far as the states tell; None where they do not."""
+        """Running average of a matrix gradient's squared norm; None where the states do not tell it."""
         return None
 
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]
     ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """The shapes that the states of one matrix may have, by name; those not named are not compared."""
+        """Shapes that the states of one matrix may have, by name; those not named are not compared."""
         return {}
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
-        """The type of the rule's matrix products on this machine; None for a rule without a choice.
+        """Type of the rule's matrix products on this machine; None for a rule without a choice.
 
         Args:
             device: Device of the weights.
@@ -164,7 +164,7 @@ class OptimizerSpec(ABC):
         return product_dtype_for(device, dtype) if wish == "auto" else getattr(torch, wish)
 
     def count_device(self, tensor: Tensor) -> torch.device:
-        """Where the step count of a weight lies."""
+        """Device of the step count of a weight."""
         # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.
         return tensor.device if self.capturable else torch.device("cpu")
 
@@ -173,5 +173,5 @@ class OptimizerSpec(ABC):
         return tuple(group.get(name) for name in self.structural_options)
 
     def structures_of(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-        """The values of all groups on which shapes of states depend."""
+        """All groups' values of the structural options."""
         return [self.structure_of(group) for group in groups]

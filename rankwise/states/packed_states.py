@@ -1,11 +1,11 @@
-"""Element states in 8 bits, or of several types: where codes, exponents and wide values lie, and the way to floats.
+"""Element states in 8 bits, or of several types: where codes, exponents and wide values lie, and how they are read.
 
-Narrow values lie where a wider state's elements would. The exponents of all runs lie behind them, and behind these the
-values of parameters that keep the state wide although they share a tensor with others: small ones, see
-:data:`rankwise.states.optimizer_spec.FEWEST_CODED`. A rule asks for these parts at every step, and a checkpoint takes
-them as they are. Whoever else asks finds the state opened: in a type in which it has the same values, and laid out as
-all states are. It may be changed then, or be replaced by what was saved, in any type: the next step packs it again.
-What nobody has changed keeps its values.
+Narrow values lie where a wider state's elements would. The exponents of all runs follow, and then the values of
+parameters that keep the state wide although they share a tensor with others: small ones, see
+:data:`rankwise.states.optimizer_spec.FEWEST_CODED`. A rule reads these parts at every step, and a checkpoint saves them
+as they are. Everybody else gets the state *opened*: in a type that represents its values, laid out as all states are.
+The opened state may be changed, or replaced by one of any type; the next step packs it again. Values that nobody has
+changed stay the same.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = [
 ]
 
 OPENED = {SIGNED: torch.bfloat16, ROOT: torch.float32}
-"""Types of the opened form, by that of the codes."""
+"""Types of opened states, by the type of the codes."""
 
 _ALIGNED = 8
-"""Bytes that the first one of a wide run is a multiple of."""
+"""Alignment in bytes of the first value of a wide run."""
 
 _AT_ONCE = 1 << 22
 """Elements that are opened at a time."""
 
 
 def may_be_packed(state: Any) -> bool:
-    """Whether a state may be in a packed form; of some in bfloat16 only their layout knows."""
+    """Whether a state may be packed; for bfloat16 only the layout can tell."""
     return isinstance(state, Tensor) and state.dim() == 1 and is_narrow(state.dtype)
 
 
@@ -51,9 +51,9 @@ class StateRun(NamedTuple):
     """An entry's part of a state.
 
     Attributes:
-        offset: Where its first element lies in the opened state.
-        numel: Elements.
-        first: Place of the first one in its parameter.
+        offset: Offset of its first element in the opened state.
+        numel: Number of elements.
+        first: Index of its first element in the parameter.
         dtype: Type in which it is kept.
     """
 
@@ -67,13 +67,13 @@ class PackedLayout:
     """Where codes, exponents and wide values of one state of one tensor lie.
 
     Args:
-        dtype: The narrowest type of the runs, which the packed state has.
+        dtype: Narrowest type of the runs; the packed state has it.
         size: Elements of the opened state, including those that are in no run.
         runs: The parts of the entries that keep the state, by offset.
 
     Attributes:
-        firsts: Where the values of each run begin, by its offset: counted in elements of the run's type.
-        exponents: Where the exponents of each coded run begin, likewise.
+        firsts: First value of each run, by the run's offset, counted in elements of the run's type.
+        exponents: First exponent of each coded run, by the run's offset.
         numel: Elements of the packed state.
     """
 
@@ -99,56 +99,56 @@ class PackedLayout:
 
     @cached_property
     def opened_type(self) -> torch.dtype:
-        """The narrowest floating-point type that has the values of all runs."""
+        """The narrowest floating-point type that represents the values of all runs."""
         types = [OPENED.get(kept, kept) for kept in dict.fromkeys(run.dtype for run in self.runs)]
         return reduce(torch.promote_types, types, OPENED.get(self.dtype, self.dtype))
 
     def fits(self, state: Tensor) -> bool:
-        """Whether a state is of this form."""
+        """Whether a state is packed by this layout."""
         return state.dtype == self.dtype and state.dim() == 1 and state.numel() == self.numel
 
     def is_like(self, other: PackedLayout) -> bool:
-        """Whether what is packed by one has the same meaning for the other."""
+        """Whether what one layout has packed means the same in the other."""
         return (self.dtype, self.size, self.runs) == (other.dtype, other.size, other.runs)
 
     def fresh(self, device: torch.device) -> Tensor:
-        """The packed form of a state of zeros."""
+        """Make the packed form of a state of zeros."""
         return torch.zeros(self.numel, dtype=self.dtype, device=device)
 
     def packed(self, flat: Tensor) -> Tensor:
-        """The packed form of a state of any floating-point type, rounded to the nearest."""
+        """Pack a 1-D state of any floating-point type, rounded to the nearest."""
         kept = self.fresh(flat.device)
         self._write(kept, [(run, 0, flat[run.offset : run.offset + run.numel]) for run in self.runs])
         return kept
 
     def opened(self, kept: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """A new state of this shape with the values of a packed one.
+        """Make an opened state of a packed one.
 
         Args:
-            kept: Of this form.
+            kept: The packed state.
             shape: Shape of the opened state.
-            dtype: Its type; None: the narrowest that has all values.
+            dtype: Type of the opened state; None: the narrowest that represents all values.
         """
-        found = torch.zeros(tuple(shape), dtype=dtype or self.opened_type, device=kept.device)
-        flat = found.view(-1)
-        for some in self._portions():
-            for run, first, numel in some:
+        result = torch.zeros(tuple(shape), dtype=dtype or self.opened_type, device=kept.device)
+        flat = result.view(-1)
+        for portion in self._portions():
+            for run, first, numel in portion:
                 start = run.offset + first
                 self.read(kept, start, flat[start : start + numel])
-        return found
+        return result
 
     def packed_again(self, theirs: Tensor, layout: PackedLayout, device: torch.device) -> Tensor:
-        """The form of this layout of what another one has packed; some elements at a time are opened.
+        """Pack by this layout what another one has packed; a portion of the elements is opened at a time.
 
         Args:
-            theirs: Packed by the other layout.
-            layout: The other one, of as many elements.
-            device: Where the new state lies.
+            theirs: State that the other layout has packed.
+            layout: The other layout, of as many elements.
+            device: Device of the new state.
         """
         kept = self.fresh(device)
-        for some in self._portions():
+        for portion in self._portions():
             pieces = []
-            for run, first, numel in some:
+            for run, first, numel in portion:
                 wide = torch.promote_types(layout.opened_type, torch.float32)
                 values = torch.zeros(numel, dtype=wide, device=theirs.device)
                 layout.read(theirs, run.offset + first, values)
@@ -157,45 +157,45 @@ class PackedLayout:
         return kept
 
     def read(self, kept: Tensor, start: int, values: Tensor) -> None:
-        """Fill values, 1-D, with elements from ``start`` on; those in no run stay as they are."""
+        """Fill 1-D values with the elements from ``start`` on; elements in no run are left as they are."""
         end = start + values.numel()
-        at = max(bisect_right(self._offsets, start) - 1, 0)
-        found: list[Tensor] = []
+        index = max(bisect_right(self._offsets, start) - 1, 0)
+        decoded: list[Tensor] = []
         coded: list[tuple[StateRun, int, int]] = []
-        while at < len(self.runs) and self.runs[at].offset < end:
-            run = self.runs[at]
+        while index < len(self.runs) and self.runs[index].offset < end:
+            run = self.runs[index]
             low, high = max(start, run.offset), min(end, run.offset + run.numel)
-            at += 1
+            index += 1
             if low >= high:
                 continue
             part, first = values[low - start : high - start], low - run.offset
             if is_coded(run.dtype):
-                found.append(part)
+                decoded.append(part)
                 coded.append((run, first, high - low))
             else:
-                own = self.firsts[run.offset] + first
-                part.copy_(self.as_type(kept, run.dtype)[own : own + high - low])
+                place = self.firsts[run.offset] + first
+                part.copy_(self.as_type(kept, run.dtype)[place : place + high - low])
         if coded:
-            decode_(found, self._codes(kept, coded))
+            decode_(decoded, self._codes(kept, coded))
 
     def write(self, kept: Tensor, start: int, values: Tensor) -> None:
-        """Keep the values of one run, which begins there, rounded to the nearest."""
+        """Store the values of the run that begins at ``start``, rounded to the nearest."""
         self._write(kept, [(self.runs[bisect_right(self._offsets, start) - 1], 0, values)])
 
     def _write(self, kept: Tensor, pieces: Sequence[tuple[StateRun, int, Tensor]]) -> None:
-        """Keep values of parts of runs, each of whole blocks, from an element of the run on."""
+        """Store values of parts of runs, each of whole blocks, from an element of the run on."""
         coded = [piece for piece in pieces if is_coded(piece[0].dtype)]
         for run, first, values in pieces:
             if not is_coded(run.dtype):
-                own = self.firsts[run.offset] + first
-                self.as_type(kept, run.dtype)[own : own + values.numel()].copy_(values)
+                place = self.firsts[run.offset] + first
+                self.as_type(kept, run.dtype)[place : place + values.numel()].copy_(values)
         if coded:
             places = [(run, first, values.numel()) for run, first, values in coded]
             encode_([values for _, _, values in coded], self._codes(kept, places))
 
     @staticmethod
     def as_type(kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """A packed state as values of one type, some of which have another."""
+        """View a packed state as values of one type, which only some of its values have."""
         return kept if kept.dtype == dtype else kept.view(dtype)
 
     @cached_property
@@ -203,21 +203,21 @@ class PackedLayout:
         return [run.offset for run in self.runs]
 
     def _portions(self) -> Iterator[list[tuple[StateRun, int, int]]]:
-        """Parts of runs, of whole blocks: run, first element, elements; not many elements at a time."""
-        some: list[tuple[StateRun, int, int]] = []
+        """Cut runs into portions of whole blocks: run, first element, number of elements."""
+        portion: list[tuple[StateRun, int, int]] = []
         size = 0
         for run in self.runs:
             first = 0
             while first < run.numel:
-                # To the end of a block of the parameter.
+                # A portion ends with a block of the parameter.
                 numel = min(run.numel - first, _AT_ONCE - (run.first + first) % BLOCK)
-                if some and size + numel > _AT_ONCE:
-                    yield some
-                    some, size = [], 0
-                some.append((run, first, numel))
+                if portion and size + numel > _AT_ONCE:
+                    yield portion
+                    portion, size = [], 0
+                portion.append((run, first, numel))
                 first, size = first + numel, size + numel
-        if some:
-            yield some
+        if portion:
+            yield portion
 
     def _codes(self, kept: Tensor, parts: Sequence[tuple[StateRun, int, int]]) -> LowPrecisionRuns:
         signed, codes, blocks = kept.view(torch.int8), [], []
@@ -229,14 +229,14 @@ class PackedLayout:
         return LowPrecisionRuns(codes, blocks, [run.first + first for run, first, _ in parts], [0] * len(parts))
 
     def type_at(self, start: int) -> torch.dtype:
-        """The type in which an element of a run is opened."""
+        """Type of an element when it is opened."""
         kept = self.runs[max(bisect_right(self._offsets, start) - 1, 0)].dtype
         return OPENED.get(kept, kept)
 
     # --- in checkpoints -----------------------------------------------------------------------------------------
 
     def record(self, shape: Sequence[int]) -> dict[str, Any]:
-        """What :func:`packed_in` makes a layout of, in plain data, beside the runs of a tensor.
+        """Describe the layout in plain data; :func:`packed_in` reads it with the record of a tensor's runs.
 
         Args:
             shape: Shape of the opened state.
@@ -245,7 +245,7 @@ class PackedLayout:
 
 
 def packed_in(record: Mapping[str, Any], name: str) -> tuple[PackedLayout, tuple[int, ...]] | None:
-    """The layout of a state in a checkpoint, and the shape it has when opened; None where it is saved opened.
+    """Layout of a state in a checkpoint, and its shape when opened; None where it is saved opened.
 
     Args:
         record: What a tensor stores, see :meth:`rankwise.states.element_states.ElementStates.record`.
@@ -264,13 +264,13 @@ def packed_in(record: Mapping[str, Any], name: str) -> tuple[PackedLayout, tuple
 
 
 class PackedValues:
-    """A run of a packed state, which has memory of its own only while it is read or filled.
+    """A run of a packed state, which takes memory for opened values only while it is read or filled.
 
     Args:
         kept: The packed state.
-        layout: How it is packed.
-        start: Its first element in the opened state, that of a run.
-        length: Its elements.
+        layout: Layout of the packed state.
+        start: First element of the run in the opened state.
+        length: Elements of the run.
     """
 
     def __init__(self, kept: Tensor, layout: PackedLayout, start: int, length: int) -> None:
@@ -279,43 +279,43 @@ class PackedValues:
         self._missing = length
 
     def opened(self) -> Tensor:
-        """Its values, 1-D."""
-        found = torch.empty(self._length, dtype=self._layout.type_at(self._start), device=self._kept.device)
-        self._layout.read(self._kept, self._start, found)
-        return found
+        """Return the opened values, 1-D."""
+        values = torch.empty(self._length, dtype=self._layout.type_at(self._start), device=self._kept.device)
+        self._layout.read(self._kept, self._start, values)
+        return values
 
     def like(self) -> Tensor:
-        """A tensor of the opened values' type and shape, without any."""
+        """A tensor of the opened values' type and shape, on the meta device."""
         return torch.empty(self._length, dtype=self._layout.type_at(self._start), device="meta")
 
     def to_fill(self) -> Tensor:
-        """Room for values, the same until all are there; they are packed then."""
+        """Return a buffer for values, the same until it is full; they are packed then."""
         if self._room is None:
             wide = torch.promote_types(self._layout.type_at(self._start), torch.float32)
             self._room = torch.zeros(self._length, dtype=wide, device=self._kept.device)
         return self._room
 
     def filled(self, numel: int) -> None:
-        """So many more values are there."""
+        """Note that ``numel`` more values were written."""
         self._missing -= numel
         if self._missing <= 0:
             self.close()
 
     def close(self) -> None:
-        """Pack what is there."""
+        """Pack the values that were written."""
         if self._room is not None:
             self._layout.write(self._kept, self._start, self._room)
             self._room = None
 
 
 def values_of(state: Tensor, first: int, numel: int, layout: PackedLayout | None) -> Tensor | PackedValues:
-    """A run of a saved state, by its first element when opened.
+    """A run of a saved state.
 
     Args:
-        state: As saved.
-        first: First element of the run.
+        state: The saved state.
+        first: First element of the run in the opened state.
         numel: Elements of the run.
-        layout: How the state is packed; None: it is not.
+        layout: Layout of the state; None if it is not packed.
     """
     return state.reshape(-1)[first : first + numel] if layout is None else PackedValues(state, layout, first, numel)
 

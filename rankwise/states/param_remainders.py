@@ -1,4 +1,4 @@
-"""bf16 weights that are stepped as fp32 ones: the 16 bits that each lacks are kept beside it, as a state by element."""
+"""bf16 weights that are stepped as fp32 ones: the 16 bits that each lacks are an element state beside it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 NARROW = torch.bfloat16
-"""Type of the weights that lack them."""
+"""Type of the weights that have remainders."""
 REMAINDER = "remainder"
-"""Name of the state, of int16."""
+"""Name of the state; its type is int16."""
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""Types of weights that lack nothing."""
+"""Types of weights that need no remainder."""
 
 
 def _fail(owner: str, rule: str, fix: str) -> None:
@@ -35,15 +35,15 @@ def _fail(owner: str, rule: str, fix: str) -> None:
 
 
 def refuse_other_types(owner: str, names: Iterable[str], parameters: Iterable[Tensor]) -> None:
-    """Refuse narrow weights whose rest does not fit into 16 bits.
+    """Refuse narrow weights whose missing bits do not fit into 16.
 
     Args:
-        owner: Owner of the message: the optimizer.
+        owner: Name of the optimizer, for the message.
         names: Names of the parameters.
         parameters: Parameters of one param group.
 
     Raises:
-        OptionError: One is neither in bf16 nor wide.
+        OptionError: A parameter is neither in bf16 nor wide.
     """
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.dtype not in (NARROW, *_WIDE):
@@ -56,14 +56,14 @@ def refuse_other_types(owner: str, names: Iterable[str], parameters: Iterable[Te
 
 
 def refuse_unless_narrow(owner: str, parameters: Iterable[Tensor]) -> None:
-    """Refuse a model without anything to keep remainders of.
+    """Refuse a model that has no weights in bf16.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        parameters: All of them.
+        owner: Name of the optimizer, for the message.
+        parameters: All parameters.
 
     Raises:
-        OptionError: None is in bf16.
+        OptionError: No parameter is in bf16.
     """
     types = sorted({_word(parameter.dtype) for parameter in parameters})
     if types and _word(NARROW) not in types:
@@ -78,12 +78,12 @@ def refuse_wide_copies(owner: str, stored: Mapping[str, Tensor], parameters: Map
     """Refuse a framework that steps wide copies of narrow weights.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        stored: By parameter, the tensor that a step changes in its place.
-        parameters: The model's own.
+        owner: Name of the optimizer, for the message.
+        stored: Tensors that a step changes in the place of parameters, by parameter.
+        parameters: The model's own parameters.
 
     Raises:
-        OptionError: One of the tensors is wider than its parameter.
+        OptionError: A tensor is wider than its parameter.
     """
     for name, tensor in stored.items():
         if parameters[name].dtype is NARROW and tensor.dtype is not NARROW:
@@ -95,12 +95,12 @@ def refuse_wide_copies(owner: str, stored: Mapping[str, Tensor], parameters: Map
 
 
 def fit_to_travel(remainder: Tensor) -> Tensor:
-    """A remainder as it lies in a dictionary that torch may broadcast or gather: gloo and NCCL know no int16."""
+    """Convert a remainder for a dictionary that torch may broadcast or gather: gloo and NCCL know no int16."""
     return sharded_like(remainder, local_view(remainder).int())
 
 
 def forget_remainders(states: Iterable[Mapping[str, Any]]) -> None:
-    """Take weights for what they are, after others have replaced them.
+    """Set remainders to zero, after others have replaced the weights.
 
     Args:
         states: States of every tensor.

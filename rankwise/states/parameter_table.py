@@ -42,7 +42,7 @@ def _is_named(info: ParameterInfo) -> bool:
 def idle_allowed() -> Iterator[None]:
     """Accept optimizers with nothing for their own rule, where they are given only one stage of a model.
 
-    Whoever uses this calls :meth:`ParameterTable.refuse_if_idle` where no other stage has anything either.
+    The caller must call :meth:`ParameterTable.refuse_if_idle` where no other stage has anything either.
     """
     token = _is_idle_allowed.set(True)
     try:
@@ -58,16 +58,16 @@ class ParameterTable:
     """Names an optimizer's parameters and picks their rules.
 
     Args:
-        spec: Which parameters take the optimizer's own rule.
+        spec: Tells which parameters take the optimizer's own rule.
 
     Attributes:
-        catalog: What is known of every parameter, and its param group, by name.
+        catalog: Description and param group of every parameter, by name.
         parameters: The parameters the optimizer was built on, by name.
-        routes: Their rules, by name.
-        blocks: The logical matrices of those that are several and take the optimizer's own rule, by name.
-        structures: Values of the structural options that they were routed by.
-        plain: The layout of plain PyTorch: every parameter by its name.
-        exchanged: Parameters that came in the place of others, by the identity of those, until somebody has followed.
+        routes: Rules of the parameters, by name.
+        blocks: Logical matrices of the fused parameters that take the optimizer's own rule, by name.
+        structures: Values of the structural options that parameters were routed by, by name.
+        plain: Layout of plain PyTorch: every parameter by its name.
+        exchanged: Parameters that replaced others, by the identity of the old ones, until somebody has followed.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
@@ -82,7 +82,7 @@ class ParameterTable:
         self._warned_of_nameless = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # It knows the parameters by their places in memory.
+        # The plain layout knows the parameters by their addresses.
         return {name: value for name, value in vars(self).items() if name != "plain"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class ParameterTable:
         """Refuse parameters of a group that no rule can read.
 
         Raises:
-            OptionError: One has its values elsewhere, or is complex and was asked to take a matrix rule.
+            OptionError: A parameter has its values elsewhere, or is complex and was asked to take a matrix rule.
         """
         owner = self._spec.name
         names: Sequence[str] = group.get("param_names") or [f"number {place}" for place in range(len(group["params"]))]
@@ -111,7 +111,7 @@ class ParameterTable:
             refuse_other_types(owner, names, group["params"])
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """What is kept of every element of a parameter, or of a block: its rule's states, a narrow weight's rest."""
+        """Element states of a parameter or block: those of its rule, and the remainder of a narrow weight."""
         kept = self._spec.element_states(info, rule, group)
         if not self._spec.options.store_param_remainders:
             return kept
@@ -136,7 +136,7 @@ class ParameterTable:
         self._know_by_name(groups)
 
     def name_again(self, groups: Groups) -> None:
-        """Name and route all parameters by what is known of them by now."""
+        """Name and route all parameters by what is known of them now."""
         self.catalog.clear()
         self.routes.clear()
         self.blocks.clear()
@@ -146,7 +146,7 @@ class ParameterTable:
             self.add_group(groups, index)
 
     def replace_parameters(self, found: Mapping[str, Tensor]) -> None:
-        """Go on with other tensors as the same parameters, by name."""
+        """Use other tensors as the same parameters, by name."""
         self.exchanged = {id(self.parameters[name]): new for name, new in found.items()}
         self.plain = WholeParameters()
         self.parameters |= found
@@ -154,7 +154,7 @@ class ParameterTable:
             self._register(parameter, name, self.catalog[name][1])
 
     def move(self, name: str, position: int) -> None:
-        """Follow a parameter into another param group."""
+        """Move a parameter to another param group."""
         info, before = self.catalog[name]
         if position != before:
             self.catalog[name] = (info, position)
@@ -165,35 +165,35 @@ class ParameterTable:
         self.plain.register(parameter, name, position)
 
     def leave_out_empty_groups(self) -> None:
-        """Count param groups as a framework does that removed those without parameters."""
-        place = {index: new for new, index in enumerate(sorted({index for _, index in self.catalog.values()}))}
-        self.catalog = {name: (info, place[index]) for name, (info, index) in self.catalog.items()}
+        """Number param groups as a framework does that removed those without parameters."""
+        new_index = {index: rank for rank, index in enumerate(sorted({index for _, index in self.catalog.values()}))}
+        self.catalog = {name: (info, new_index[index]) for name, (info, index) in self.catalog.items()}
 
     def names_by_group(self, count: int) -> list[list[str]]:
-        """Names of the parameters each group was made of, also where a framework has put parts in their place.
+        """Names of the parameters each group was made of, also where a framework has replaced them by parts.
 
         Args:
             count: Number of the groups.
         """
-        found: list[list[str]] = [[] for _ in range(count)]
+        names: list[list[str]] = [[] for _ in range(count)]
         for name, (_, index) in self.catalog.items():
             if index < count:  # a user may have deleted groups
-                found[index].append(name)
-        return found
+                names[index].append(name)
+        return names
 
     @property
     def infos(self) -> dict[str, ParameterInfo]:
-        """What is known of every parameter, by name."""
+        """Descriptions of all parameters, by name."""
         return {name: info for name, (info, _) in self.catalog.items()}
 
     def base_name(self, key: str) -> str:
-        """The parameter a key belongs to: itself, or what it is a slice or a matrix of; empty if there is none."""
+        """Name of the parameter that a key, or the slice or matrix of it, belongs to; empty if there is none."""
         while key and key not in self.catalog:
             key = key.rpartition("[")[0]
         return key
 
     def matrix_info(self, key: str) -> ParameterInfo | None:
-        """What is known of the matrix that has states under a key; None for slices, and for what is none here."""
+        """Description of the matrix that has states under a key; None for slices, and for unknown keys."""
         name = self.base_name(key)
         info, _ = self.catalog[name]
         place, *rest = _BRACKETS.findall(key[len(name) :]) or [""]
@@ -208,7 +208,7 @@ class ParameterTable:
         return block_info(info, blocks[rest[0]]) if len(rest) == 1 and rest[0] in blocks else None
 
     def _know_by_name(self, groups: Groups) -> None:
-        """Take GPT-2's ``Conv1D`` weights, and what is fused, for what they are where nobody has shown the modules."""
+        """Recognise GPT-2's ``Conv1D`` weights, and fused weights, by name where nobody has shown the modules."""
         turned = transposed_by_name(info for info, _ in self.catalog.values() if not info.transposed)
         for name in turned:
             info, position = self.catalog[name]
@@ -246,16 +246,16 @@ class ParameterTable:
             self.route_by(groups, name)
 
     def send_to_fallback(self, names: Iterable[str], reason: str) -> None:
-        """Overrule the options, for a reason that only a model that runs shows."""
+        """Overrule the options, for a reason that only running the model shows."""
         for name in names:
             self.routes[name] = Route("fallback", reason)
 
     def choose(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
-        """The rule that a parameter would take in a group."""
+        """Choose the rule that a parameter would take in a group."""
         if self.parameters[info.name].is_complex():
             return Route("fallback", "complex")
         blocks, obstacle = self._divided(info, group)
-        # All of them take the rule, each by its shape; that of the whole says nothing then.
+        # Each block takes the rule by its own shape; that of the whole weight does not matter.
         chosen = self._route(block_info(info, blocks[0]) if blocks else info, group)
         return replace(chosen, reason=f"{chosen.reason}, undivided: {obstacle}") if obstacle else chosen
 
@@ -264,7 +264,7 @@ class ParameterTable:
         return spec.adjust_route(info, group, route(info, spec.policy, group.get("fallback")))
 
     def _divided(self, info: ParameterInfo, group: Mapping[str, Any]) -> tuple[tuple[Block, ...], str]:
-        """A weight's logical matrices, if each of them takes the rule in a group; else it is one, as it is stored.
+        """Logical matrices of a weight, if each of them takes the rule in a group; else the weight stays whole.
 
         Heads that are too small for the rule are taken together.
 
@@ -279,7 +279,7 @@ class ParameterTable:
         for together in (False, True):
             blocks = blocks_of(spec.name, info, layouts, split_heads, together)
             if together and not blocks:
-                break  # heads of one part alone
+                break  # there is nothing to take together: the heads are all of the weight
             routes = ((block, self._route(block_info(info, block), group)) for block in blocks)
             obstacles = (f"{block.name}: {chosen.reason}" for block, chosen in routes if chosen.rule != "matrix")
             obstacle = next(obstacles, "")
@@ -288,18 +288,18 @@ class ParameterTable:
         return (), obstacle
 
     def choose_in(self, groups: Groups, name: str, group: Mapping[str, Any]) -> Route:
-        """A parameter's rule if its group had these values."""
+        """Choose a parameter's rule as if its group had these values."""
         info, index = self.catalog[name]
         structure_of = self._spec.structure_of
         return self.routes[name] if structure_of(group) == structure_of(groups[index]) else self.choose(info, group)
 
     def learn_roles(self, model: nn.Module, groups: Groups) -> None:
-        """Route by module type what the constructor knew by name or shape alone."""
-        found = {id(parameter): info for parameter, info in describe(model).items()}
+        """Route by module types what the constructor knew by name or shape alone."""
+        described = {id(parameter): info for parameter, info in describe(model).items()}
         for name, (info, index) in self.catalog.items():
-            learnt = found.get(id(self.parameters[name]))
-            if learnt is not None and info.role is Role.UNKNOWN and learnt.shape == info.shape:
-                known = replace(info, role=learnt.role, transposed=learnt.transposed, fused=learnt.fused)
+            shown = described.get(id(self.parameters[name]))
+            if shown is not None and info.role is Role.UNKNOWN and shown.shape == info.shape:
+                known = replace(info, role=shown.role, transposed=shown.transposed, fused=shown.fused)
                 self.catalog[name] = (known, index)
         self.route_again(groups)
 
@@ -311,10 +311,10 @@ class ParameterTable:
         return all(chosen.rule != "matrix" for chosen in self.routes.values())
 
     def refuse_if_idle(self, unless_allowed: bool = False) -> None:
-        """Refuse to be what AdamW would do as well.
+        """Refuse an optimizer that would do no more than AdamW.
 
         Args:
-            unless_allowed: Accept it within :func:`idle_allowed`.
+            unless_allowed: Whether to accept it within :func:`idle_allowed`.
 
         Raises:
             OptionError: No parameter takes the optimizer's own rule.
@@ -351,7 +351,7 @@ class ParameterTable:
         if all(_is_named(info) for info, _ in self.catalog.values()):
             refuse_unmatched(spec.name, patterns, names, key)
         elif unmatched(patterns, names):
-            # A framework may name them yet.
+            # A framework may name the parameters later.
             logger.warning(
                 "%s: %s=%s has no effect on parameters without names; pass model.named_parameters().",
                 spec.name,
@@ -360,7 +360,7 @@ class ParameterTable:
             )
 
     def warn_of_nameless(self) -> None:
-        """Say once that embeddings and heads cannot be told from other matrices; before the first step."""
+        """Warn once, before the first step, that embeddings and heads cannot be told from other matrices."""
         judged = [info for info, _ in self.catalog.values() if info.role is Role.UNKNOWN and not _is_named(info)]
         blind = [info for info in judged if self.routes[info.name].rule == "matrix" and len(info.shape) > 1]
         if blind and not self._spec.policy.embeddings and not self._warned_of_nameless:

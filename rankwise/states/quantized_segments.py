@@ -1,7 +1,7 @@
-"""How entries are cut where elements that share an exponent lie in several of them.
+"""Cuts entries where elements that share an exponent lie in several of them.
 
-A pass takes the whole blocks of an entry as they are kept. A block of which an entry has a part only is *loose*: it is
-opened for the step, and kept at its end, when the largest of its elements is known.
+A pass takes the whole blocks of an entry as they are stored. A block of which an entry has only a part is *loose*: it
+is decoded for the step, and stored at its end, when the largest of its elements is known.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Segment:
     """A part of an entry.
 
     Attributes:
-        own: Which of the entry's elements.
-        run: Which of the loose runs of the stored entry it lies in, and its elements there; None: whole blocks.
-        within: Which elements of the stored entry, or of that run.
+        own: Range of the entry's elements.
+        run: Index of the loose run of the stored entry that has the part; None: the part has whole blocks.
+        within: Range of the elements in that run, or in the stored entry.
     """
 
     own: slice
@@ -35,9 +35,9 @@ class Segments:
     """How the codes of a stored entry are divided into runs.
 
     Attributes:
-        loose: The elements of each loose run: of all the blocks in it what this rank has.
-        pieces: By the index of the entries that are made of it, what they consist of; empty where some are stored with
-            gaps, so that all of it is opened.
+        loose: Elements of each loose run: all that this rank has of its blocks.
+        pieces: Segments of each entry that is a piece of the stored one, by its index; empty where an entry has gaps,
+            because the whole state is decoded then.
     """
 
     loose: list[slice] = field(default_factory=list)
@@ -45,29 +45,29 @@ class Segments:
 
 
 def part_in_stored(entry: Entry) -> slice:
-    """Which elements of the entry that keeps its states an entry has, if it is stored without gaps."""
+    """Elements that an entry has of the one that keeps its states, if it is stored without gaps."""
     first = 0 if entry.stored is None else entry.shard.offset - entry.stored.shard.offset
     return slice(first, first + entry.shard.numel)
 
 
 def segments_of(stored: Entry, entries: Sequence[Entry]) -> Segments:
-    """Cut the entries that are made of a stored one.
+    """Cut the entries that are pieces of a stored one.
 
     Args:
-        stored: Keeps the states.
-        entries: All of them.
+        stored: The entry that keeps the states.
+        entries: All of its pieces.
     """
-    found, part = Segments(), stored.shard
+    segments, part = Segments(), stored.shard
     if any(entry.shard.spread is not None for entry in entries):
-        return found
+        return segments
     for entry in sorted(entries, key=lambda entry: entry.shard.offset):
         place = part_in_stored(entry)
-        # Counted from the beginning of the parameter, where blocks do.
+        # Blocks are counted from the beginning of the parameter.
         first, last = part.start + place.start, part.start + place.stop
         begins = -(-first // BLOCK) * BLOCK
         ends = last if last == part.block_numel else last // BLOCK * BLOCK
         bounds = [first, min(begins, last), max(ends, min(begins, last)), last]
-        pieces = found.pieces[entry.index] = []
+        pieces = segments.pieces[entry.index] = []
         for kind, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             if start == end:
                 continue
@@ -75,14 +75,14 @@ def segments_of(stored: Entry, entries: Sequence[Entry]) -> Segments:
             if kind == 1:
                 pieces.append(Segment(own, None, within))
             else:
-                run = _loose(found.loose, within, part.start, part.numel)
-                shift = found.loose[run].start
+                run = _loose(segments.loose, within, part.start, part.numel)
+                shift = segments.loose[run].start
                 pieces.append(Segment(own, run, slice(within.start - shift, within.stop - shift)))
-    return found
+    return segments
 
 
 def _loose(runs: list[slice], within: slice, start: int, numel: int) -> int:
-    """The run that elements lie in, which is made or grows where it must."""
+    """Index of the loose run that has the elements; a run is added or extended where needed."""
     first = max((start + within.start) // BLOCK * BLOCK - start, 0)
     last = min(-(-(start + within.stop) // BLOCK) * BLOCK - start, numel)
     if runs and first < runs[-1].stop:

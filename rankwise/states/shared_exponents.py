@@ -1,4 +1,4 @@
-"""Blocks of elements with a common exponent that lie on several ranks, or in several runs of one."""
+"""Blocks of elements with a common exponent that lie on several ranks, or in several runs of one rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ExponentPlace(NamedTuple):
 
     Attributes:
         key: Key of the parameter, or of the matrix of a stack.
-        copy: Of its copies, which ranks hold alike.
-        columns: As in :class:`rankwise.layout.layout.Shard`.
-        block: Counted from the parameter's beginning.
+        copy: Number of the copy, of several that ranks hold alike.
+        columns: Columns of the shard, see :class:`rankwise.layout.layout.Shard`.
+        block: Index of the block, counted from the parameter's beginning.
         state: Name of the state.
     """
 
@@ -40,11 +40,10 @@ class ExponentPlace(NamedTuple):
 class SharedExponents:
     """Makes the exponents of cut blocks the largest of their parts: one small message a step.
 
-    Args:
-        layout: What is stored where, on all ranks.
-        coded: The states in codes, by key; of all keys, the same on every rank.
-        indices: Puts places on the device.
-        traffic: Counts what is sent.
+    layout: What all ranks store.
+    coded: States in codes, by key, for all keys; the same on every rank.
+    indices: Puts indices on the device.
+    traffic: Counts what is sent.
     """
 
     def __init__(
@@ -60,8 +59,8 @@ class SharedExponents:
     def _enter(self, key: str, copy: int, members: Sequence[tuple[int, Shard]], states: Sequence[str]) -> None:
         ends: dict[tuple[int, int] | None, dict[int, int]] = {}
         for rank, part in members:
-            before = ends.setdefault(part.columns, {})
-            before[part.end] = rank
+            rank_of_end = ends.setdefault(part.columns, {})
+            rank_of_end[part.end] = rank
         for rank, part in members:
             if part.start % BLOCK == 0:
                 continue
@@ -74,31 +73,31 @@ class SharedExponents:
         return bool(self._rows)
 
     def row(self, part: Shard, state: str, first: int, at: int) -> int | None:
-        """Where a block of a shard stands in the message; None if it is not shared.
+        """Row of a block in the message; None if the block is not shared.
 
         Args:
             part: The shard.
             state: Name of the state.
-            first: An element of the parameter.
-            at: Which block from that of the element on.
+            first: Index of an element in the parameter.
+            at: Number of blocks from that element's block to this one.
         """
         return self._rows.get(ExponentPlace(part.key, part.copy, part.columns, first // BLOCK + at, state))
 
     def agree(self, exponents: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """The exponents with those of shared blocks replaced by the largest of all ranks; a collective.
+        """Replace the exponents of shared blocks by the largest of all ranks, in place; a collective.
 
         Args:
-            exponents: int8, of blocks of this rank.
-            positions: Which of them are shared.
-            rows: Row of each of these in the message.
+            exponents: int8, exponents of this rank's blocks.
+            positions: Indices of shared blocks.
+            rows: Rows of the shared blocks in the message.
         """
         table = torch.full((len(self._rows),), _LEAST, dtype=torch.int32, device=self._indices.device)
         if positions:
-            own, places = self._indices.of(tuple(positions)), self._indices.of(tuple(rows))
-            table.scatter_reduce_(0, places, exponents.index_select(0, own).to(torch.int32), "amax")
+            shared, places = self._indices.of(tuple(positions)), self._indices.of(tuple(rows))
+            table.scatter_reduce_(0, places, exponents.index_select(0, shared).to(torch.int32), "amax")
         if self._travels:
             self._traffic.count(table)
             dist.all_reduce(table, dist.ReduceOp.MAX, group=self._group)
         if positions:
-            exponents.index_copy_(0, own, table.index_select(0, places).to(torch.int8))
+            exponents.index_copy_(0, shared, table.index_select(0, places).to(torch.int8))
         return exponents

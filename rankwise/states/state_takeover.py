@@ -1,4 +1,4 @@
-"""What an optimizer's states mean to its successor: a pure comparison of names and shapes, before anything changes."""
+"""Which states a successor can take over from an optimizer, by comparing names and shapes; nothing is changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["MOMENTS", "StateTakeover", "TakeoverTarget", "plan_takeover"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Averages of the gradient and of its square, under AdamW's names; Muon's momentum is the first."""
+"""Averages of the gradient and of its square, under AdamW's names; Muon has the first one."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -19,7 +19,7 @@ class TakeoverTarget:
 
     Attributes:
         shape: Shape of the parameter.
-        moments: What those of :data:`MOMENTS` are called in its states that mean the same: all are taken, or none.
+        moments: Names of its states by the :data:`MOMENTS` that mean the same; all are taken over, or none.
         rule: "matrix" or "fallback".
     """
 
@@ -30,11 +30,11 @@ class TakeoverTarget:
 
 @dataclass(frozen=True)
 class StateTakeover:
-    """What goes on and what starts afresh.
+    """Which states are taken over and which start afresh.
 
     Attributes:
-        carried: Moments that go on, by parameter, and what they are called there.
-        afresh: Parameters of which none does; their counts start again.
+        carried: Names of the successor's states by moment, for each parameter whose moments are taken over.
+        afresh: Parameters that take over nothing; their counts start again.
         matrices: Parameters among ``carried`` whose matrix rule has states of its own, which start afresh.
     """
 
@@ -43,12 +43,12 @@ class StateTakeover:
     matrices: tuple[str, ...]
 
     def told(self, owner: str, author: str, ramp: int) -> str:
-        """One line for the user.
+        """Describe the takeover in one line for the user.
 
         Args:
-            owner: The optimizer that takes over.
+            owner: Name of the optimizer that takes over.
             author: Name of the optimizer that wrote the states.
-            ramp: Steps over which updates of what starts afresh reach their size.
+            ramp: Steps over which updates by new states grow to full size.
         """
         both = [name for name, moments in self.carried.items() if len(moments) == len(MOMENTS)]
         first = [name for name in self.carried if name not in both]
@@ -65,7 +65,7 @@ class StateTakeover:
 
 
 def plan_takeover(saved: Mapping[str, Shapes], targets: Mapping[str, TakeoverTarget]) -> StateTakeover:
-    """Compare what was saved with what is wanted.
+    """Compare the saved states with those of the successor.
 
     Args:
         saved: Shapes of the saved moments by parameter, named as :data:`MOMENTS`.
@@ -82,5 +82,5 @@ def plan_takeover(saved: Mapping[str, Shapes], targets: Mapping[str, TakeoverTar
 
 
 def _listed(names: Collection[str]) -> str:
-    some: Sequence[str] = list(names)[:3]
-    return ", ".join(some) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    first_names: Sequence[str] = list(names)[:3]
+    return ", ".join(first_names) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
