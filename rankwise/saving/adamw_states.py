@@ -1,4 +1,4 @@
-"""From AdamW or Muon to one of ours and back: states by parameter, as torch.optim's dictionaries have them."""
+"""Converts states of AdamW or Muon to ours and back, by parameter, as torch.optim's dictionaries have them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MatrixStates = Mapping[str, MatrixState]
 
 
 def moment_names(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Under AdamW's names, the averages that the optimizer of a saved param group keeps: Muon the first."""
+    """Averages that the optimizer of a saved param group keeps, by AdamW's names; Muon keeps the first."""
     return MOMENTS[:1] if _is_muon(group) else MOMENTS
 
 
@@ -43,14 +43,14 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
         state: State of a saved optimizer.
         group: Its param group, which tells Muon's momentum, an average, from SGD's, a sum.
     """
-    found = {name: state[name] for name in MOMENTS if isinstance(state.get(name), Tensor)}
+    moments = {name: state[name] for name in MOMENTS if isinstance(state.get(name), Tensor)}
     if _is_muon(group) and isinstance(state.get("momentum_buffer"), Tensor):
-        found["exp_avg"] = state["momentum_buffer"]
-    return found
+        moments["exp_avg"] = state["momentum_buffer"]
+    return moments
 
 
 class AdamWStates:
-    """Translates states.
+    """Converts states.
 
     Args:
         spec: The optimizer's name, and what its states mean.
@@ -62,39 +62,39 @@ class AdamWStates:
         self._spec, self._table, self._planner = spec, table, planner
 
     def targets(self, groups: Groups) -> dict[str, TakeoverTarget]:
-        """All parameters, whichever rank holds them: alike on every rank."""
-        found = {}
+        """All parameters as targets of a takeover, whichever rank holds them; the same on every rank."""
+        targets = {}
         for name, (info, position) in self._table.catalog.items():
             rule = self._table.routes[name].rule
             moments = self._spec.moments(info, rule, groups[position])
-            found[name] = TakeoverTarget(tuple(info.shape), moments, rule)
-        return found
+            targets[name] = TakeoverTarget(tuple(info.shape), moments, rule)
+        return targets
 
     def plan(self, saved: Mapping[str, Mapping[str, tuple[int, ...]]], groups: Groups) -> StateTakeover:
-        """See :func:`rankwise.states.state_takeover.plan_takeover`."""
+        """Plan a takeover, see :func:`rankwise.states.state_takeover.plan_takeover`."""
         return plan_takeover(saved, self.targets(groups))
 
     def record(self, found: StateTakeover, began: int, elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """What :class:`Transition` loads.
+        """Make what :class:`Transition` loads.
 
         Args:
-            found: What goes on.
+            found: The states that are taken over.
             began: Steps that the other optimizer has taken.
-            elsewhere: What starts afresh among parameters that are not this optimizer's.
+            elsewhere: Parameters that start afresh and are not this optimizer's.
         """
         transition = Transition()
         transition.begin(began, self._spec.options.transition_steps, {*found.afresh, *elsewhere})
         return transition.state_dict()
 
     def told(self, found: StateTakeover, author: str) -> str:
-        """One line; see :meth:`StateTakeover.told`."""
+        """Describe a takeover in one line, see :meth:`StateTakeover.told`."""
         return found.told(self._spec.name, author, self._spec.options.transition_steps)
 
     def translated(self, state_dict: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], str]:
-        """Another optimizer's dictionary as this one would have written it; see ``continue_from()``.
+        """Convert another optimizer's dictionary to one that this optimizer would have written.
 
         Raises:
-            ValueError: It has other parameters, or is one of ours.
+            ValueError: The dictionary has other parameters, or is one of ours.
         """
         owner = self._spec.identity
         if not isinstance(state_dict, Mapping):
@@ -119,7 +119,7 @@ class AdamWStates:
                 counts.append(int(state.get("step", saved.get("step", 0))))
         began = max(counts)
         shapes = {name: {m: tuple(value.shape) for m, value in found.items()} for name, found in moments.items()}
-        # Muon counts no steps; a count of one is one.
+        # Muon counts no steps; where it has states, it counts as one step.
         began = began or int(any(moments.values()))
         found = self.plan(shapes, groups)
         told = self.told(found, "another optimizer")
@@ -147,13 +147,13 @@ class AdamWStates:
             for tensor in group["params"]:
                 name = str(self._planner.name_of(tensor))
                 _, kept = self._planner.kept_in(groups, tensor, group, torch.float32)
-                own = {"step": torch.tensor(float(began), dtype=torch.float32, device="cpu")} if began else {}
+                state_here = {"step": torch.tensor(float(began), dtype=torch.float32, device="cpu")} if began else {}
                 taken = {state: moments[name][moment] for moment, state in found.carried.get(name, {}).items()}
                 for state, shape in kept.shapes(0).items() if began else ():
                     if state not in taken:
                         taken[state] = torch.zeros(shape, dtype=torch.float32, device=tensor.device)
-                    own[state] = taken[state]
-                states[len(states)] = own
+                    state_here[state] = taken[state]
+                states[len(states)] = state_here
             keys = list(range(first, len(states)))
             param_groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": keys})
         return {key: state for key, state in states.items() if state}, param_groups
@@ -161,19 +161,19 @@ class AdamWStates:
     def hand_over(
         self, groups: Groups, states: States, matrix_states: MatrixStates, transition: Transition, adamw: Optimizer
     ) -> None:
-        """See ``ShardedOptimizer.hand_over``.
+        """Give the states that AdamW has, too, to one of torch's optimizers, see ``ShardedOptimizer.hand_over``.
 
         Args:
             groups: Param groups.
-            states: By tensor.
-            matrix_states: Matrix states of all matrices; nothing where other ranks have some.
-            transition: What follows another optimizer itself.
-            adamw: Is given what goes on.
+            states: Element states by tensor.
+            matrix_states: Matrix states of all matrices; empty where other ranks have some.
+            transition: Transition from the optimizer before.
+            adamw: The optimizer that gets the states.
         """
         target = adamw.state_dict()
         self._refuse_other_groups(target, groups)
         squares = self._squares(groups, matrix_states)
-        found: dict[Any, dict[str, Tensor]] = {}
+        handed_over: dict[Any, dict[str, Tensor]] = {}
         kept = gently = 0
         for own, theirs in zip(groups, target["param_groups"], strict=True):
             for tensor, key in zip(own["params"], theirs["params"], strict=True):
@@ -185,13 +185,13 @@ class AdamWStates:
                     continue
                 step = state["step"].detach().clone() - transition.before(name)
                 if tuple(moments) == MOMENTS and all(moment in state for moment in MOMENTS):
-                    found[key] = {"step": step, **{moment: state[moment].clone() for moment in MOMENTS}}
+                    handed_over[key] = {"step": step, **{moment: state[moment].clone() for moment in MOMENTS}}
                     kept += 1
                 elif name in squares and "betas" in theirs:
-                    found[key] = _gentle(tensor, step, squares[name] / tensor.numel(), theirs["betas"][1])
+                    handed_over[key] = _gentle(tensor, step, squares[name] / tensor.numel(), theirs["betas"][1])
                     gently += 1
-        adamw.load_state_dict({**target, "state": found})
-        told = f"{self._spec.name}: {kept} of {sum(len(g['params']) for g in groups)} parameters' moments go on"
+        adamw.load_state_dict({**target, "state": handed_over})
+        told = f"{self._spec.name}: {kept} of {sum(len(group['params']) for group in groups)} parameters' moments go on"
         start = f"{gently} begin gently from the mean of their squared gradient, " if gently else ""
         logger.warning(
             "%s in %s; %sthe others start afresh there: begin with small learning rates.",
@@ -201,21 +201,21 @@ class AdamWStates:
         )
 
     def _squares(self, groups: Groups, matrix_states: MatrixStates) -> dict[str, Tensor]:
-        """Mean squared norms of gradients, of parameters all of whose matrices tell them."""
-        found: dict[str, list[Tensor | None]] = {}
+        """Mean squared norms of gradients, for parameters all of whose matrices tell them."""
+        parts_of: dict[str, list[Tensor | None]] = {}
         for key, state in matrix_states.items():
             name = self._table.base_name(key)
             if name in self._table.catalog:
                 group = groups[self._table.catalog[name][1]]
-                found.setdefault(name, []).append(self._spec.squares(state, group) if state else None)
-        known = {name: [part for part in parts if part is not None] for name, parts in found.items()}
-        return {name: torch.stack(parts).sum() for name, parts in known.items() if len(parts) == len(found[name])}
+                parts_of.setdefault(name, []).append(self._spec.squares(state, group) if state else None)
+        known = {name: [part for part in parts if part is not None] for name, parts in parts_of.items()}
+        return {name: torch.stack(parts).sum() for name, parts in known.items() if len(parts) == len(parts_of[name])}
 
 
 def _gentle(tensor: Tensor, step: Tensor, square: Tensor, beta2: float) -> dict[str, Tensor]:
-    """States of AdamW as if gradients of this mean square, and of no direction, had come by.
+    """States of AdamW as if gradients of this mean square, and of no direction, had been seen.
 
-    Without any its first step would move every element by the whole rate; so its average grows over some steps.
+    Without them, AdamW's first step would move every element by the whole rate; so its average grows over some steps.
     """
     second = square * (1.0 - beta2 ** step.to(square))
     average = torch.zeros_like(tensor, memory_format=torch.preserve_format)

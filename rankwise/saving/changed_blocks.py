@@ -1,4 +1,4 @@
-"""States of matrices saved where a weight was divided into other logical matrices than it is now."""
+"""States of matrices that were saved when a weight was divided into other logical matrices than now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ChangedBlocks", "start_afresh", "without_blocks"]
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 _TAG = re.compile(r"\[([A-Za-z_][\w.]*)\]")
-"""A block's mark in a key; a place in a stack, or a slice, is numbers."""
+"""Mark of a block in a key; the mark of a matrix of a stack, or of a slice, is a number."""
 
 
 class ChangedBlocks:
@@ -30,38 +30,38 @@ class ChangedBlocks:
         self._spec, self._table = spec, table
 
     def carried(self, states: Mapping[str, Mapping[str, Value]], announce: bool = True) -> dict[str, dict[str, Value]]:
-        """States of the matrices that go on; the rest start afresh, which is said once.
+        """Select the states that fit the present matrices; a warning says once which start afresh.
 
         Args:
-            states: By matrix, as saved.
-            announce: Whether to say it.
+            states: Saved states by matrix.
+            announce: Whether to warn.
         """
         kept: dict[str, dict[str, Value]] = {}
         lost: dict[str, None] = {}
         names: dict[str, None] = {}
         for key, state in states.items():
-            own = {name: value for name, value in state.items() if self.belongs(key, name)}
-            if len(own) < len(state):
+            fitting = {name: value for name, value in state.items() if self.belongs(key, name)}
+            if len(fitting) < len(state):
                 lost[self._table.base_name(key)] = None
-                names |= {name: None for name in state if name not in own}
-            if own:
-                kept[key] = own
+                names |= {name: None for name in state if name not in fitting}
+            if fitting:
+                kept[key] = fitting
         if lost and announce:
             logger.warning("%s: %s", self._spec.name, start_afresh(lost, names))
         return kept
 
     def belongs(self, key: str, state: str) -> bool:
-        """Whether a state of a matrix means the same now.
+        """Whether a saved state of a matrix means the same now.
 
         Args:
-            key: The matrix, as saved.
+            key: Key of the matrix when it was saved.
             state: Name of the state.
         """
         name = self._table.base_name(key)
         blocks = {block.name for block in self._table.blocks.get(name, ())}
         if self._spec.owns_blocks:
             return self._is_mark(_TAG.findall(key[len(name) :]), blocks)
-        # A factor of the inputs is that of every block.
+        # A factor of the inputs belongs to all blocks.
         shared = state.partition("[")[0] not in self._spec.block_states
         return shared or self._is_mark(_TAG.findall(state), blocks)
 
@@ -71,7 +71,7 @@ class ChangedBlocks:
 
 
 def start_afresh(weights: Collection[str], states: Collection[str]) -> str:
-    """What is said of states that do not go on.
+    """Say that states of weights start afresh.
 
     Args:
         weights: Weights of the matrices.
@@ -88,5 +88,5 @@ def start_afresh(weights: Collection[str], states: Collection[str]) -> str:
 
 
 def without_blocks(key: str) -> str:
-    """The key of a matrix or of a state, without the names of blocks."""
+    """Remove the names of blocks from the key of a matrix or of a state."""
     return _TAG.sub("", key)

@@ -1,4 +1,4 @@
-"""Whether saved states are those of an optimizer's parameters: compared before any of them is taken over."""
+"""Checks that saved states are those of an optimizer's parameters, before any of them is taken over."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def same_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[str, Any]:
-    """A state dictionary with the parameters of each group in another order.
+    """Reorder the parameters in each group of a state dictionary.
 
     torch matches element states by position alone, which is right only if both sides list their parameters alike.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        state_dict: With as many groups of as many parameters as ``ours``.
-        ours: The names to put them in the order of.
+        owner: Name of the optimizer, for the message.
+        state_dict: Dictionary with as many groups of as many parameters as ``ours``.
+        ours: Names of the parameters in the order that is wanted.
 
     Returns:
-        The dictionary with its own order where names are not known, or are other ones altogether: as in torch the place
-        counts then, for the states of matrices too, which are kept by name.
+        The reordered dictionary. It keeps its order where names are not known, or are all other ones: as in torch the
+        place counts then, for the states of matrices too, which are kept by name.
 
     Raises:
         MisfitError: The names show that the parameters are not the same ones.
@@ -87,14 +87,14 @@ def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[
 
 
 def _renamed(states: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """States by other names; those of one matrix of a stack have its place in brackets behind the name."""
-    found = {}
+    """Rename the keys of states; the place in a stack is in brackets behind the name and is kept."""
+    renamed = {}
     for key, state in states.items():
         name = key
         while name and name not in names:
             name = name.rpartition("[")[0]
-        found[names[name] + key[len(name) :] if name else key] = state
-    return found
+        renamed[names[name] + key[len(name) :] if name else key] = state
+    return renamed
 
 
 def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
@@ -104,21 +104,21 @@ def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
 
 def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
     if "layout" not in state_dict and any(RECORD in group for group in state_dict["param_groups"]):
-        # torch's functions have put ours in the order of this optimizer, and left the saved list of names as it was.
+        # torch's functions have reordered the parameters for this optimizer, but not the saved list of names.
         return [[None] * len(group["params"]) for group in state_dict["param_groups"]]
-    found: list[list[str | None]] = []
+    names: list[list[str | None]] = []
     records: Iterator[Mapping[str, Any]] = iter(state_dict.get("layout", ()))
     for group in state_dict["param_groups"]:
         count = len(group["params"])
         recorded = [next(records, {}).get("name") for _ in range(count)]
         listed = list(group.get("param_names") or ())
-        # Of checkpoints that were written before the layout had names.
-        found.append(listed if None in recorded and len(listed) == count else recorded)
-    return found
+        # Checkpoints that were written before the layout had names have a list of names.
+        names.append(listed if None in recorded and len(listed) == count else recorded)
+    return names
 
 
 class CheckpointFit:
-    """Whether a state dictionary is one of this optimizer's.
+    """Checks whether a state dictionary is one of this optimizer's.
 
     Args:
         spec: The states that rules keep.
@@ -131,12 +131,12 @@ class CheckpointFit:
         self._spec, self._values, self._table, self._planner = spec, values, table, planner
 
     def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
-        """A dictionary as this optimizer would have written it; a collective where ranks have parts of parameters.
+        """Convert a dictionary to one that this optimizer would have written; a collective where parameters are cut.
 
         Args:
             optimizer: Knows what its matrices begin with.
             state_dict: State dict of any optimizer.
-            groups: This one's.
+            groups: The optimizer's param groups.
 
         Raises:
             ValueError: Another optimizer has written it, or for other parameters, or another rank.
@@ -153,24 +153,24 @@ class CheckpointFit:
         return state_dict
 
     def _with_matrices(self, state_dict: dict[str, Any], names: Names) -> dict[str, Any]:
-        """With the states of matrices beside those of parameters, which may stand among these."""
+        """Move the states of matrices, which may be among those of parameters, to an entry of their own."""
         states = dict(state_dict["state"])
-        found: dict[str, MatrixState] = {}
-        for own, group in zip(names, state_dict["param_groups"], strict=True):
-            for name, key in zip(own, group["params"], strict=True):
-                found |= matrices_of(str(name), states.get(key, {}))
+        matrices: dict[str, MatrixState] = {}
+        for names_here, group in zip(names, state_dict["param_groups"], strict=True):
+            for name, key in zip(names_here, group["params"], strict=True):
+                matrices |= matrices_of(str(name), states.get(key, {}))
                 if key in states:
                     states[key] = without_matrices(states[key])
-        return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or found}
+        return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or matrices}
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.
 
         Args:
-            state_dict: As ``optimizer.state_dict()`` returned it, somewhere.
+            state_dict: What ``optimizer.state_dict()`` returned.
 
         Raises:
-            ValueError: Another optimizer has written it, or it has states or parameters that this one has not.
+            ValueError: Another optimizer has written it, or it has unknown states or parameters.
         """
         self._refuse_foreign(state_dict)
         self._refuse_unknown_matrices(state_dict)
@@ -184,7 +184,7 @@ class CheckpointFit:
                 f"which must be {ours!r}; load it into that one, or load the weights alone"
             )
         if theirs is None and not self._have_matrices(state_dict):
-            # Put together by others: what belongs to no parameter is lost.
+            # Others have put the dictionary together and lost what belongs to no parameter.
             if not all(map(self._is_ours, state_dict["param_groups"])):
                 raise ValueError(self._refusal_of_others())
             if self._spec.matrix_state_names and state_dict["state"]:
@@ -236,7 +236,7 @@ class CheckpointFit:
                 )
 
     def _refuse_misfits(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
-        """Compare the states with the parameters of this optimizer, in the groups that the dictionary brings."""
+        """Compare the states with this optimizer's parameters, by the options of the saved groups."""
         spec = self._spec
         matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
         groups = []
@@ -249,7 +249,7 @@ class CheckpointFit:
                     self._refuse_misfit(present, tensor, states, groups[-1], record)
         for key, states in matrices.items():
             info, (_, position) = self._table.matrix_info(key), self._table.catalog[self._table.base_name(key)]
-            # Slices of a matrix are compared with what their owner expects.
+            # Only the planned owner knows the shapes of a slice, which are compared below.
             if info is not None and position < len(groups):
                 for state, shapes in spec.matrix_state_shapes(info, groups[position]).items():
                     if state in states:
@@ -286,7 +286,7 @@ class CheckpointFit:
                 )
 
     def _opened_shape(self, key: str, name: str, state: Tensor, record: Mapping[str, Any]) -> Sequence[int]:
-        """The shape of a saved state, when opened."""
+        """Shape of a saved state when opened."""
         packed = packed_in(record, name)
         if is_coded(state.dtype) if packed is None else not packed[0].fits(state):
             raise MisfitError(
@@ -302,9 +302,9 @@ def this_rank() -> list[int]:
 
 
 def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: LayoutSource) -> None:
-    """Parts of parameters say nothing of their place, so that they must return to their rank.
+    """Refuse parts of parameters that another rank has written: they do not tell their place.
 
-    A collective where the parameters are parts too; refuses on all ranks, if one of them has another one's parts.
+    A collective where the parameters are parts too; all ranks refuse, if one of them has another one's parts.
     """
     written = state_dict.get(WRITTEN_BY)
     if written is not None:

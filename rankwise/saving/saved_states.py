@@ -1,4 +1,4 @@
-"""Saving and restoring an optimizer, and taking over states that another layout has saved."""
+"""Saves and restores an optimizer, and takes over states that were saved in another layout."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ logger = logging.getLogger(__name__)
 
 
 class SavedStates:
-    """The part of an optimizer that outlives the process.
+    """The part of an optimizer that is saved in checkpoints.
 
     Args:
         spec: The states that rules keep.
         values: The options of groups.
         table: The parameters and their rules.
         planner: The units, in whose layout states are stored.
-        matrix_states: The optimizer's.
+        matrix_states: The optimizer's matrix states.
 
     Attributes:
-        fit: Judges dictionaries before anything of them is taken over.
-        succession: Translates the states of other optimizers.
-        carrier: Knows what of them goes on where weights are divided otherwise.
+        fit: Checks dictionaries before anything of them is taken over.
+        succession: Converts the states of other optimizers.
+        carrier: Tells which states still fit where weights are divided differently.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class SavedStates:
     # --- dictionaries -------------------------------------------------------------------------------------------
 
     def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-        """What a state dictionary holds besides torch's own; a collective where ranks hold the parameters alike.
+        """Entries of a state dictionary besides torch's own; a collective where ranks hold the parameters alike.
 
         Args:
-            result: Torch's own, as it is to be saved.
-            groups: The optimizer's.
+            result: Torch's own entries, as they are to be saved.
+            groups: The optimizer's param groups.
         """
         matrices = self._collected() if self._consolidated is None else self._consolidated
-        # Ranks that miss gradients alike have parts of parameters.
+        # Where ranks miss gradients alike, each has parts of parameters, which only it can load again.
         parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
         return {
             "matrix_states": {key: dict(state) for key, state in matrices.items()},
@@ -96,35 +96,35 @@ class SavedStates:
     def under_parameters(
         self, result: Mapping[str, Any], groups: Groups, matrices: Mapping[str, MatrixState], extra: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A dictionary of torch's with everything in states and groups; see :mod:`rankwise.saving.states_by_parameter`.
+        """Put everything into states and groups; see :mod:`rankwise.saving.states_by_parameter`.
 
         Args:
-            result: The dictionary.
-            groups: The optimizer's.
-            matrices: Matrices of all matrices that this rank knows.
+            result: Dictionary of torch.
+            groups: The optimizer's param groups.
+            matrices: States of all matrices that this rank knows.
             extra: What belongs to no parameter.
         """
-        found = under_parameters(matrices, {key: self._table.base_name(key) for key in matrices})
-        state = {key: without_matrices(own) for key, own in result["state"].items()}
+        by_parameter = under_parameters(matrices, {key: self._table.base_name(key) for key in matrices})
+        state = {key: without_matrices(states_here) for key, states_here in result["state"].items()}
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
             for tensor in group["params"]:
-                key, own = next(keys), found.get(str(self._planner.name_of(tensor)))
-                if own and key in state:
-                    state[key] |= own
-        # Some rules keep nothing of a matrix.
+                key, states_here = next(keys), by_parameter.get(str(self._planner.name_of(tensor)))
+                if states_here and key in state:
+                    state[key] |= states_here
+        # Some rules keep no state of a matrix.
         with_states = sum(map(bool, matrices.values()))
         texts = record_texts(self._spec.identity, with_states, steps_taken(state), extra, groups)
         saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
         return {**result, "state": state, "param_groups": saved}
 
     def mark(self, groups: Sequence[dict[str, Any]], states: States, states_too: bool = True) -> None:
-        """Say in living groups and states that a checkpoint has more of them: torch asks for no other names.
+        """Mark living groups and states where a checkpoint has more: torch asks for no other names.
 
         Args:
             groups: The optimizer's param groups.
-            states: Its element states.
-            states_too: Whether to mark states: once torch's functions have shown up, or where ranks have parts of
+            states: The optimizer's element states.
+            states_too: Whether to mark states: once torch's functions have been used, or where ranks have parts of
                 parameters, which nothing else saves.
         """
         if not self._planner.is_plain:
@@ -142,54 +142,54 @@ class SavedStates:
         return source.mesh() is not None and len(self._spec.matrix_state_names) > 0
 
     def shared_matrices(self, optimizer: Planned) -> dict[str, MatrixState]:
-        """The states of all ranks, of each of which this rank has a part; a collective."""
+        """Matrix states of all ranks, cut evenly so that each rank has a part; a collective."""
         if self._waiting:
             return self._waiting
         present, mesh = self._matrix_states.everything(), self._planner.source.mesh()
-        found: dict[str, MatrixState] = {}
+        parts: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
             for key, name, whole in whole_states(unit, optimizer.step_costs(unit), present):
-                found.setdefault(key, {})[name] = cut_evenly(whole, mesh)
-        return found
+                parts.setdefault(key, {})[name] = cut_evenly(whole, mesh)
+        return parts
 
     def deliver(self, optimizer: Planned) -> None:
-        """Give the states of a dictionary, of which every rank has parts, to their owners, which are known by now."""
+        """Give the loaded parts of states to the owners of matrices, which are known by now; a collective."""
         if not self._waiting:
             return
-        own: dict[str, MatrixState] = {}
+        owned: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
-            own |= owned_parts(self._spec.identity, unit, optimizer.step_costs(unit), self._waiting)
-        self._matrix_states.load(own)
+            owned |= owned_parts(self._spec.identity, unit, optimizer.step_costs(unit), self._waiting)
+        self._matrix_states.load(owned)
         self._waiting = {}
 
     def as_saved(self, result: Mapping[str, Any], groups: Groups, states: States) -> dict[str, Any]:
-        """What a dictionary of torch's has of states: packed ones as they are, which the layout's records explain.
+        """The states for a dictionary of torch; packed ones stay packed, and the layout's records explain them.
 
         They are opened where nobody reads these records: in torch's sharded tensors, whose parts any mesh may ask for,
-        and for torch's checkpoint functions, which take states and groups alone. What torch may send is made fit to
-        travel.
+        and for torch's checkpoint functions, which take states and groups alone. What torch may send gets a type that
+        can be sent.
         """
-        found = dict(result["state"])
+        saved = dict(result["state"])
         everywhere = self._planner.is_plain and asked_by_torch()
         opened = self._opener(groups)
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
             for tensor in group["params"]:
                 key, state = next(keys), states.get(tensor, {})
-                if (everywhere or is_sharded(tensor)) and key in found:
-                    found[key] = found[key] | opened(tensor, group, state)
+                if (everywhere or is_sharded(tensor)) and key in saved:
+                    saved[key] = saved[key] | opened(tensor, group, state)
                 if REMAINDER in state and self._planner.is_plain:
-                    found[key] = {**found[key], REMAINDER: fit_to_travel(state[REMAINDER])}
-        return found
+                    saved[key] = {**saved[key], REMAINDER: fit_to_travel(state[REMAINDER])}
+        return saved
 
     def opened(self, groups: Groups, states: States) -> dict[Tensor, dict[str, Any]]:
-        """All states, with new ones in the place of those that are packed."""
+        """All states, with new ones in the place of packed ones."""
         opened = self._opener(groups)
-        own = ((tensor, group, states.get(tensor, {})) for group in groups for tensor in group["params"])
-        return {tensor: {**state, **opened(tensor, group, state)} for tensor, group, state in own}
+        members = ((tensor, group, states.get(tensor, {})) for group in groups for tensor in group["params"])
+        return {tensor: {**state, **opened(tensor, group, state)} for tensor, group, state in members}
 
     def _opener(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
-        """What opens the packed ones among a tensor's states."""
+        """Make a function that opens the packed states of a tensor."""
         planned, computed = self._places(), _computed(groups)
 
         def opened(tensor: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,31 +219,31 @@ class SavedStates:
         self._consolidated = self._collected()
 
     def forget_consolidated(self) -> None:
-        """They are not the present ones any more."""
+        """Drop the consolidated states, which are out of date."""
         self._consolidated = None
 
     def _collected(self) -> dict[str, MatrixState]:
-        """The states of all ranks; where several have some of one matrix, its owner's count, else the first rank's."""
+        """Matrix states of all ranks; where several have states of a matrix, its owner's count, else the first's."""
         states, planner = self._waiting or self._matrix_states.everything(), self._planner
         if not planner.source.saved_by_some or planner.source.group is None:
             return dict(states)
         mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
         kept = {place: states[place[0]][place[1]] for place in kept_by(planner.owner_of, planner.rank, states)}
         parts = gather_together(lambda: (mine, kept), planner.source.group)
-        found = {key: dict(state) for theirs, _ in reversed(parts) for key, state in theirs.items()}
-        for _, theirs in parts:
-            for (key, name), value in theirs.items():
-                # What the owner has, too, is what counts.
-                found.setdefault(key, {}).setdefault(name, value)
-        return found
+        collected = {key: dict(state) for rank_states, _ in reversed(parts) for key, state in rank_states.items()}
+        for _, rank_states in parts:
+            for (key, name), value in rank_states.items():
+                # The owner's own value counts.
+                collected.setdefault(key, {}).setdefault(name, value)
+        return collected
 
     def _places(self) -> dict[int, tuple[StepUnit, int]]:
-        """By the identity of a tensor, the unit that it is planned in and its index there."""
+        """Unit of each planned tensor and index in it, by the tensor's identity."""
         units = self._planner.units.values()
         return {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
 
     def _layout_records(self, result: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
-        """What every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
+        """Describe what every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
         planned, computed = self._places(), _computed(groups)
         keys = (key for group in result["param_groups"] for key in group["params"])
         return [
@@ -263,30 +263,30 @@ class SavedStates:
     ) -> dict[str, Any]:
         held = {name: value for name, value in (state or {}).items() if name not in ("step", MATRIX)}
         name = self._planner.name_of(tensor)
-        own = {} if name is None else {"name": name}
+        named = {} if name is None else {"name": name}
         if id(tensor) in planned:
             unit, index = planned[id(tensor)]
-            return {"group": unit.tensor_groups[index], **unit.states.record(held, index), **own}
+            return {"group": unit.tensor_groups[index], **unit.states.record(held, index), **named}
         if state is None:
-            return {"group": 0, "runs": [], "states": {}, **own}
-        # States were loaded and no step has planned since.
+            return {"group": 0, "runs": [], "states": {}, **named}
+        # States were loaded, and no step has planned since.
         content, kept = self._planner.kept_in(groups, tensor, group, computed)
-        return {"group": content.group, **kept.record(held, 0), **own}
+        return {"group": content.group, **kept.record(held, 0), **named}
 
-    # --- taking over --------------------------------------------------------------------------------------------
+    # --- loading ------------------------------------------------------------------------------------------------
 
     def restore(self, state_dict: Mapping[str, Any], groups: Groups, states: States) -> None:
-        """Finish what torch has begun: the states.
+        """Restore the states, after torch has restored the groups.
 
         Args:
-            state_dict: See :meth:`CheckpointFit.fitted`.
-            groups: Loaded.
-            states: Emptied by torch, which would cast and copy all of them to the types of the parameters.
+            state_dict: Dictionary that :meth:`CheckpointFit.fitted` returned.
+            groups: The param groups, as loaded.
+            states: The optimizer's state; it is empty, because torch would cast all states to the parameters' types.
         """
         computed = _computed(groups)
         saved_ids = (key for group in state_dict["param_groups"] for key in group["params"])
-        own = ((tensor, group) for group in groups for tensor in group["params"])
-        for key, (tensor, group) in zip(saved_ids, own, strict=True):
+        members = ((tensor, group) for group in groups for tensor in group["params"])
+        for key, (tensor, group) in zip(saved_ids, members, strict=True):
             saved = state_dict["state"].get(key)
             if saved is not None:
                 record = state_dict["layout"][key] if "layout" in state_dict else None
@@ -302,7 +302,7 @@ class SavedStates:
         group: Mapping[str, Any],
         computed: torch.dtype,
     ) -> None:
-        """Copies of a tensor's states; the count, too, is advanced in place."""
+        """Copy a tensor's states; the step count is copied too, because it is advanced in place."""
         kept: ElementStates | None = None
         for name, value in saved.items():
             if name == "step" and not isinstance(value, Tensor):
@@ -316,8 +316,8 @@ class SavedStates:
                 except (LookupError, RuntimeError):
                     # The framework's weights are not those of its copies yet, but its layout is the one that was saved.
                     alike = self._spec.asked_type(name) == "int8"
-                    own = value if alike else packed[0].opened(value, packed[1])
-                    states[tensor][name] = own.to(device=tensor.device, copy=alike)
+                    restored = value if alike else packed[0].opened(value, packed[1])
+                    states[tensor][name] = restored.to(device=tensor.device, copy=alike)
                 else:
                     states[tensor][name] = kept.taken(0, name, value, packed[0])
             elif isinstance(value, Tensor):
@@ -340,11 +340,11 @@ class SavedStates:
         self._told_of_lost_bits = True
 
     def restore_matrices(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the matrix states of a dictionary."""
+        """Load the matrix states of a dictionary."""
         self.forget_consolidated()
         saved = self.carrier.carried(state_dict.get("matrix_states", {}))
         copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
-        # Slices of a matrix are made of the whole, and parts go to owners, once these are known.
+        # Only owners, which are not known yet, can make slices of whole matrices from the parts.
         self._waiting = copies if self._planner.source.missing_alike else {}
         self._matrix_states.load({} if self._waiting else copies)
 
@@ -352,24 +352,24 @@ class SavedStates:
         """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some.
 
         Args:
-            groups: The optimizer's, changed in place.
-            saved: The checkpoint's.
+            groups: The optimizer's param groups, changed in place.
+            saved: The checkpoint's param groups.
         """
         before = self._spec.structures_of(groups)
-        for group, theirs in zip(groups, saved, strict=True):
-            group.update({name: value for name, value in theirs.items() if name != "params"})
+        for group, saved_group in zip(groups, saved, strict=True):
+            group.update({name: value for name, value in saved_group.items() if name != "params"})
         if self._spec.structures_of(groups) != before:
             self._planner.route_again(groups)
 
     def forget(self, states: dict[Tensor, Any]) -> None:
-        """Drop all states, but what weights lack: the next step is a first one."""
+        """Drop all states but the remainders of weights: the next step is a first one."""
         self.forget_consolidated()
         self._waiting = {}
         for unit in self._planner.units.values():
             for tensor in unit.tensors:
-                own = states.pop(tensor, {})
-                if REMAINDER in own:
-                    states[tensor] = {REMAINDER: own[REMAINDER]}
+                dropped = states.pop(tensor, {})
+                if REMAINDER in dropped:
+                    states[tensor] = {REMAINDER: dropped[REMAINDER]}
         self._matrix_states.forget()
 
     def adopt(
@@ -383,9 +383,9 @@ class SavedStates:
 
         Args:
             optimizer: Knows what its matrices begin with.
-            states: Its element states.
-            matrix_states: By matrix.
-            steps: By the position of a group.
+            states: The optimizer's element states.
+            matrix_states: Matrix states by matrix.
+            steps: Step counts by the position of a group.
 
         Raises:
             MisfitError: A state is not of the shape of its matrix; nothing has changed then.
@@ -409,15 +409,15 @@ class SavedStates:
 
         Args:
             optimizer: Knows what its matrices begin with.
-            matrix_states: By matrix; their values do not matter.
+            matrix_states: Matrix states by matrix; their values do not matter.
 
         Raises:
-            MisfitError: Names the first one.
+            MisfitError: A state has another shape; the message names the first one.
         """
         for unit in self._planner.units.values():
             refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
 
-    # --- where states lie ---------------------------------------------------------------------------------------
+    # --- where states are stored --------------------------------------------------------------------------------
 
     def kept_states(self, groups: Groups, name: str) -> StateTypes:
         """The element states that a parameter's rule keeps, the same on every rank.
@@ -431,14 +431,14 @@ class SavedStates:
     def stored_states(
         self, groups: Groups, states: States, tensor: Tensor, name: str, state: str
     ) -> list[tuple[int, Tensor]]:
-        """Where an element state of one parameter lies.
+        """Find an element state of one parameter.
 
         Args:
-            groups: The optimizer's.
-            states: Its element states.
+            groups: The optimizer's param groups.
+            states: The optimizer's element states.
             tensor: A tensor of the param groups, stepped or loaded before.
-            name: A parameter.
-            state: One of its :meth:`kept_states`.
+            name: Name of a parameter.
+            state: Name of one of its :meth:`kept_states`.
 
         Returns:
             The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.
@@ -447,12 +447,12 @@ class SavedStates:
         if place is not None:
             unit, index = place
             return unit.states.of_parameter(states, index, name, state)
-        # States were loaded and no step has planned since.
+        # States were loaded, and no step has planned since.
         group = groups[self._planner.source.contents(tensor).group]
         _, kept = self._planner.kept_in(groups, tensor, group, _computed(groups))
         return kept.of_parameter(states, 0, name, state)
 
 
 def _computed(groups: Groups) -> torch.dtype:
-    """In which type steps compute."""
+    """Type in which steps compute."""
     return dtype_of(tensor for group in groups for tensor in group["params"])

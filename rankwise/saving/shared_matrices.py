@@ -1,4 +1,4 @@
-"""Matrix states of ranks that share parameters, as ``DTensor`` that all of them have a part of, and back to owners.
+"""Converts matrix states to ``DTensor`` of which all ranks that share parameters have a part, and back.
 
 A checkpoint finds them by name then, whoever owns them, on any number of ranks.
 """
@@ -24,13 +24,13 @@ __all__ = ["cut_evenly", "owned_parts", "whole_states"]
 
 
 class _StatePart(NamedTuple):
-    """What one task has of a state of its matrix.
+    """The part that one task has of a state of its matrix.
 
     Attributes:
         task: The matrix, or a slice of it.
-        axis: Along which slices have parts of the state; None where each has all of it.
+        axis: Dimension along which slices have parts of the state; None where each has all of it.
         number: Number of the slice.
-        slices: How many there are.
+        slices: Number of slices of the matrix.
     """
 
     task: MatrixTask
@@ -39,11 +39,11 @@ class _StatePart(NamedTuple):
     slices: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part, a view."""
+        """View the part in the whole state."""
         return whole if self.axis is None else whole.chunk(self.slices, dim=self.axis)[self.number]
 
     def shape(self, own: torch.Size) -> list[int]:
-        """Shape of the whole state."""
+        """Shape of the whole state, given that of the part."""
         return [size * self.slices if axis == self.axis else size for axis, size in enumerate(own)]
 
 
@@ -51,19 +51,19 @@ def _parts(unit: StepUnit, work: StepCosts, name: str, tasks: list[MatrixTask]) 
     if tasks[0].whole is None:
         return [_StatePart(tasks[0], None, 0, 1)]
     matrix = unit.slices[tasks[0].whole]
-    found = [
+    parts = [
         _StatePart(task, work.cut_states(task).get(name), matrix.parts.index(task.key), matrix.count) for task in tasks
     ]
-    return found if found[0].axis is not None else found[:1]
+    return parts if parts[0].axis is not None else parts[:1]
 
 
 def _tasks(unit: StepUnit) -> dict[str, list[MatrixTask]]:
-    """All ranks' tasks by the matrix that they are, or are slices of; in one order on all ranks."""
-    found: dict[str, list[MatrixTask]] = {}
+    """All ranks' tasks by matrix, a task being the matrix or a slice of it; in the same order on all ranks."""
+    tasks: dict[str, list[MatrixTask]] = {}
     for batch in unit.exchange.plan.batches if unit.exchange is not None else ():
         for task in batch.tasks:
-            found.setdefault(task.whole or task.key, []).append(task)
-    return found
+            tasks.setdefault(task.whole or task.key, []).append(task)
+    return tasks
 
 
 def whole_states(
@@ -72,9 +72,9 @@ def whole_states(
     """Every state of every matrix of a unit, whole on every rank, one after the other; a collective.
 
     Args:
-        unit: Planned.
-        work: What its matrices begin with.
-        present: The states that this rank has; the initial ones of what has not been stepped.
+        unit: A planned unit.
+        work: Gives the states that its matrices begin with.
+        present: States that this rank has; matrices that have not been stepped have the initial ones.
     """
     meta, owners = torch.device("meta"), unit.exchange.plan.owners if unit.exchange is not None else {}
     elsewhere = _kept_elsewhere(unit, present)
@@ -84,15 +84,15 @@ def whole_states(
             whole = torch.zeros(parts[0].shape(expected.shape), dtype=expected.dtype, device=unit.device)
             for part in parts:
                 if elsewhere.get((part.task.key, name), owners[part.task.key]) == unit.layout.rank:
-                    own = present.get(part.task.key, {}).get(name)
-                    part.of(whole).copy_(work.matrix_state(part.task, unit.device)[name] if own is None else own)
-            # Bytes, all but one rank's of which are zero: their sums are the owner's bits.
+                    value = present.get(part.task.key, {}).get(name)
+                    part.of(whole).copy_(work.matrix_state(part.task, unit.device)[name] if value is None else value)
+            # Summed as bytes, the zeros of all other ranks leave the owner's bits as they are.
             dist.all_reduce(whole.view(-1).view(torch.uint8), group=unit.layout.group)
             yield key, name, whole
 
 
 def _kept_elsewhere(unit: StepUnit, present: Mapping[str, MatrixState]) -> Mapping[tuple[str, str], int]:
-    """The ranks that have states in their owners' places, and not beside them; a collective if any may have."""
+    """Ranks that have states in their owners' place, and not beside them; a collective if any may have."""
     if unit.exchange is None or not unit.exchange.plan.keepers:
         return {}
     plan, rank = unit.exchange.plan, unit.layout.rank
@@ -106,11 +106,11 @@ def _kept_elsewhere(unit: StepUnit, present: Mapping[str, MatrixState]) -> Mappi
 
 
 def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
-    """A tensor that every rank has, as one of which each has some rows; numbers stay whole.
+    """Cut a tensor that every rank has into rows of a ``DTensor``; a scalar stays whole.
 
     Args:
         whole: The tensor.
-        mesh: One-dimensional.
+        mesh: One-dimensional mesh.
     """
     if whole.dim() == 0:
         return whole
@@ -118,21 +118,23 @@ def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
 
     size = -(-whole.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * size, whole.shape[0])
-    own = whole[first : first + size].clone()
-    found: Tensor = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    rows = whole[first : first + size].clone()
+    found: Tensor = DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
     return found
 
 
 def owned_parts(
     owner: str, unit: StepUnit, work: StepCosts, saved: Mapping[str, MatrixState]
 ) -> dict[str, MatrixState]:
-    """What this rank owns of saved states; a collective.
+    """Select what this rank owns of saved states; a collective.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        unit: Planned.
-        work: How slices share their states.
-        saved: By matrix, the same names on all ranks.
+        owner: Name of the optimizer, for the message.
+        unit: A planned unit.
+        work: Tells how slices share their states.
+        saved: States by matrix, with the same names on all ranks.
 
     Raises:
         MisfitError: A state has another shape than its matrix asks for; alike on all ranks, before anything is sent.
@@ -143,13 +145,13 @@ def owned_parts(
             expected = _parts(unit, work, name, tasks)[0].shape(initial[name].shape)
             check_shape(owner, key, name, saved[key][name].shape, [tuple(expected)])
     owners = unit.exchange.plan.owners if unit.exchange is not None else {}
-    found: dict[str, MatrixState] = {}
+    owned: dict[str, MatrixState] = {}
     for key, tasks in _tasks(unit).items():
         for name, value in saved.get(key, {}).items():
             whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
             for task in tasks:
                 if owners[task.key] == unit.layout.rank:
                     part = next((part for part in _parts(unit, work, name, tasks) if part.task is task), None)
-                    own = whole if part is None else part.of(whole)
-                    found.setdefault(task.key, {})[name] = own.clone()
-    return found
+                    value_here = whole if part is None else part.of(whole)
+                    owned.setdefault(task.key, {})[name] = value_here.clone()
+    return owned

@@ -1,8 +1,8 @@
-"""Everything an optimizer keeps under its parameters and param groups, where torch's checkpoint functions look for it.
+"""Stores all of an optimizer's state under its parameters and param groups.
 
-``torch.distributed.checkpoint`` takes ``state`` and ``param_groups`` of a dictionary and nothing beside them. So the
-states of a parameter's matrices stand among its own, as ``matrix.left`` or ``matrix.[3].basis`` (of the matrix in
-brackets), and what belongs to no parameter is a text in its param group.
+``torch.distributed.checkpoint`` takes ``state`` and ``param_groups`` of a dictionary and nothing else. So the states of
+a parameter's matrices stand among its own, as ``matrix.left`` or ``matrix.[3].basis`` (of the matrix in brackets), and
+what belongs to no parameter is a text in its param group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MATRIX = "matrix"
-"""Begins the names of matrix states; alone, in a living optimizer's states, it says that there may be some."""
+"""Prefix of the names of matrix states; alone, in a living optimizer's states, it says that there may be some."""
 RECORD = "rankwise"
 WITH_STATES = "matrices_with_states"
 COUNT = "count"
@@ -40,7 +40,7 @@ _NAME = re.compile(rf"{MATRIX}\.((?:\[[^\]]*\])*)\.?(.+)")
 
 
 def asked_by_torch() -> bool:
-    """Whether one of torch's checkpoint functions has asked for what is made right now: nothing else tells them apart.
+    """Whether one of torch's checkpoint functions is on the call stack: nothing else tells that it asks.
 
     They take states and groups alone, and what they write may be read by another optimizer of the same parameters.
     """
@@ -53,38 +53,38 @@ def asked_by_torch() -> bool:
 
 
 def under_parameters(states: Mapping[str, MatrixState], names: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
-    """States of matrices by parameter.
+    """Sort states of matrices by parameter.
 
     Args:
-        states: By matrix.
-        names: The parameter of each matrix.
+        states: States by matrix.
+        names: Parameter of each matrix.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, state in states.items():
         name = names[key]
         place = key[len(name) :]
         prefix = f"{MATRIX}.{place}." if place else f"{MATRIX}."
-        found.setdefault(name, {}).update({f"{prefix}{kind}": value for kind, value in state.items()})
-    return found
+        by_parameter.setdefault(name, {}).update({f"{prefix}{kind}": value for kind, value in state.items()})
+    return by_parameter
 
 
 def matrices_of(name: str, state: Mapping[str, Any]) -> dict[str, MatrixState]:
-    """The states of a parameter's matrices, by matrix, among all that a dictionary has of the parameter."""
-    found: dict[str, MatrixState] = {}
+    """Select the states of a parameter's matrices, by matrix, from all that a dictionary has of the parameter."""
+    matrices: dict[str, MatrixState] = {}
     for path, value in _flat(state):
         place = _NAME.fullmatch(path)
         if place is not None:
-            found.setdefault(f"{name}{place[1]}", {})[place[2]] = value
-    return found
+            matrices.setdefault(f"{name}{place[1]}", {})[place[2]] = value
+    return matrices
 
 
 def without_matrices(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The other states of the parameter."""
+    """Select the parameter's states that are no matrix states."""
     return {name: value for name, value in state.items() if name != MATRIX and not name.startswith(f"{MATRIX}.")}
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names with the dots of what torch has nested."""
+    """Flatten what torch has nested; dots join the names."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -95,11 +95,11 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def record_texts(
     identity: str, matrices: int, count: int, extra: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """What is written into each param group: who has written it; into the first with parameters what else there is.
+    """Texts for the param groups: all name their writer, and the first with parameters has the rest.
 
     Args:
-        identity: The optimizer.
-        matrices: How many have states.
+        identity: Identity of the optimizer.
+        matrices: Number of matrices that have states.
         count: Steps of the parameter that has taken most.
         extra: What belongs to no parameter, in plain data.
         groups: The param groups.
@@ -110,15 +110,15 @@ def record_texts(
 
 
 def steps_taken(states: Mapping[Any, Mapping[str, Any]]) -> int:
-    """Steps of the parameter that has taken most."""
+    """Number of steps of the parameter that has taken most."""
     return max((int(state["step"]) for state in states.values() if "step" in state), default=0)
 
 
 def extras_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What :func:`record_texts` wrote; empty where nothing was written."""
-    found: dict[str, Any] = {}
+    """Read what :func:`record_texts` wrote; empty where nothing was written."""
+    extras: dict[str, Any] = {}
     for group in groups:
         text = group.get(RECORD)
         if isinstance(text, str) and text:
-            found |= json.loads(text)
-    return found
+            extras |= json.loads(text)
+    return extras
