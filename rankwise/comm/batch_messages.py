@@ -1,4 +1,4 @@
-"""Which runs of which shards one rank sends and receives for a batch of matrices."""
+"""Which runs of which shards a rank sends and receives for a batch of matrices."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class PackedRun:
     """A shard's place in its owner's stack of matrices."""
 
     task: MatrixTask
-    row: int  # of the owner's stack
-    offset: int  # of the parameter in the owner's flattened stack
+    row: int  # row of the owner's stack
+    offset: int  # offset of the parameter in the owner's flattened stack
     numel: int
-    shard: int  # local shard index; -1 for another rank's
-    places: tuple[StridedRun, ...]  # within the parameter
+    shard: int  # index of the local shard; -1 for another rank's
+    places: tuple[StridedRun, ...]  # runs within the parameter
 
     def destinations(self, stack: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where the shard's values belong in the flattened stack: pairs of equal shapes to be copied."""
-        if values.dim() > 1:  # stored with gaps: at one place
+        """Pair the shard's values with their places in the flattened stack: tensors of equal shapes to be copied."""
+        if values.dim() > 1:  # stored with gaps, which are not in the stack: the shard is one strided run there
             (place,) = self.places
             target, parts = place.of(stack, self.offset), values.shape[0]
             if place.rows == 1:
@@ -45,11 +45,11 @@ class PackedRun:
             position += target.numel()
 
     def parts(self, stack: Tensor) -> list[Tensor]:
-        """The shard's values in the flattened stack, as 1-D tensors to be joined."""
+        """Views of the shard's values in the flattened stack, as 1-D tensors to be joined."""
         return [place.of(stack, self.offset).reshape(-1) for place in self.places]
 
     def read(self, stack: Tensor) -> Tensor:
-        """The shard's values in the flattened stack, 1-D."""
+        """Read the shard's values in the flattened stack, 1-D."""
         parts = self.parts(stack)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -58,11 +58,11 @@ class PackedRun:
 class Side:
     """The pieces this rank exchanges with the others in one direction, in rank order, and how many elements with each.
 
-    A payload goes once to every rank that holds a piece of its matrix: ``rows`` lists the matrices, rank by rank,
-    ``row_counts`` how many there are of each rank, and ``row_of`` where in that list each piece's matrix is.
+    A payload is sent once to every rank that holds a piece of its matrix: ``rows`` lists the matrices, rank by rank,
+    ``row_counts`` is their number by rank, and ``row_of`` the index in that list of each piece's matrix.
 
-    Where a message is written block by block, ``pads`` are the zeros behind each piece, so that another matrix begins
-    with a block, and ``blocks`` how many there are with each rank.
+    Where a message is written block by block, ``pads`` are the zeros behind each piece, so that the next matrix begins
+    with a block, and ``blocks`` is the number of blocks by rank.
     """
 
     pieces: tuple[PackedRun, ...]
@@ -76,15 +76,15 @@ class Side:
 
     @classmethod
     def of(cls, by_rank: Sequence[Sequence[PackedRun]], block: int = 1) -> Side:
-        """The side of pieces listed by the other rank, and how many elements are written together."""
+        """Make a side of pieces that are listed by the other rank; ``block`` elements are written together."""
         rows: list[int] = []
         row_counts: list[int] = []
         row_of: list[int] = []
         for pieces in by_rank:
-            place = {row: len(rows) + i for i, row in enumerate(dict.fromkeys(piece.row for piece in pieces))}
-            rows.extend(place)
-            row_counts.append(len(place))
-            row_of.extend(place[piece.row] for piece in pieces)
+            index_of = {row: len(rows) + i for i, row in enumerate(dict.fromkeys(piece.row for piece in pieces))}
+            rows.extend(index_of)
+            row_counts.append(len(index_of))
+            row_of.extend(index_of[piece.row] for piece in pieces)
         flat = tuple(piece for pieces in by_rank for piece in pieces)
         numels, counts = [piece.numel for piece in flat], [sum(piece.numel for piece in pieces) for pieces in by_rank]
         pads = _pads(numels, row_of, block)
@@ -95,7 +95,7 @@ class Side:
 
 
 def _pads(numels: Sequence[int], row_of: Sequence[int], block: int) -> list[int]:
-    """Behind the last piece of each matrix, what it lacks of whole blocks."""
+    """Zeros behind each piece, which fill the last block of each matrix."""
     pads, run = [], 0
     for numel, row, following in zip_longest(numels, row_of, row_of[1:]):
         run += numel
@@ -106,10 +106,10 @@ def _pads(numels: Sequence[int], row_of: Sequence[int], block: int) -> list[int]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one batch means to this rank."""
+    """This rank's part of one batch."""
 
     batch: Batch
-    labels: Mapping[str, str]  # of its phases, for a profiler
+    labels: Mapping[str, str]  # names of its phases, for a profiler
     owned: list[MatrixTask]
     length: int
     local: tuple[PackedRun, ...]  # held and owned here
@@ -119,7 +119,7 @@ class BatchPlan:
     results_out: Side  # held elsewhere, computed here
     result_rows: Tensor  # results_out.rows, on the device
     gathers: bool  # alike on all ranks: whether gradients of the batch cross ranks
-    returns: bool  # and whether results do
+    returns: bool  # alike on all ranks: whether results cross ranks
     copied: bool  # alike on all ranks: whether several ranks hold the same elements
 
 
@@ -138,15 +138,15 @@ def plan_batch(
         layout: The common layout.
         owners: Owner by task key.
         number: Number of the batch.
-        batch: Its tasks.
-        index_of: Position of every local shard.
-        device: Where shards live.
-        block: Elements that messages have together.
+        batch: The batch.
+        index_of: Index of every local shard.
+        device: Device of the shards.
+        block: Number of elements that messages write together.
     """
     world, me = layout.world_size, layout.rank
     shapes, holders = layout.shapes, layout.holders
     length = sum(prod(shapes[part]) for part in batch.tasks[0].parts)
-    # By the other rank: what this one sends to an owner and gathers as one, and the same for the results.
+    # Lists by the other rank. What a rank sends to itself is local.
     outgoing, incoming, results_in, results_out = ([[] for _ in range(world)] for _ in range(4))  # type: ignore[var-annotated]
     owned: list[MatrixTask] = []
     rows = [0] * world
@@ -177,8 +177,8 @@ def plan_batch(
                 by_rank.extend(map(piece, holders[part].get(holder, ())))
             first += prod(shapes[part])
     local, incoming[me], results_out[me] = tuple(incoming[me]), [], []
-    there = Side.of(results_out, block)
-    result_rows = torch.tensor(there.rows, dtype=torch.long, device=device)
+    to_holders = Side.of(results_out, block)
+    result_rows = torch.tensor(to_holders.rows, dtype=torch.long, device=device)
     return BatchPlan(
         batch=batch,
         labels={phase: f"rankwise: {phase} {number}" for phase in ("gather", "compute", "return", "deliver")},
@@ -188,7 +188,7 @@ def plan_batch(
         outgoing=Side.of(outgoing, block),
         incoming=Side.of(incoming, block),
         results_in=Side.of(results_in, block),
-        results_out=there,
+        results_out=to_holders,
         result_rows=result_rows,
         gathers=gathers,
         returns=returns,

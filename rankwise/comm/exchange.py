@@ -1,4 +1,4 @@
-"""Straddling matrices to their owners and back, packed into asynchronous messages."""
+"""Sends straddling matrices to their owners and back, packed into asynchronous messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Gather", "MatrixExchange", "Return"]
 
 @dataclass(frozen=True)
 class _Message:
-    """An all-to-all under way. The outgoing buffer is kept alive until it has been sent."""
+    """An all-to-all under way. It keeps the outgoing buffer alive until it has been sent."""
 
     received: Tensor
     sent: Tensor
@@ -40,7 +40,7 @@ class Gather:
 
     stack: Tensor
     message: _Message | None
-    is_source: bool = False  # the stack is a source itself, not a copy
+    is_source: bool = False  # whether the stack is a source itself, not a copy
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Return:
 
 
 def _separated(result: Tensor, values: int) -> list[Tensor]:
-    """The flattened stacks of results with ``values`` values per element, one stack for each of these."""
+    """Flattened stacks of results with ``values`` values per element, one stack for each of these."""
     if values == 1:
         return [result.reshape(-1)]
     return [part.reshape(-1) for part in result.chunk(values, dim=1)]
 
 
 def _fill(stack: Tensor, pieces: Sequence[PackedRun], values: Sequence[Tensor | None]) -> None:
-    """Write shards into the flattened stack, zeros for those without values: two launches, however many they are."""
+    """Write shards into the flattened stack, zeros for shards without values: two launches, however many they are."""
     pairs: list[tuple[Tensor, Tensor]] = []
     empty: list[Tensor] = []
     for piece, value in zip(pieces, values, strict=True):
@@ -76,7 +76,7 @@ def _fill(stack: Tensor, pieces: Sequence[PackedRun], values: Sequence[Tensor | 
 
 
 def _pieces(values: Tensor, side: Side) -> Sequence[Tensor]:
-    """What has arrived of each piece, without the zeros that filled its blocks."""
+    """Split received values into pieces, without the zeros that filled their blocks."""
     if values.numel() == sum(side.numels):
         return values.split(side.numels)
     filled = values.split([numel + pad for numel, pad in zip(side.numels, side.pads, strict=True)])
@@ -90,18 +90,18 @@ def _times(factor: int, counts: Sequence[int]) -> list[int]:
 class MatrixExchange:
     """Moves matrices to their owners and results back to the holders, whatever the shards' layout.
 
-    A matrix is gathered from one copy where ranks hold several (the owner's own if it has one), and its result goes to
-    all of them. Per batch there are at most two collectives: pieces to the owners, results back. A batch in which every
-    matrix already lies whole on its owner communicates nothing.
+    Where several ranks hold a matrix, one copy is gathered (the owner's own if it has one), and all get the result. A
+    batch takes at most two collectives: pieces to the owners, results back. A batch in which every matrix already lies
+    whole on its owner communicates nothing.
 
     Attributes:
         batches: Batches to be gathered and returned, in this order on every rank.
-        in_place: Matrices that this rank alone has, each part in one run, a matrix a batch; nothing of them travels,
-            and no other rank waits for them. Empty unless matrices are computed one by one.
-        in_place_shards: Their local shards.
+        in_place: Batches of one matrix that this rank alone has, each part in one run; nothing of them travels, and no
+            other rank waits for them. Empty unless matrices are computed one by one.
+        in_place_shards: Local shards of the matrices in :attr:`in_place`.
         dtype: Type of gathered matrices and of results.
-        wire: How they are written in messages.
-        device: Where they lie.
+        wire: Format of values in messages.
+        device: Device of the shards.
         indices: Index tensors on the exchange's device.
         one_by_one: See the constructor.
         one_by_one_on: Types of devices on which stacks of matrices are no faster than single ones.
@@ -123,12 +123,12 @@ class MatrixExchange:
         Args:
             layout: The common layout.
             plan: Owners and batches; must be the same on every rank.
-            device: Where shards live.
+            device: Device of the shards.
             dtype: Type of gathered matrices and of results.
-            wire: How they are written in messages. None: in ``dtype``, so that messages round nothing. Otherwise what
-                crosses ranks is rounded, once on the way to the owner and once on the way back.
-            one_by_one: Matrices that lie whole on their owners are computed one at a time and without a copy. What is
-                gathered may then be a source itself. None: on devices of :attr:`one_by_one_on`.
+            wire: Format of values in messages. None: ``dtype``, so that messages round nothing. Otherwise what crosses
+                ranks is rounded, once on the way to the owner and once on the way back.
+            one_by_one: Whether matrices that lie whole on their owners are computed one at a time and without a copy;
+                a gathered stack may then be a source itself. None: on devices of :attr:`one_by_one_on`.
         """
         self.layout, self.plan = layout, plan
         self.traffic = Traffic()
@@ -141,10 +141,12 @@ class MatrixExchange:
             plan_batch(layout, plan.owners, number, batch, index_of, device, self.wire.block)
             for number, batch in enumerate(() if layout.imagined else self._computed_batches())
         ]
-        # Alike on all ranks: with other batches in between, the collectives of the rest would come in another order.
-        here = [self.one_by_one and self._lies_in_place(plan.batch) for plan in self._plans]
-        self.batches = [plan for plan, lies_here in zip(self._plans, here, strict=True) if not lies_here]
-        self.in_place = [plan for plan, lies_here in zip(self._plans, here, strict=True) if lies_here and plan.owned]
+        # Every rank decides alike: the collectives of the rest must come in the same order on all of them.
+        in_place = [self.one_by_one and self._lies_in_place(plan.batch) for plan in self._plans]
+        self.batches = [plan for plan, lies_here in zip(self._plans, in_place, strict=True) if not lies_here]
+        self.in_place = [
+            plan for plan, lies_here in zip(self._plans, in_place, strict=True) if lies_here and plan.owned
+        ]
         self.in_place_shards = frozenset(piece.shard for plan in self.in_place for piece in plan.local)
 
     def _computed_batches(self) -> Iterator[Batch]:
@@ -152,10 +154,10 @@ class MatrixExchange:
             # Slices are computed together with those of other ranks.
             alone = self.one_by_one and not batch.partners
             apart = [task for task in batch.tasks if alone and self._is_apart(task)]
-            here = {task.key for task in apart}
-            straddling = tuple(task for task in batch.tasks if task.key not in here)
+            keys_apart = {task.key for task in apart}
+            straddling = tuple(task for task in batch.tasks if task.key not in keys_apart)
             if straddling:
-                # First, so that they travel while the others are computed.
+                # Straddling matrices come first, so that they travel while the others are computed.
                 yield replace(batch, tasks=straddling)
             for task in apart:
                 yield replace(batch, tasks=(task,))
@@ -170,7 +172,7 @@ class MatrixExchange:
         return all(set(self.layout.holders[part]) == {self.plan.owners[task.key]} for part in task.parts)
 
     def _lies_in_place(self, batch: Batch) -> bool:
-        """Whether it is one matrix that its owner alone has, every part in one run; the answer of every rank."""
+        """Whether a batch is one matrix that its owner alone has, every part in one run; the same on every rank."""
         if len(batch.tasks) != 1 or batch.partners or not self._lies_whole(batch.tasks[0]):
             return False
         runs = (shards for part in batch.tasks[0].parts for shards in self.layout.holders[part].values())
@@ -197,11 +199,11 @@ class MatrixExchange:
 
         Args:
             plan: One of :attr:`batches` or :attr:`in_place`.
-            missing: Parameters without values on any rank, which is known to all: zeros travel in their place.
-            sources: Per local shard, its values as the shard is stored, which stay as they are until the batch
-                has been gathered. None for shards no task uses, and, where every rank has whole copies, for
-                parameters without a gradient: a task none of whose parts has one is left out of the step, a part
-                without one counts as zero. It must then be None on all ranks.
+            sources: Values of each local shard as it is stored; they must not change until the batch has been gathered.
+                None for shards no task uses. None also, on all ranks, for parameters without a gradient where every
+                rank has whole copies: a task without any gradient is left out of the step, and a part without one
+                counts as zero.
+            missing: Parameters that have no values on any rank, which all ranks know: zeros travel in their place.
 
         Raises:
             RuntimeError: A source is None that another rank waits for.
@@ -215,8 +217,8 @@ class MatrixExchange:
         _fill(flat, plan.local, [sources[piece.shard] for piece in plan.local])
         if not plan.gathers:
             return Gather(stack, None)
-        leaving = [[self._present(sources, piece, missing)] for piece in plan.outgoing.pieces]
-        return Gather(stack, self._send(self.wire, leaving, plan.outgoing, plan.incoming))
+        outgoing = [[self._present(sources, piece, missing)] for piece in plan.outgoing.pieces]
+        return Gather(stack, self._send(self.wire, outgoing, plan.outgoing, plan.incoming))
 
     def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
         """Whether the stack would be a copy of one shard, and may be that shard."""
@@ -239,17 +241,17 @@ class MatrixExchange:
         return source
 
     def finish_gather(self, plan: BatchPlan, gather: Gather) -> Tensor:
-        """Wait for the pieces of others: (owned, task length); it may be a source itself."""
+        """Wait for the pieces of others and return the stack, (owned, task length); it may be a source itself."""
         if gather.message is not None:
             flat = gather.stack.view(-1)
             _fill(flat, plan.incoming.pieces, _pieces(gather.message.wait(), plan.incoming))
-            gather.message = None  # Its memory is free while the batch is computed.
+            gather.message = None  # frees its memory while the batch is computed
         return gather.stack
 
     def live_rows(
         self, plan: BatchPlan, sources: Sequence[Tensor | None], missing: frozenset[str] = frozenset()
     ) -> tuple[int, ...]:
-        """The rows of the stack of which any part has values.
+        """Rows of the stack of which any part has values.
 
         Args:
             plan: The batch.
@@ -266,26 +268,26 @@ class MatrixExchange:
 
         Args:
             plan: The batch.
-            result: (owned, result length), of the type of gathered matrices; anything where this rank owns nothing.
-            reply: What the holders get of it.
+            result: (owned, result length), of the type of gathered matrices; ignored where this rank owns nothing.
+            reply: What the holders get of the result.
         """
         if not plan.returns:
             return Return(plan, result, reply, None)
-        wire, there, here = self.wire.back(reply, plan.copied), plan.results_out, plan.results_in
+        wire, to_holders, from_owners = self.wire.back(reply, plan.copied), plan.results_out, plan.results_in
         if plan.copied and wire.joined != self.dtype:
-            # Where ranks hold the same elements, the owner must use what the others get, or the copies drift apart.
+            # Other holders of the elements get rounded values; the owner must use them, too, or copies drift apart.
             result = result.to(wire.joined).to(self.dtype)
         if reply.whole is not None:
-            leaving = result.index_select(0, plan.result_rows).reshape(-1).to(wire.joined)
-            sizes = (_times(reply.whole, side.row_counts) for side in (there, here))
-            message = self._all_to_all(wire, leaving, *sizes)
+            outgoing = result.index_select(0, plan.result_rows).reshape(-1).to(wire.joined)
+            sizes = (_times(reply.whole, side.row_counts) for side in (to_holders, from_owners))
+            message = self._all_to_all(wire, outgoing, *sizes)
         else:
             flats = _separated(result, reply.values)
-            parts = [[part for flat in flats for part in piece.parts(flat)] for piece in there.pieces]
+            parts = [[part for flat in flats for part in piece.parts(flat)] for piece in to_holders.pieces]
             if reply.values == 1:
-                message = self._send(wire, parts, there, here)
+                message = self._send(wire, parts, to_holders, from_owners)
             else:
-                sizes = (_times(reply.values, side.counts) for side in (there, here))
+                sizes = (_times(reply.values, side.counts) for side in (to_holders, from_owners))
                 message = self._all_to_all(wire, self._pack(wire, list(chain.from_iterable(parts))), *sizes)
         return Return(plan, result, reply, message)
 
@@ -293,19 +295,19 @@ class MatrixExchange:
         """Wait for the results of others.
 
         Args:
-            returning: What :meth:`start_return` gave.
-            sources: As they were gathered.
+            returning: The return that :meth:`start_return` began.
+            sources: The sources that were gathered.
 
         Returns:
             For each local shard of the batch's tasks that has a source, what ``reply`` says of the result.
         """
         plan, result, reply = returning.plan, returning.result, returning.reply
-        found: list[tuple[int, Tensor]] = []
+        results: list[tuple[int, Tensor]] = []
         flats = _separated(result, reply.values) if reply.whole is None else []
         for piece in plan.local:
             if sources[piece.shard] is not None:
-                own = [piece.read(flat) for flat in flats] or [result[piece.row]]
-                found.append((piece.shard, own[0] if len(own) == 1 else torch.cat(own)))
+                values_of = [piece.read(flat) for flat in flats] or [result[piece.row]]
+                results.append((piece.shard, values_of[0] if len(values_of) == 1 else torch.cat(values_of)))
         if returning.message is not None:
             received = returning.message.wait().to(self.dtype)
             if reply.whole is None and reply.values == 1:
@@ -316,13 +318,13 @@ class MatrixExchange:
                 payloads = received.split(reply.whole)
                 arrived = tuple(payloads[row] for row in plan.results_in.row_of)
             pieces = zip(plan.results_in.pieces, arrived, strict=True)
-            found += [(piece.shard, values) for piece, values in pieces if sources[piece.shard] is not None]
-        return found
+            results += [(piece.shard, values) for piece, values in pieces if sources[piece.shard] is not None]
+        return results
 
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _send(self, wire: WireFormat, pieces: Sequence[Sequence[Tensor]], there: Side, here: Side) -> _Message:
-        """Send pieces, one value for each of their elements."""
+        """Send pieces, with one value for each of their elements."""
         sizes = there.counts, here.counts
         if wire.block > 1:
             pieces = [[*part, self._zeros[:pad]] if pad else part for part, pad in zip(pieces, there.pads, strict=True)]

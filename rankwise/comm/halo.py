@@ -1,4 +1,4 @@
-"""The elements on either side of every shard, for updates that couple neighbours in a chain."""
+"""Exchanges the elements on either side of every shard, for updates that couple neighbours in a chain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Member:
 
     @property
     def first(self) -> int:
-        """First element of the parameter at or after which the shard's lie."""
+        """First element of the parameter that the shard may have."""
         return self.shard.places[0].offset
 
     @property
@@ -50,24 +50,24 @@ class _Member:
         return place.offset + (place.rows - 1) * place.stride + place.width
 
     def positions(self, elements: Tensor) -> Tensor:
-        """Where elements of the parameter lie in the shard; outside [0, numel) if they do not."""
+        """Positions in the shard of elements of the parameter; outside [0, numel) for those it does not have."""
         shard = self.shard
         if shard.columns is None:
             return elements - shard.start
         left, right = shard.columns
         rows = elements.div(shard.shape[-1], rounding_mode="floor")
         columns = elements - rows * shard.shape[-1]
-        found = rows * (right - left) + columns - left - shard.start
-        return torch.where((columns >= left) & (columns < right), found, -1)
+        position = rows * (right - left) + columns - left - shard.start
+        return torch.where((columns >= left) & (columns < right), position, -1)
 
 
 ReadField = Callable[[Sequence[tuple[int, slice]]], Sequence[Tensor]]
-"""Gives parts of a field, 1-D, each of a local shard by its number."""
+"""Returns parts of a field, 1-D; a part is the index of a local shard and a range of its elements."""
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Elements of one shard that fill ``slots`` of another's halo: those ``source`` of a part of it."""
+    """Elements of one shard that fill ``slots`` of another's halo: the elements ``source`` of its ``part``."""
 
     holder: int
     wanted_by: int
@@ -81,11 +81,11 @@ class _Transfer:
 class HaloExchange:
     """Fetches the ``width`` elements on either side of every shard from the ranks that hold them.
 
-    One all-to-all of a few values per border, whatever the number of fields; nothing at all when no selected
+    Sends one all-to-all of a few values per border, whatever the number of fields, and nothing at all when no selected
     parameter straddles ranks. Elements beyond the parameter's ends are zero. A halo may span several ranks.
 
     Attributes:
-        active: Whether anything crosses ranks; the same on every rank, as all of them must join a collective.
+        active: Whether anything crosses ranks; the same on every rank, because all of them must join a collective.
         empty: Whether this rank has nothing to send, to fetch or to copy.
     """
 
@@ -104,9 +104,9 @@ class HaloExchange:
             layout: The common layout.
             width: Elements needed on each side.
             keys: Parameters whose chains cross shard borders; the others get zero halos.
-            device: Where the fields live.
-            dtype: Their type, also on the wire.
-            by_row: Chains end with the rows: elements of other rows than the shard's own are not fetched.
+            device: Device of the fields.
+            dtype: Type of the fields, also in messages.
+            by_row: Whether chains end with the rows: elements of other rows than the shard's own are not fetched.
         """
         self.layout = layout
         self.traffic = Traffic()
@@ -136,10 +136,10 @@ class HaloExchange:
         """Exchange the halos of several fields at once.
 
         Args:
-            fields: Each gives parts of itself on local shards, which are numbered as in ``layout.mine``.
+            fields: Fields on the local shards, which are numbered as in ``layout.mine``.
 
         Returns:
-            ``halos[f][i]``, zero where nothing is to be fetched.
+            ``halos[f][i]`` of field ``f`` and shard ``i``, zero where nothing is to be fetched.
         """
         halos = torch.zeros(len(fields), self._size, dtype=self._dtype, device=self._device)
         if self._local:
@@ -154,12 +154,12 @@ class HaloExchange:
         return Halo(row[first : first + width], row[first + width : first + 2 * width], strips)
 
     def _communicate(self, fields: Sequence[ReadField]) -> Tensor:
-        """Arriving elements, (fields, elements), in the order of ``self._arriving``."""
+        """Exchange elements; returns the arriving ones, (fields, elements), in the order of ``self._arriving``."""
         count = len(fields)
         send_sizes, receive_sizes = self._sizes(self._send, count), self._sizes(self._receive, count)
         values = iter(self._read(fields, [part for parts in self._send for part in parts]))
-        leaving = [torch.cat([next(values) for _ in parts], dim=1).reshape(-1) for parts in self._send if parts]
-        send = torch.cat(leaving) if leaving else torch.empty(0, dtype=self._dtype, device=self._device)
+        outgoing = [torch.cat([next(values) for _ in parts], dim=1).reshape(-1) for parts in self._send if parts]
+        send = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=self._dtype, device=self._device)
         receive = torch.empty(sum(receive_sizes), dtype=self._dtype, device=self._device)
         self.traffic.count(send)
         dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=self.layout.group)
@@ -167,7 +167,7 @@ class HaloExchange:
         return torch.cat(parts, dim=1) if parts else receive.view(count, 0)
 
     def _read(self, fields: Sequence[ReadField], parts: Sequence[_Transfer]) -> list[Tensor]:
-        """The elements of each transfer, (fields, elements)."""
+        """Read the elements of each transfer, (fields, elements)."""
         places = [(self._index[part.held], part.part) for part in parts]
         columns = [field(places) for field in fields]
         return [
@@ -186,22 +186,22 @@ class HaloExchange:
     # --- planning -----------------------------------------------------------------------------------------------
 
     def _plan(self, keys: Sequence[str]) -> list[_Transfer]:
-        """All ranks' transfers, in the same order everywhere."""
-        found: list[_Transfer] = []
+        """All ranks' transfers, in the same order on every rank."""
+        transfers: list[_Transfer] = []
         for key in keys:
             for copy in self.layout.copies.get(key, {}).values():
                 members = sorted((_Member(rank, shard) for rank, shard in copy), key=lambda member: member.first)
                 for index in range(len(members)):
-                    found.extend(self._fetch(index, members))
-        return found
+                    transfers.extend(self._fetch(index, members))
+        return transfers
 
     def _fetch(self, index: int, members: Sequence[_Member]) -> list[_Transfer]:
-        """Where each neighbour of a shard comes from."""
+        """Transfers that fill the halo of one shard."""
         member = members[index]
         elements, slots = self._neighbours(member.shard)
         if len(members) == 1 or not len(elements):
             return []
-        found = []
+        transfers = []
         for other in _around(index, members, int(elements.min()), int(elements.max())):
             positions = other.positions(elements)
             held = (positions >= 0) & (positions < other.shard.numel)
@@ -209,15 +209,15 @@ class HaloExchange:
                 first, last = int(positions[held].min()), int(positions[held].max())
                 source, filled = (positions[held] - first).to(self._device), slots[held].to(self._device)
                 part, ranks = slice(first, last + 1), (other.rank, member.rank)
-                found.append(_Transfer(*ranks, other.shard, member.shard, part, source, filled))
-        return found
+                transfers.append(_Transfer(*ranks, other.shard, member.shard, part, source, filled))
+        return transfers
 
     def _neighbours(self, shard: Shard) -> tuple[Tensor, Tensor]:
         """Elements of the parameter beside a shard, and their slots in its halo."""
         width, length = self.width, shard.row_length
         reach = _count(width)
         end = shard.end
-        # Within the shard's own block: before its first and after its last element.
+        # Inside the shard's own block, neighbours lie before its first and after its last element.
         inside = torch.cat([shard.start - width + reach, end + reach])
         limits = (0, shard.block_numel)
         if len(shard.shape) > 1 and (self.by_row or shard.columns is not None):
@@ -228,7 +228,7 @@ class HaloExchange:
         rows = _rows(shard)
         if not rows or shard.columns is None:
             return elements, slots
-        # Beside the block: left and right of every row.
+        # Beside the block, neighbours lie left and right of every row.
         total, (left, right) = shard.shape[-1], shard.columns
         first = (shard.start // length + _count(rows)).unsqueeze(1) * total
         beside = torch.cat([first + left - width + reach, first + right + reach], dim=1)
@@ -239,12 +239,12 @@ class HaloExchange:
 
 
 def _count(length: int) -> Tensor:
-    """0, 1, 2 … on the host, where positions are worked out."""
+    """The integers 0, 1, 2 … on the host, where positions are computed."""
     return torch.arange(length, dtype=torch.int64, device="cpu")
 
 
 def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -> Iterator[_Member]:
-    """The shards of a chain that may hold some of the elements from ``lowest`` to ``highest``.
+    """Shards of a chain that may hold some of the elements from ``lowest`` to ``highest``.
 
     In a block of few columns the shard itself is one: beside its rows lie its own elements of the rows around them.
     """
@@ -261,7 +261,7 @@ def _around(index: int, members: Sequence[_Member], lowest: int, highest: int) -
 
 
 def _rows(shard: Shard) -> int:
-    """How many rows of a block of columns a shard touches; 0 if its rows are whole."""
+    """Number of rows of a block of columns that a shard touches; 0 if its rows are whole."""
     if shard.columns is None:
         return 0
     length = shard.row_length
@@ -269,7 +269,7 @@ def _rows(shard: Shard) -> int:
 
 
 def _in_parameter(shard: Shard, elements: Tensor) -> Tensor:
-    """Elements of a shard's block as elements of the parameter."""
+    """Convert elements of a shard's block to elements of the parameter."""
     if shard.columns is None:
         return elements
     length = shard.row_length

@@ -1,4 +1,4 @@
-"""Process groups that only their own ranks make."""
+"""Process groups that only their own ranks create."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["host_group", "local_group"]
 
 
 def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """A new group; all of its ranks must call this, and the others need not.
+    """Create a group; all of its ranks must call this, and other ranks need not.
 
     Where the default group is bound to a device, as DeepSpeed binds it, torch splits new groups off it, which takes
-    every rank of the world: those of a smaller group would wait for ever. During the call it is therefore unbound, and
-    the new group connects by itself when it is first used.
+    every rank of the world: the ranks of a smaller group would wait for ever. During the call it is therefore unbound,
+    and the new group connects by itself when it is first used.
 
     Args:
         ranks: Ranks of the default group.
-        options: Others of :func:`torch.distributed.new_group`.
+        options: Further options of :func:`torch.distributed.new_group`.
     """
     world = _world()
     bound = getattr(world, "bound_device_id", None)
@@ -36,10 +36,10 @@ def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or one of the same ranks whose messages can carry tensors of the host; all of them must call this.
+    """Return the group, or one of the same ranks that can send tensors of the host; all of them must call this.
 
     Args:
-        group: Of some ranks.
+        group: The group.
     """
     try:
         group._get_backend(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How values are written in the messages of matrices, and what the exchanges have sent, counted where it is sent."""
+"""The format of values in the messages of matrices, and the count of what the exchanges have sent."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Traffic", "WireFormat"]
 
 
 class WireFormat:
-    """Values one after the other, in a floating-point type.
+    """Writes values one after the other, in a floating-point type.
 
     Args:
         dtype: See :attr:`joined`.
 
     Attributes:
-        block: Values that are written together. What one rank sends another of a matrix fills whole blocks.
-        record: Elements of a message that they take.
-        joined: Type in which values are laid end to end.
+        block: Number of values that are written together. What one rank sends another of a matrix fills whole blocks.
+        record: Elements of a message that a block takes.
+        joined: Type in which values are concatenated before they are written.
     """
 
     block: ClassVar[int] = 1
@@ -38,32 +38,32 @@ class WireFormat:
 
     @property
     def scratch(self) -> float:
-        """Bytes of a value in memory, at most, while a message is written, under way or read."""
+        """Bytes of memory per value, at most, while a message is written, under way or read."""
         return self.joined.itemsize
 
     def bytes_of(self, values: int) -> int:
-        """Bytes of a message with so many values of a matrix."""
+        """Bytes of a message with this number of values of a matrix."""
         return -(-values // self.block) * self.record * self.dtype.itemsize
 
     def back(self, reply: Reply, copied: bool) -> WireFormat:
-        """How results are written.
+        """Format of results.
 
         Args:
-            reply: What the holders get of them.
+            reply: What the holders get of the results.
             copied: Whether several ranks hold the same elements, and must get the same values.
         """
         return self
 
     def write(self, values: Tensor) -> Tensor:
-        """A message.
+        """Write a message.
 
         Args:
-            values: (whole blocks), of the type :attr:`joined`.
+            values: Whole blocks of values, 1-D, of the type :attr:`joined`.
         """
         return values
 
     def read(self, message: Tensor) -> Tensor:
-        """The values of a message, zeros that filled blocks included."""
+        """Read the values of a message, including zeros that filled blocks."""
         return message
 
 

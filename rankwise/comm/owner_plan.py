@@ -1,4 +1,4 @@
-"""Who computes which matrix, in which batches, and who keeps its states: pure Python, the same on every rank."""
+"""Plans who computes which matrix, in which batches, and who keeps its states: pure Python, equal on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 # A rank keeps what it holds whole until its load exceeds the mean by this factor: moving a matrix costs two
 # messages a step, a small imbalance costs little.
 IMBALANCE_TOLERANCE = 1.1
-# Elements an owner gathers per pipelined batch. Large enough to fill a link, small enough to bound the scratch memory.
+# Elements an owner gathers per pipelined batch: enough to fill a link, and few enough to bound the scratch memory.
 BATCH_ELEMENTS = 1 << 24
 
 
@@ -40,7 +40,7 @@ class MatrixTask:
         parts: Parameter keys whose flattened values, one after the other, make up the task (a weight, or a weight
             and its bias).
         signature: Tasks of equal signature (shape, options) are computed together in one batched call.
-        cost: Estimated work per step in floating-point operations, the unit of load balance.
+        cost: Estimated floating-point operations per step, the unit of load balance.
         whole: The matrix of which this is a slice, computed together with its other slices; None for a matrix.
     """
 
@@ -58,8 +58,8 @@ class Batch:
     Attributes:
         signature: Signature of every task.
         tasks: The matrices.
-        partners: Where the tasks are slices, the ranks that own them. Each has as many slices of every matrix, matrix
-            by matrix in one order.
+        partners: Where the tasks are slices, the ranks that own them. Each has the same number of slices of every
+            matrix, matrix by matrix in one order.
     """
 
     signature: Any
@@ -69,12 +69,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an owner's result of one matrix is, and what of it each holder of the matrix gets.
+    """The result of one matrix, and what each holder of the matrix gets of it.
 
     Attributes:
-        values: The result has as many values for every element, one whole matrix of them after the other, and each
-            holder gets those of its own elements.
-        whole: Instead, the result has this length, and every rank that holds anything gets all of it.
+        values: Values that the result has for every element, one whole matrix of them after the other; each holder
+            gets those of its own elements.
+        whole: Length of a result that every rank gets whole if it holds anything; None: ``values`` counts.
     """
 
     values: int = 1
@@ -82,7 +82,7 @@ class Reply:
 
 
 def own_pieces(batch: Batch) -> Reply:
-    """One value per element, to its holder."""
+    """Return one value per element to its holder."""
     return Reply()
 
 
@@ -92,8 +92,8 @@ class MatrixPlan:
 
     Attributes:
         owners: Rank by task key.
-        batches: In the order of their messages.
-        keepers: The rank that keeps a state between steps in the owner's place, by task key and name of the state.
+        batches: Batches in the order of their messages.
+        keepers: Rank that keeps a state between steps in the owner's place, by task key and name of the state.
     """
 
     owners: Mapping[str, int]
@@ -117,10 +117,10 @@ def assign_owners(
 
     Args:
         tasks: The matrices to place.
-        held: For each task key, how many of its elements each rank holds. Equal shares express no preference.
+        held: Elements that each rank holds, for each task key. Equal shares express no preference.
         loads: Load each rank already carries from other groups of the same optimizer.
         tolerance: A preferred rank is used while its load stays below this multiple of the mean load.
-        kept: Owners that are given, by task key: they have the matrix's states already.
+        kept: Owners of matrices that have states already, by task key.
 
     Returns:
         Owner by task key, and the updated loads.
@@ -149,7 +149,7 @@ def assign_owners(
 
 
 def _lightest(heap: list[tuple[float, int]], loads: Sequence[float]) -> int:
-    """The rank that carries least, the first of several; entries of what ranks carried before are dropped."""
+    """The rank with the least load, the first of several; outdated entries of the heap are dropped."""
     while heap[0][0] != loads[heap[0][1]]:
         heappop(heap)
     return heap[0][1]
@@ -166,11 +166,11 @@ def plan_matrices(
     """Choose owners and batches for ``tasks`` on ``layout``.
 
     Args:
-        layout: The common layout; with slices as :func:`rankwise.layout.equal_slices.in_slices` gives it.
+        layout: The common layout; for slices the one that :func:`rankwise.layout.equal_slices.in_slices` returns.
         tasks: The matrices, in any order, and all slices of those that are computed in slices.
         loads: Load each rank already carries.
         batch_elements: Elements an owner stacks per batch; a larger matrix is a batch entry of its own.
-        kept: Owners that are given, by task key, the same on every rank; other keys say nothing.
+        kept: Owners of matrices that have states already, by task key, the same on every rank; other keys are ignored.
         slices: The matrices that tasks name as their ``whole``.
 
     Returns:
@@ -189,7 +189,7 @@ def plan_matrices(
 
 
 def _held(layout: Layout, tasks: Sequence[MatrixTask]) -> dict[str, Mapping[int, int]]:
-    """For each task, how many of its elements each rank holds."""
+    """Elements of each task by rank."""
     held: dict[str, Mapping[int, int]] = {}
     for task in tasks:
         held[task.key] = added([layout.elements(part) for part in task.parts])
@@ -197,13 +197,13 @@ def _held(layout: Layout, tasks: Sequence[MatrixTask]) -> dict[str, Mapping[int,
 
 
 def added(parts: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
-    """Elements by rank of several parts, at least one."""
-    first, *others = parts
-    if not others:
+    """Sum the elements by rank of several parts, at least one."""
+    first, *rest = parts
+    if not rest:
         return first
     shares = dict(first)
-    for other in others:
-        for rank, elements in other.items():
+    for part in rest:
+        for rank, elements in part.items():
             shares[rank] = shares.get(rank, 0) + elements
     return shares
 
@@ -214,7 +214,7 @@ def _assign_partners(
     loads: Sequence[float],
     kept: Mapping[str, int] | None,
 ) -> tuple[dict[str, int], list[float]]:
-    """Give every slice an owner: the matrices one after the other to the ranks that carry least."""
+    """Give every slice an owner: matrix by matrix, the ranks with the least load are chosen."""
     loads, owners = list(loads), {}
     costs = {task.key: task.cost for task in parts}
     wholes = {task.whole: task.cost for task in parts if task.whole is not None}
@@ -233,7 +233,7 @@ def _assign_partners(
 
 
 def _chunk(layout: Layout, task: MatrixTask, batch_elements: int, together: int = 1) -> int:
-    """How many tasks like this one, or groups of them, an owner stacks in a batch."""
+    """Number of tasks like this one, or of groups of them, that an owner stacks in a batch."""
     return max(1, batch_elements // max(1, together * _elements(layout, task)))
 
 
@@ -248,7 +248,7 @@ def _batches(
         queues: dict[int, list[MatrixTask]] = {}
         for task in members:
             queues.setdefault(owners[task.key], []).append(task)
-        # The same number for every owner: all of them are busy in a batch, and none stacks more than it must.
+        # Every owner has the same number of tasks in a batch, so all are busy and none stacks more than it must.
         chunk = _chunk(layout, members[0], batch_elements)
         for first in range(0, max(map(len, queues.values())), chunk):
             chosen = [task for owner in sorted(queues) for task in queues[owner][first : first + chunk]]
@@ -275,17 +275,17 @@ def _joint_batches(
 
 
 def _grouped(tasks: Sequence[MatrixTask], key: Callable[[MatrixTask], Any]) -> list[list[MatrixTask]]:
-    """Tasks of equal key together, in an order that does not depend on theirs."""
-    found: dict[Any, list[MatrixTask]] = {}
+    """Group tasks by key, in an order that does not depend on theirs."""
+    groups: dict[Any, list[MatrixTask]] = {}
     for task in sorted(tasks, key=lambda task: (repr(task.signature), task.key)):
-        found.setdefault(key(task), []).append(task)
-    return list(found.values())
+        groups.setdefault(key(task), []).append(task)
+    return list(groups.values())
 
 
 BALANCE = 1.1
-"""The fullest rank's memory over the mean, up to which owners keep all of their states."""
+"""Memory of the fullest rank over the mean, up to which owners keep all of their states."""
 LEAST_KEPT_ELSEWHERE = 1 << 22
-"""Bytes of a state from which on keeping it elsewhere is worth a message in every step."""
+"""Bytes that a state must have for keeping it elsewhere to be worth a message in every step."""
 
 
 def keepers_of(
@@ -297,37 +297,37 @@ def keepers_of(
     """Let the emptiest ranks keep states of the fullest, until these are full no more or nothing is gained.
 
     Args:
-        owners: Rank by matrix.
-        states: For each matrix, bytes of those of its states that may lie elsewhere.
-        held: Bytes that each rank holds besides.
-        given: Who keeps which state already, by the matrix and the state's name.
+        owners: Owner rank of each matrix.
+        states: Bytes of each state that may lie elsewhere, by matrix and name.
+        held: Other bytes that each rank holds.
+        given: Ranks that keep states already, by (matrix, state).
 
     Returns:
-        The rank that keeps a state in its owner's place, by the matrix and the state's name.
+        The rank that keeps a state in its owner's place, by (matrix, state).
     """
-    found: dict[tuple[str, str], int] = {}
+    keepers: dict[tuple[str, str], int] = {}
     totals = list(held)
-    own: list[list[tuple[int, str, str]]] = [[] for _ in held]
+    lendable: list[list[tuple[int, str, str]]] = [[] for _ in held]
     for key, sizes in states.items():
         for name, size in sizes.items():
             keeper = given.get((key, name))
             totals[owners[key] if keeper is None else keeper] += size
             if keeper is not None:
-                found[key, name] = keeper
+                keepers[key, name] = keeper
             elif size >= LEAST_KEPT_ELSEWHERE:
-                own[owners[key]].append((size, key, name))
+                lendable[owners[key]].append((size, key, name))
     limit = BALANCE * sum(totals) / len(totals)
     while max(totals) > limit:
         rank, keeper = totals.index(max(totals)), totals.index(min(totals))
-        lent = [state for state in own[rank] if totals[keeper] + state[0] < totals[rank]]
+        lent = [state for state in lendable[rank] if totals[keeper] + state[0] < totals[rank]]
         if not lent:
             break
-        # No more than is needed.
+        # The smallest state that is enough is lent.
         enough = [state for state in lent if totals[rank] - state[0] <= limit]
         chosen = min(enough) if enough else max(lent)
-        own[rank].remove(chosen)
+        lendable[rank].remove(chosen)
         size, key, name = chosen
-        found[key, name] = keeper
+        keepers[key, name] = keeper
         totals[rank] -= size
         totals[keeper] += size
-    return found
+    return keepers

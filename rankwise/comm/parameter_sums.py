@@ -17,11 +17,11 @@ __all__ = ["ShardSums"]
 class ShardSums:
     """Turns per-shard partial sums into per-parameter sums with at most one all-reduce.
 
-    Parameters of which every holder has a whole copy are summed there; only straddlers are part of the message.
+    Parameters of which every holder has a whole copy are summed there; the message has only straddlers.
 
     Attributes:
-        straddlers: How many parameters are part of the message.
-        trivial: Whether every sum has one term, that of a shard of this rank.
+        straddlers: Number of parameters in the message.
+        trivial: Whether every sum has one term, of a shard of this rank.
     """
 
     def __init__(self, layout: Layout, device: torch.device, keys: Collection[str]) -> None:
@@ -29,7 +29,7 @@ class ShardSums:
 
         Args:
             layout: The common layout.
-            device: Where the partial sums live.
+            device: Device of the partial sums.
             keys: Parameters whose sums are wanted; the columns of others stay local.
         """
         self.layout = layout
@@ -41,7 +41,7 @@ class ShardSums:
         self._size = len(slots)
         keys_here = [shard.key for shard in layout.mine]
         one_each = not self.straddlers and len(set(keys_here)) == len(keys_here)
-        # Of a parameter that several ranks hold alike, one copy is counted.
+        # One copy is counted of a parameter that several ranks hold alike.
         first = {shard.key: layout.first_copy(shard.key) for shard in layout.mine}
         counted = [slots[shard.key] >= self.straddlers or shard.copy == first[shard.key] for shard in layout.mine]
         self.trivial = one_each and all(counted)

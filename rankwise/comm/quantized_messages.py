@@ -18,7 +18,7 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def wire_of(name: str | None, dtype: torch.dtype) -> WireFormat:
-    """How matrices are written in messages.
+    """Format of matrices in messages.
 
     Args:
         name: Name of a floating-point type, or "int8"; None: that of the matrices, which rounds nothing.
@@ -28,13 +28,13 @@ def wire_of(name: str | None, dtype: torch.dtype) -> WireFormat:
 
 
 class QuantizedFormat(WireFormat):
-    """A byte for each value and an exponent for every 64, see :mod:`rankwise.kernels.quantization`.
+    """Writes a byte for each value and an exponent for every 64, see :mod:`rankwise.kernels.quantization`.
 
-    Rounding is stochastic: what crosses is right on the average, element by element, and no rank keeps what was cut
-    off. The noise is a function of the message alone, so a run can be repeated and resumed to the bit. A block with a
-    value that is not finite is NaN throughout.
+    Rounding is stochastic: values are right on the average, element by element, although no rank keeps the rounding
+    errors. The noise is a function of the message alone, so a run can be repeated and resumed to the bit. A block with
+    a value that is not finite is NaN throughout.
 
-    Results that have several values for an element, or that are factors, differ in size from part to part, and those
+    Results that have several values for an element, or that are factors, differ in size from part to part, and results
     of which several ranks get a copy would share their blocks with other elements on each: they travel in bfloat16.
     """
 
@@ -43,20 +43,20 @@ class QuantizedFormat(WireFormat):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See the base class."""
+        """Type of messages: that of the codes."""
         return SIGNED
 
     @property
     def scratch(self) -> float:
-        """See the base class: the values, their codes, and both as they travel."""
+        """Bytes of memory per value, at most: the value, its code, and both as they travel."""
         return self.joined.itemsize + 2 * self.record / self.block
 
     def back(self, reply: Reply, copied: bool) -> WireFormat:
-        """See the base class."""
+        """Format of results: bfloat16 where parts would not fill the same blocks on all ranks."""
         return WireFormat(BFLOAT16) if copied or reply.whole is not None or reply.values > 1 else self
 
     def write(self, values: Tensor) -> Tensor:
-        """See the base class."""
+        """Write a message of records: the codes of a block and their exponent."""
         codes, exponents = (
             values.new_empty(len(values), dtype=SIGNED),
             values.new_empty(len(values) // BLOCK, dtype=SIGNED),
@@ -67,7 +67,7 @@ class QuantizedFormat(WireFormat):
         return torch.cat([codes.view(-1, BLOCK), exponents.view(-1, 1)], dim=1).view(-1)
 
     def read(self, message: Tensor) -> Tensor:
-        """See the base class."""
+        """Read the values of a message, including zeros that filled blocks."""
         records = message.view(-1, self.record)
         codes, exponents = records[:, :BLOCK].contiguous().view(-1), records[:, BLOCK].contiguous()
         values = torch.empty(len(codes), dtype=self.joined, device=message.device)
@@ -79,7 +79,7 @@ class QuantizedFormat(WireFormat):
 
 
 def _seed(values: Tensor) -> int | Tensor:
-    """A number that differs from message to message: the sum of their bits, in any order the same."""
+    """A number that differs from message to message: the sum of their bits, which depends on no order."""
     total = values.view(_BITS[values.element_size()]).sum() & 0x7FFFFFFF
-    # Compiled forms take numbers, which are free to read on a CPU.
+    # Compiled kernels take numbers, which are free to read on a CPU.
     return int(total) if is_for_cpus(kernels_for(values.device, values.dtype)) else total

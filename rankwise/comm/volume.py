@@ -1,4 +1,4 @@
-"""How much every rank will send, and hold of messages, from a layout and a plan alone: no tensors, no processes."""
+"""Computes what every rank will send, and hold of messages, from a layout and a plan: no tensors, no processes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
 
 
 class Flow(NamedTuple):
-    """Bytes of one message of all ranks, by rank; nothing where none is sent."""
+    """Bytes of one message of all ranks, by rank; empty where none is sent."""
 
     sent: dict[int, int]
     received: dict[int, int]
 
 
 class BatchVolume(NamedTuple):
-    """What travels for one batch: pieces to the owners, and results back."""
+    """Bytes of the messages for one batch: pieces to the owners, and results back."""
 
     gather: Flow
     back: Flow
@@ -43,13 +43,13 @@ class BatchVolume(NamedTuple):
 def batch_volumes(
     layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
 ) -> Iterator[BatchVolume]:
-    """What travels for each batch, in their order.
+    """Bytes of the messages for each batch, in order.
 
     Args:
         layout: The common layout.
         plan: Owners and batches.
-        wire: How values are written in messages.
-        reply: What the holders get of the results.
+        wire: Format of values in messages.
+        reply: Tells what the holders get of the results.
     """
     for batch in plan.batches:
         there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
@@ -58,7 +58,7 @@ def batch_volumes(
             owner = plan.owners[task.key]
             gathered = added([layout.gathered(part, owner) for part in task.parts])
             held = added([layout.elements(part) for part in task.parts])
-            # Of many ranks, most hold as much.
+            # Most of many ranks hold the same number of elements, so sizes are computed once for each number.
             sizes = {count: wire.bytes_of(count) for count in set(gathered.values())}
             _flow(there.sent, there.received, owner, gathered, sizes)
             sizes = {count: returning.bytes_of(answer.whole or answer.values * count) for count in set(held.values())}
@@ -73,7 +73,7 @@ def _is_copied(layout: Layout, part: str) -> bool:
 def _flow(
     theirs: dict[int, int], owners: dict[int, int], owner: int, held: Mapping[int, int], sizes: Mapping[int, int]
 ) -> None:
-    """Count what an owner and all others exchange of a matrix, on both sides."""
+    """Count what an owner and all holders exchange of a matrix, on both sides."""
     total = 0
     for holder, count in held.items():
         if holder != owner:
@@ -85,11 +85,11 @@ def _flow(
 
 
 def sent_in(volumes: Iterable[BatchVolume], ranks: Iterable[int]) -> dict[int, Traffic]:
-    """What each rank sends of some batches; all join the same collectives.
+    """Messages and bytes of each rank for some batches; all ranks join the same collectives.
 
     Args:
         volumes: Volumes of the batches.
-        ranks: All that join.
+        ranks: All ranks that join.
     """
     collectives, sent = 0, dict.fromkeys(ranks, 0)
     for volume in volumes:
@@ -103,17 +103,17 @@ def sent_in(volumes: Iterable[BatchVolume], ranks: Iterable[int]) -> dict[int, T
 def matrix_volume(
     layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
 ) -> list[Traffic]:
-    """What each rank sends when all straddling matrices travel, by rank; see :func:`batch_volumes`."""
+    """Messages and bytes of each rank when all straddling matrices travel; see :func:`batch_volumes`."""
     return list(sent_in(batch_volumes(layout, plan, wire, reply), range(layout.world_size)).values())
 
 
 def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]) -> list[Traffic]:
-    """What each rank hands to the all-reduces of per-parameter sums, which are in float64.
+    """Messages and bytes of each rank in the all-reduces of per-parameter sums, which are in float64.
 
     Args:
         layout: The common layout.
         keys: Parameters whose sums are wanted.
-        quantities: How many sums per parameter each all-reduce carries.
+        quantities: Number of sums per parameter of each all-reduce.
     """
     straddlers = sum(key in keys for key in layout.straddlers)
     sizes = [8 * count * straddlers for count in quantities if straddlers]
@@ -123,15 +123,15 @@ def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]
 def halo_volume(
     layout: Layout, keys: Collection[str], width: int, fields: int, itemsize: int, by_row: bool
 ) -> list[Traffic]:
-    """What each rank sends so that every shard sees ``width`` neighbours on either side.
+    """Messages and bytes that each rank sends so that every shard sees ``width`` neighbours on either side.
 
     Args:
         layout: The common layout.
         keys: Parameters whose chains cross shard borders.
         width: Neighbours on each side.
-        fields: How many values of each neighbour are fetched.
+        fields: Values of each neighbour that are fetched.
         itemsize: Bytes of one value.
-        by_row: Chains end with the rows.
+        by_row: Whether chains end with the rows.
     """
     sent = [0] * layout.world_size
     known: dict[tuple[object, ...], list[int]] = {}
@@ -139,7 +139,7 @@ def halo_volume(
         for members in layout.copies.get(key, {}).values():
             ranks = list(dict.fromkeys(holder for holder, _ in members))
             numbers = {rank: number for number, rank in enumerate(ranks)}
-            # Equal layers are cut alike, by other ranks.
+            # Equal layers are cut alike, over other ranks, so each geometry is counted once.
             geometry = tuple(
                 (numbers[holder], part.shape, part.start, part.end, part.columns) for holder, part in members
             )
@@ -151,7 +151,7 @@ def halo_volume(
 
 
 def _fetched(members: Sequence[tuple[int, Shard]], numbers: Mapping[int, int], width: int, by_row: bool) -> list[int]:
-    """How many elements others fetch from each rank of one copy of a parameter."""
+    """Number of elements that others fetch from each rank of one copy of a parameter."""
     runs = sorted(
         (place.offset + row * place.stride, place.offset + row * place.stride + place.width, numbers[holder])
         for holder, shard in members
@@ -169,7 +169,7 @@ def _fetched(members: Sequence[tuple[int, Shard]], numbers: Mapping[int, int], w
 
 
 def _neighbours(shard: Shard, width: int, by_row: bool) -> Iterator[int]:
-    """Elements of the parameter, not of the shard, that its chains reach."""
+    """Elements of the parameter that a shard's chains reach, and that the shard does not have."""
     total = prod(shard.shape)
     row_length = shard.shape[-1] if shard.shape else 1
     held = {
@@ -198,15 +198,15 @@ def _contains(shard: Shard, element: int) -> bool:
 
 @dataclass
 class RankBuffers:
-    """Elements that one rank has of one batch.
+    """Elements of the buffers that one rank has for one batch.
 
     Attributes:
-        tasks: The matrices that it gathers.
-        alone: Those that lie whole on it.
-        stack: Of what is gathered.
-        gathers: Sent and received on the way to the owners.
-        result: Of what is computed.
-        returns: Sent and received on the way back.
+        tasks: Matrices that the rank gathers.
+        alone: Matrices that lie whole on the rank.
+        stack: Elements of the gathered stack.
+        gathers: Elements sent and received on the way to the owners.
+        result: Elements of the computed results.
+        returns: Elements sent and received on the way back.
     """
 
     tasks: list[MatrixTask] = field(default_factory=list)
@@ -218,38 +218,38 @@ class RankBuffers:
 
 
 BatchBuffers = dict[int, RankBuffers]
-"""By rank."""
+"""Buffers of one batch by rank."""
 
 
 def batch_buffers(layout: Layout, plan: MatrixPlan, reply: Callable[[Batch], Reply]) -> Iterator[BatchBuffers]:
-    """What ranks have of each batch, in order.
+    """Buffers of all ranks for each batch, in order.
 
     Args:
         layout: The common layout.
         plan: Owners and batches.
-        reply: What the holders get of the results.
+        reply: Tells what the holders get of the results.
     """
     for batch in plan.batches:
-        found: BatchBuffers = {}
+        buffers: BatchBuffers = {}
         alike: dict[tuple[int, int], _Alike] = {}
         for task in batch.tasks:
             owner = plan.owners[task.key]
             if all(layout.elements(part).keys() == {owner} for part in task.parts):
-                found.setdefault(owner, RankBuffers()).alone.append(task)
+                buffers.setdefault(owner, RankBuffers()).alone.append(task)
                 continue
             for part in task.parts:
                 held, gathered = layout.elements(part), layout.gathered(part, owner)
-                # Kept in the entry, so that no other has the same numbers.
+                # The entry keeps both mappings alive, so that no others get the same ids.
                 entry = alike.setdefault((id(held), id(gathered)), _Alike(held, gathered, []))
                 entry.owners.append(owner)
-            _own(found.setdefault(owner, RankBuffers()), task, layout, reply(batch))
+            _own(buffers.setdefault(owner, RankBuffers()), task, layout, reply(batch))
         for entry in alike.values():
-            _add(found, entry, reply(batch))
-        yield found
+            _add(buffers, entry, reply(batch))
+        yield buffers
 
 
 class _Alike(NamedTuple):
-    """Parts of matrices that ranks hold alike: the millions of shares of a large run are a few numbers."""
+    """Parts of matrices that ranks hold alike; they keep the millions of shares of a large run countable."""
 
     held: Mapping[int, int]
     gathered: Mapping[int, int]
@@ -264,7 +264,7 @@ def _own(mine: RankBuffers, task: MatrixTask, layout: Layout, answer: Reply) -> 
 
 
 def _add(found: BatchBuffers, alike: _Alike, answer: Reply) -> None:
-    """What every rank sends to the owners, and gets of them: as if they were others, and then not of itself."""
+    """Count what every rank exchanges with the owners: with all of them first, and then not with itself."""
     count, total = len(alike.owners), sum(alike.gathered.values())
     back = {holder: answer.whole or answer.values * held for holder, held in alike.held.items()}
     all_back = sum(back.values())

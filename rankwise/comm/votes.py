@@ -1,7 +1,7 @@
-"""Whether all ranks do something that each decides for itself, found out by those that do: the others are not asked.
+"""Lets ranks that each decide for themselves find out whether all of them did, without asking the others.
 
-A collective would leave a rank alone that calls it alone. Ranks that vote meet in the store by which the process groups
-were set up; after some patience the first to give up decides for all who vote on this matter.
+A rank that entered a collective alone would wait for ever. Ranks that vote meet in the store by which the process
+groups were set up; after some patience the first to give up decides for all who vote on this matter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch.distributed as dist
 __all__ = ["PATIENCE", "all_vote"]
 
 PATIENCE = timedelta(seconds=120)
-"""How long a rank waits for the others, which may be waiting for it in a collective meanwhile."""
+"""Time that a rank waits for the others, which may be waiting for it in a collective meanwhile."""
 
 
 def all_vote(matter: str, group: dist.ProcessGroup) -> bool:
     """Whether every rank of a group votes on a matter; the same answer on all that do.
 
     Args:
-        matter: Its name, which no other matter of any ranks has.
+        matter: Name of the matter; no other matter of any ranks may have it.
         group: The ranks.
     """
     store = dist.PrefixStore(f"rankwise/{matter}", dist.distributed_c10d._get_default_store())
