@@ -1,4 +1,4 @@
-"""Work that may fail on some ranks ends alike on all: nobody waits in the next collective for one that gave up."""
+"""Makes work that may fail on some ranks fail on all, so that no rank waits in a collective for one that gave up."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Failure = tuple[type[Exception], str]
 
 
 def together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> _T:
-    """Collective: do something on every rank; if it fails on any, it fails on all.
+    """Run some work on every rank; if it fails on any, it fails on all. A collective.
 
     Args:
-        work: Enters no collective of the ranks.
+        work: Function that enters no collective of the ranks.
         group: The ranks, which call this together; None for one process.
 
     Returns:
@@ -32,7 +32,7 @@ def together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> _T:
 
 
 def gather_together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_T]:
-    """As :func:`together`; returns what ``work`` returned on every rank, in rank order."""
+    """Run some work as :func:`together` does; returns what it returned on every rank, in rank order."""
     return _run(work, group, lambda result: result)[1]
 
 
@@ -51,7 +51,7 @@ def _run(
         failure, outcome = error, (None, (_sendable(type(error)), str(error)))
     everyone: list[tuple[_T | None, _Failure | None]] = [(None, None)] * dist.get_world_size(group)
     dist.all_gather_object(everyone, outcome, group=group)
-    failed = [rank for rank, (_, theirs) in enumerate(everyone) if theirs is not None]
+    failed = [rank for rank, (_, rank_failure) in enumerate(everyone) if rank_failure is not None]
     if failed:
         kind, text = everyone[failed[0]][1] or (RuntimeError, "")
         where = "" if len(failed) == len(everyone) else f" (on rank {failed[0]})"

@@ -40,23 +40,23 @@ Stored = tuple[torch.Size, torch.dtype]
 
 
 class StorageError(RuntimeError):
-    """A folder that could not be written, or does not hold what is to be read."""
+    """A folder could not be written, or does not have what is to be read."""
 
 
 class Closed(Protocol):
     """A run that has memory of its own only while it is read or filled."""
 
     def opened(self) -> Tensor:
-        """Its values, 1-D."""
+        """Return its values, 1-D."""
 
     def like(self) -> Tensor:
-        """A tensor of their type and shape, without any."""
+        """Return a tensor of their type and shape, on the meta device."""
 
     def to_fill(self) -> Tensor:
-        """Room for its values, the same until all are there."""
+        """Return a buffer for its values, the same until it is full."""
 
     def filled(self, numel: int) -> None:
-        """So many more values are there."""
+        """Note that ``numel`` more values were written."""
 
 
 def _like(values: Tensor | Closed) -> Tensor:
@@ -66,13 +66,13 @@ def _like(values: Tensor | Closed) -> Tensor:
 class ChunkedVector:
     """Some runs of a flattened tensor; other ranks hold the rest.
 
-    Implements the interface by which torch.distributed.checkpoint asks an object for its shards: when saved it
-    contributes its runs, when loaded they are filled in place from whatever runs were saved.
+    Implements the interface by which torch.distributed.checkpoint asks an object for its shards: when it is saved it
+    gives its runs, and when it is loaded they are filled in place from whatever runs were saved.
 
     Args:
         numel: Elements of the whole tensor.
         chunks: (start, values) of the runs held here, 1-D, not overlapping any other rank's. Some may be
-            :class:`Closed`, which are opened as they are written, or filled piece by piece.
+            :class:`Closed`; these are opened when they are written, or filled piece by piece.
     """
 
     def __init__(self, numel: int, chunks: Iterable[tuple[int, Any]]) -> None:
@@ -101,11 +101,11 @@ class ChunkedVector:
         return values if isinstance(values, Tensor) else values.opened()
 
     def chunk_at(self, index: MetadataIndex) -> Tensor | Closed:
-        """One of the runs, by where it begins."""
+        """Return the run that begins at an index."""
         for start, values in self.chunks:
             if index.offset is not None and index.offset[0] == start:
-                found: Tensor | Closed = values
-                return found
+                run: Tensor | Closed = values
+                return run
         raise KeyError(f"no run at {index.offset} of '{index.fqn}' on this rank")
 
     @staticmethod
@@ -114,7 +114,7 @@ class ChunkedVector:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Finds the runs of our vectors, which are no tensors; everything else is the default planner's."""
+    """Finds the runs of our vectors, which are no tensors; the default planner does everything else."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         stored = self.state_dict[index.fqn]
@@ -122,10 +122,10 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """As :class:`_SavePlanner`."""
+    """Fills the runs of our vectors; the default planner does everything else."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # The default's preparation of meta tensors drops values of types it does not know.
+        # The default planner prepares meta tensors, and drops values of types that it does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         self.original_state_dict = state_dict
 
@@ -189,7 +189,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Shape and type of every tensor saved in ``folder``.
 
     Raises:
-        StorageError: There is nothing to be read.
+        StorageError: Nothing can be read there.
     """
     with own_errors(folder):
         metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -201,11 +201,11 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 class NamedVectors(Mapping[str, Stored]):
-    """Saved vectors, wherever they lie: shape and type by name. Looking may raise a :class:`StorageError`."""
+    """Shapes and types of saved vectors by name, wherever they lie. Looking may raise a :class:`StorageError`."""
 
     @abstractmethod
     def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-        """Collective: fill vectors in place, as :func:`load_vectors` does.
+        """Fill vectors in place, as :func:`load_vectors` does; a collective.
 
         Args:
             wanted: Destinations by name.
@@ -217,7 +217,7 @@ class NamedVectors(Mapping[str, Stored]):
 
 
 class VectorFolder(NamedVectors):
-    """What :func:`save_vectors` wrote into a folder."""
+    """The vectors that :func:`save_vectors` wrote into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -236,13 +236,13 @@ class VectorFolder(NamedVectors):
         return len(self._stored)
 
     def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-        """As :func:`load_vectors`."""
+        """Fill vectors in place, see :func:`load_vectors`."""
         load_vectors(wanted, self.folder, group)
 
 
 @contextmanager
 def own_errors(folder: Path) -> Iterator[None]:
-    """What goes wrong with a folder, as a :class:`StorageError`."""
+    """Raise a :class:`StorageError` for whatever goes wrong with a folder."""
     # torch's own failure is no Exception, and its text lists every rank's traceback.
     try:
         yield

@@ -1,7 +1,7 @@
-"""torch's sharded tensors (``DTensor``): this rank's part of one, and a tensor cut like another.
+"""torch's sharded tensors (``DTensor``): local parts, and tensors that are cut like others.
 
-A step works on local parts, in place, and never runs an operation on a ``DTensor`` itself: each of them costs tens of
-microseconds of the host's time.
+A step works on local parts, in place, and runs no operation on a ``DTensor`` itself: each takes tens of microseconds
+of the host's time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types that are no sharded tensors; where calls are counted, they are asked for first."""
+"""Types that are no sharded tensors; hot paths test for them first, because that takes no call."""
 
 
 class Cut(NamedTuple):
     """How a tensor is cut over ranks.
 
     Attributes:
-        spec: torch's description of it: ``mesh`` and, by dimension of the mesh, ``placements``.
+        spec: torch's description of the cut: ``mesh`` and, by dimension of the mesh, ``placements``.
         shape: Shape of this rank's part.
     """
 
@@ -51,7 +51,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_view(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: of a ``DTensor`` its part, else the tensor itself; the same memory."""
+    """This rank's part of a ``DTensor``, else the tensor itself; a view of the same memory."""
     if type(tensor) in PLAIN:
         return tensor
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -59,7 +59,7 @@ def local_view(tensor: Tensor) -> Tensor:
 
 
 def cut_of(tensor: Any) -> Cut | None:
-    """How a tensor is cut; None for one that is no ``DTensor``."""
+    """Return how a tensor is cut; None for one that is no ``DTensor``."""
     kind: type = type(tensor)
     if not _has_parts(kind):
         return None
@@ -69,7 +69,7 @@ def cut_of(tensor: Any) -> Cut | None:
 def local_gradient(tensor: Tensor, grad: Tensor) -> Tensor:
     """This rank's part of a gradient, cut as its tensor is.
 
-    Where it is not, as that of a weight that every tensor-parallel rank has whole, it is brought to that form: a
+    A gradient that is cut otherwise, as that of a weight that every tensor-parallel rank has whole, is redistributed: a
     collective of the ranks of its mesh, which all of them enter.
     """
     if type(grad) is Tensor or not is_sharded(grad):
@@ -78,41 +78,41 @@ def local_gradient(tensor: Tensor, grad: Tensor) -> Tensor:
     if grad._spec.placements != spec.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(spec.mesh, spec.placements)  # type: ignore[attr-defined]
     local = local_view(grad)
-    # The result of a collective that nobody has waited for.
+    # The part may be the result of a collective that nobody has waited for.
     return local.wait() if hasattr(local, "wait") else local
 
 
 def local_gradients(tensors: Sequence[Any], sharded: Sequence[bool]) -> list[Tensor | None]:
-    """This rank's parts of the gradients of tensors; nothing is called where they are cut as the tensors are.
+    """This rank's parts of gradients; no collective and no call where they are cut as their tensors are.
 
     Args:
-        tensors: With or without gradients.
-        sharded: Which of them are ``DTensor``.
+        tensors: Tensors with or without gradients.
+        sharded: Whether each of them is a ``DTensor``.
     """
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for tensor, cut in zip(tensors, sharded, strict=True):
         grad = tensor.grad
         if cut and grad is not None:
             alike = type(grad) not in PLAIN and grad._spec.placements == tensor._spec.placements
             # The part may be the result of a collective that nobody has waited for.
-            own = alike and type(grad._local_tensor) is Tensor
-            grad = grad._local_tensor if own else local_gradient(tensor, grad)
-        found.append(grad)
-    return found
+            is_ready = alike and type(grad._local_tensor) is Tensor
+            grad = grad._local_tensor if is_ready else local_gradient(tensor, grad)
+        gradients.append(grad)
+    return gradients
 
 
 def cut_as(value: Tensor, owner: Tensor) -> Tensor:
-    """A tensor of the owner's shape, cut as the owner is; a collective where a whole one is to be made of parts.
+    """Cut a tensor of the owner's shape as the owner is cut; a collective where it must be put together first.
 
     Args:
-        value: Whole on every rank, or a ``DTensor``.
-        owner: Plain, or a ``DTensor``.
+        value: Tensor that is whole on every rank, or a ``DTensor``.
+        owner: Plain tensor, or a ``DTensor``.
     """
     if not is_sharded(owner):
         return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined, no-any-return]
     wanted: Any = owner
     if value.shape != owner.shape:
-        return value  # to be refused
+        return value  # the caller refuses it
     if not is_sharded(value):
         from torch.distributed.tensor import distribute_tensor
 
@@ -124,10 +124,10 @@ def cut_as(value: Tensor, owner: Tensor) -> Tensor:
 
 
 def sharded_like(owner: Tensor, local: Tensor) -> Tensor:
-    """A tensor that is cut as another one is; the part itself where that is not cut.
+    """Make a tensor that is cut as another one is; the part itself where that is not cut.
 
     Args:
-        owner: Owner of the shape that the whole is to have.
+        owner: Tensor whose shape the whole one is to have.
         local: This rank's part, which is not copied.
     """
     cut = cut_of(owner)

@@ -1,6 +1,6 @@
 """Matrices whose holders have whole slices of them: tensor parallelism's rows or columns.
 
-Such slices need not be gathered to be computed: their owners compute one matrix together, each on its slice.
+Such slices need not be gathered: their owners compute one matrix together, each on its slice.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["SlicedMatrix", "find_slices", "in_slices"]
 
 @dataclass(frozen=True)
 class SlicedMatrix:
-    """A matrix cut into equal slices, of which every rank of a set can own as many.
+    """A matrix cut into equal slices, of which every rank of a set can own the same number.
 
     Attributes:
-        key: The matrix in the layout.
+        key: Key of the matrix in the layout.
         axis: 0 for slices of rows, 1 for slices of columns.
         shape: Shape of one slice.
         count: Number of slices.
-        owners: Choices of one owner for each slice, every one of them from the ranks of one set.
+        owners: Choices of one owner for each slice, each choice from the ranks of one set.
     """
 
     key: str
@@ -45,7 +45,7 @@ class SlicedMatrix:
         return [self.part(index) for index in range(self.count)]
 
     def place(self, shard: Shard) -> Shard:
-        """A shard of the matrix as one of the slice it lies in."""
+        """Convert a shard of the matrix to one of the slice it lies in."""
         if self.axis == 1:
             assert shard.columns is not None
             index, start, end = shard.columns[0] // self.shape[1], shard.start, shard.end
@@ -57,19 +57,19 @@ class SlicedMatrix:
 
 
 def find_slices(layout: Layout, keys: Iterable[str], sets: Sequence[Sequence[int]]) -> dict[str, SlicedMatrix]:
-    """Which of some matrices can be computed in slices.
+    """Find the matrices that can be computed in slices.
 
     Args:
         layout: The common layout.
-        keys: Two-dimensional parameters of it.
+        keys: Two-dimensional parameters of the layout.
         sets: Ranks that can compute a matrix together.
 
     Returns:
-        By key, the finest equal slices that no shard crosses; without the matrices that one rank holds whole, that
-        have no such slices, or of whose slices no set holds as many on each of its ranks.
+        The finest equal slices that no shard crosses, by key; without the matrices that one rank holds whole, that
+        have no such slices, or of whose slices no set holds the same number on each of its ranks.
     """
     straddlers = set(layout.straddlers)
-    found = {}
+    matrices = {}
     for key in keys:
         if key not in straddlers:
             continue
@@ -80,13 +80,13 @@ def find_slices(layout: Layout, keys: Iterable[str], sets: Sequence[Sequence[int
             matrix = SlicedMatrix(key, axis, shape, count, ())
             owners = _owners(matrix, shards, sets)
             if owners:
-                found[key] = replace(matrix, owners=owners)
+                matrices[key] = replace(matrix, owners=owners)
                 break
-    return found
+    return matrices
 
 
 def _cuts(shards: Sequence[Shard], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Axis and number of equal slices of which no shard lies in two, from the finest."""
+    """Axis and number of equal slices that no shard crosses, from the finest."""
     rows, columns = shape
     blocks = {part.columns for part in shards}
     if None not in blocks:
@@ -95,7 +95,7 @@ def _cuts(shards: Sequence[Shard], shape: tuple[int, ...]) -> Iterator[tuple[int
         return
     for count in range(min(len(shards), rows), 1, -1):
         size = rows // count * columns
-        # No run may reach over the end of the slice in which it begins.
+        # No run may cross the end of the slice in which it begins.
         if rows % count == 0 and all(part.end <= (part.start // size + 1) * size for part in shards):
             yield 0, count
 
@@ -108,7 +108,7 @@ def _owners(
     for rank, shard in shards:
         shares = held[place[matrix.place(shard).key]]
         shares[rank] = shares.get(rank, 0) + shard.numel
-    found = []
+    choices = []
     for ranks in sets:
         members = frozenset(ranks)
         holding = [members.intersection(shares) for shares in held]
@@ -117,8 +117,8 @@ def _owners(
         owners = [max(some, key=lambda rank: (shares[rank], -rank)) for shares, some in zip(held, holding, strict=True)]
         counts = Counter(owners)
         if counts.keys() == members and len(set(counts.values())) == 1:
-            found.append(tuple(owners))
-    return tuple(found)
+            choices.append(tuple(owners))
+    return tuple(choices)
 
 
 def in_slices(layout: Layout, matrices: Mapping[str, SlicedMatrix]) -> Layout:
@@ -126,7 +126,7 @@ def in_slices(layout: Layout, matrices: Mapping[str, SlicedMatrix]) -> Layout:
 
     Args:
         layout: The common layout.
-        matrices: As :func:`find_slices` found them in it.
+        matrices: Matrices that :func:`find_slices` found in it.
     """
     if not matrices:
         return layout

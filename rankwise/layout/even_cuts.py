@@ -1,7 +1,7 @@
-"""Ranks that need not exist and hold equal cuts of every parameter: what each holds follows from a few numbers.
+"""Ranks that need not exist and hold equal cuts of every parameter: a few numbers tell what each holds.
 
-A model of a thousand matrices on thousands of ranks has millions of shards. Estimates need their sizes, and those
-are alike for all matrices of a shape.
+A model of a thousand matrices on thousands of ranks has millions of shards. Estimates need only their sizes, which are
+equal for all matrices of a shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EvenCuts(NamedTuple):
     """Parameters of one param group, each cut into equal parts, the last of which may be shorter or missing.
 
     Attributes:
-        group: As passed to the constructor.
+        group: Index of the param group, as passed to the constructor.
         sizes: Elements of each parameter, by name.
         world: Number of ranks.
     """
@@ -36,7 +36,7 @@ class EvenCuts(NamedTuple):
         return -(-self.sizes[name] // self.world)
 
     def contents(self, rank: int) -> TensorContents:
-        """What the tensor of a rank stores."""
+        """Contents of a rank's tensor."""
         slices, position = [], 0
         for name, size in self.sizes.items():
             share = self.share(name)
@@ -47,7 +47,7 @@ class EvenCuts(NamedTuple):
         return TensorContents(self.group, tuple(slices))
 
     def whole(self) -> TensorContents:
-        """All parameters end to end."""
+        """Contents of a tensor of all parameters, end to end."""
         slices, position = [], 0
         for name, size in self.sizes.items():
             slices.append(Slice(name, 0, size, position))
@@ -61,10 +61,10 @@ class _Run(NamedTuple):
     shard: Shard
     first: int
     share: int
-    base: int  # of the parameter in every rank's tensor
+    base: int  # offset of the parameter in every rank's tensor
 
     def of(self, rank: int) -> Shard | None:
-        """What a rank holds of it."""
+        """Return the part that a rank holds, if any."""
         start = max(self.first, rank * self.share)
         end = min(self.first + self.shard.numel, (rank + 1) * self.share)
         if start >= end:
@@ -74,12 +74,12 @@ class _Run(NamedTuple):
 
 
 class EvenLayout(Layout):
-    """A layout of equal cuts that lists shards when it is asked for them; rank 0 looks at it.
+    """A layout of equal cuts that makes shards only when it is asked for them; seen from rank 0.
 
     Args:
         cuts: The parameters.
-        whole: Their shards where nothing is cut: of ``cuts.whole()``, contiguous and one for each key.
-        name_of: The parameter that a key belongs to.
+        whole: Shards of ``cuts.whole()``: contiguous, and one for each key.
+        name_of: Returns the parameter that a key belongs to.
     """
 
     def __init__(self, cuts: EvenCuts, whole: Sequence[Shard], name_of: Callable[[str], str]) -> None:
@@ -96,49 +96,49 @@ class EvenLayout(Layout):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See the base class."""
+        """Shapes by key, in sorted key order."""
         return {key: self._runs[key].shard.shape for key in sorted(self._runs)}  # type: ignore[attr-defined]
 
     def elements(self, key: str) -> Mapping[int, int]:
-        """See the base class; the same object for runs that are cut alike."""
+        """Elements of a key by rank; the same object for runs that are cut alike."""
         run: _Run = self._runs[key]  # type: ignore[attr-defined]
         size, shares = run.shard.numel, self._shares  # type: ignore[attr-defined]
         sign = (run.first, size, run.share)
         if sign not in shares:
             first, last, end = run.first // run.share, (run.first + size - 1) // run.share, run.first + size
-            found = dict.fromkeys(range(first, last + 1), run.share)
-            found[first] -= run.first - first * run.share
-            found[last] -= (last + 1) * run.share - end
-            shares[sign] = found
+            elements = dict.fromkeys(range(first, last + 1), run.share)
+            elements[first] -= run.first - first * run.share
+            elements[last] -= (last + 1) * run.share - end
+            shares[sign] = elements
         known: Mapping[int, int] = shares[sign]
         return known
 
     def gathered(self, key: str, owner: int) -> Mapping[int, int]:
-        """See the base class."""
+        """Elements of a key by rank; there are no copies to choose from."""
         return self.elements(key)
 
     def first_copy(self, key: str) -> int:
-        """See the base class."""
+        """Return the only copy of a key."""
         return 0
 
     @cached_property
     def straddlers(self) -> tuple[str, ...]:
-        """See the base class."""
+        """Keys of which several ranks hold parts."""
         return tuple(key for key in self.shapes if len(self.elements(key)) > 1)
 
     @cached_property
     def all_hold(self) -> bool:
-        """See the base class: ranks are filled in order."""
+        """Whether every rank holds something; ranks are filled in order, so the last one tells."""
         return any(len(self.ranks) - 1 in self.elements(key) for key in self.shapes)
 
     @cached_property
     def holders(self) -> Mapping[str, dict[int, tuple[Shard, ...]]]:  # type: ignore[override]
-        """See the base class; made anew whenever it is asked for."""
+        """Holders by key, made anew whenever they are asked for."""
         return _Lazy(self.shapes, lambda key: _by_rank(self._parts(key)))
 
     @cached_property
     def copies(self) -> Mapping[str, dict[int, tuple[tuple[int, Shard], ...]]]:  # type: ignore[override]
-        """See the base class; made anew whenever it is asked for."""
+        """Copies by key, made anew whenever they are asked for."""
         return _Lazy(self.shapes, lambda key: {0: tuple(self._parts(key))})
 
     def _parts(self, key: str) -> Iterator[tuple[int, Shard]]:
@@ -150,10 +150,10 @@ class EvenLayout(Layout):
 
 
 def _by_rank(parts: Iterator[tuple[int, Shard]]) -> dict[int, tuple[Shard, ...]]:
-    found: dict[int, tuple[Shard, ...]] = {}
+    shards: dict[int, tuple[Shard, ...]] = {}
     for rank, part in parts:
-        found[rank] = (*found.get(rank, ()), part)
-    return found
+        shards[rank] = (*shards.get(rank, ()), part)
+    return shards
 
 
 class _Ranks(Sequence[tuple[Shard, ...]]):
@@ -172,7 +172,7 @@ class _Ranks(Sequence[tuple[Shard, ...]]):
 
 
 class _Lazy(Mapping[str, Value]):
-    """Values that would fill the memory together."""
+    """A mapping that makes its values on demand, because together they would fill the memory."""
 
     def __init__(self, keys: Mapping[str, object], make: Callable[[str], Value]) -> None:
         self._keys, self._make = keys, make

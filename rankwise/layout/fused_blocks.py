@@ -1,14 +1,14 @@
-"""Matrices inside a matrix: what of a weight's shards belongs to which of the blocks that were fused into it.
+"""Logical matrices of a fused weight: which parts of the weight's shards belong to which of its blocks.
 
-A fused weight stays one parameter wherever it is stored: its element states, its passes and its checkpoints are those
-of a whole. Only what is computed as matrices sees *blocks*, each a matrix with a key, a shape, an owner and states of
-its own. A block is made of equal runs of rows, or of columns, at equal distances, and so it is in row-major storage:
-runs of ``width`` elements, ``period`` apart. A shard therefore holds of a block at most three pieces: the end of a
-run that was cut, whole runs, which are one strided view however many they are, and the beginning of a run. In the
-block's own order each of them is a run of consecutive elements, a shard like any other; only its storage has gaps
+A fused weight stays one parameter wherever it is stored, with the element states, passes and checkpoints of one. Only
+the computation of matrices sees *blocks*, each a matrix with a key, a shape, an owner and states of its own. A block is
+made of equal runs of rows, or of columns, at equal distances; in row-major storage these are runs of ``width``
+elements, ``period`` apart. A shard therefore has at most three pieces of a block: the end of a run that was cut, whole
+runs, which are one strided view however many they are, and the beginning of a run. In the block's own order each piece
+is a run of consecutive elements, a shard like any other; only its storage has gaps
 (:attr:`rankwise.layout.layout.Shard.spread`). The layout of blocks follows from the common layout and the blocks alone:
-planned once, nothing is exchanged for it, and messages carry the elements that they carried before. A piece with gaps
-is copied by one strided copy, to the owner's stack or back; one without is a view.
+it is planned once without communication, and messages carry the same elements as without blocks. A piece with gaps is
+copied by one strided copy, to the owner's stack or back; one without gaps is a view.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Block:
     Attributes:
         name: Name of the block in its weight.
         by_columns: Whether the runs are columns of the weight as stored.
-        first: Where the first run begins.
+        first: Row or column at which the first run begins.
         width: Length of each run.
-        period: From one run to the next. Several runs fill the cut dimension with their periods.
+        period: Distance from one run to the next. Several runs fill the cut dimension with their periods.
         count: Number of runs.
     """
 
@@ -61,16 +61,16 @@ class Block:
         return self.width * self.count
 
     def key(self, weight: str) -> str:
-        """Key of the block of a weight, or of one matrix of a stack."""
+        """Key of this block in a weight, or in one matrix of a stack."""
         return f"{weight}[{self.name}]"
 
     def shape(self, weight: Sequence[int]) -> tuple[int, int]:
-        """Shape of the block of a weight of this shape, or of a stack of them."""
+        """Shape of this block in a weight of the given shape, or in a stack of such weights."""
         rows, columns = weight[-2:]
         return (rows, self.size) if self.by_columns else (self.size, columns)
 
     def of(self, values: Tensor, rows: int, columns: int = 1) -> Tensor:
-        """The block's elements of flattened weights, a view (..., runs, elements), in the block's own order.
+        """View the block's elements of flattened weights, (..., runs, elements), in the block's own order.
 
         Args:
             values: (..., rows * columns), each weight contiguous.
@@ -82,13 +82,13 @@ class Block:
         return values.as_strided(shape, strides, values.storage_offset() + runs.first)
 
     def slices(self, rows: int, columns: int = 1) -> list[slice]:
-        """Where its runs lie in a flattened weight of this shape, in the block's own order."""
+        """Ranges of the runs in a flattened weight of this shape, in the block's own order."""
         runs = self._flat(rows, columns)
         starts = (runs.first + index * runs.period for index in range(runs.number))
         return [slice(start, start + runs.width) for start in starts]
 
     def _flat(self, rows: int, columns: int) -> _Runs:
-        """The runs in the flattened weight; of columns in every row a run, or as many as there are periods."""
+        """Runs in the flattened weight, where every row has the runs of columns."""
         if not self.by_columns:
             return _Runs(self.first * columns, self.width * columns, self.period * columns, self.count)
         if self.count == 1:
@@ -103,26 +103,26 @@ class Block:
 
 
 class _EvenBlocks(EvenLayout):
-    """The same of ranks that need not exist, found when it is asked for."""
+    """A layout of blocks for ranks that need not exist; shards are made when they are asked for."""
 
     def __init__(self, whole: EvenLayout, blocks: Mapping[str, Sequence[Block]]) -> None:
-        found = {block.key(key): (key, block) for key, parts in blocks.items() for block in parts}
+        block_of = {block.key(key): (key, block) for key, parts in blocks.items() for block in parts}
         ranks = _BlockedRanks(whole.ranks, blocks)
         values = {"ranks": ranks, "rank": 0, "group": None, "replicated": False, "imagined": True}
-        for name, value in {**values, "_whole": whole, "_blocks": blocks, "_found": found}.items():
+        for name, value in {**values, "_whole": whole, "_blocks": blocks, "_found": block_of}.items():
             object.__setattr__(self, name, value)  # a frozen dataclass
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See the base class."""
+        """Shapes of parameters and blocks by key, in sorted key order."""
         whole: EvenLayout = self._whole  # type: ignore[attr-defined]
-        found = {key: shape for key, shape in whole.shapes.items() if key not in self._blocks}  # type: ignore[attr-defined]
-        for own, (key, block) in self._found.items():  # type: ignore[attr-defined]
-            found[own] = block.shape(whole.shapes[key])
-        return {key: found[key] for key in sorted(found)}
+        shapes = {key: shape for key, shape in whole.shapes.items() if key not in self._blocks}  # type: ignore[attr-defined]
+        for block_key, (key, block) in self._found.items():  # type: ignore[attr-defined]
+            shapes[block_key] = block.shape(whole.shapes[key])
+        return {key: shapes[key] for key in sorted(shapes)}
 
     def elements(self, key: str) -> Mapping[int, int]:
-        """See the base class."""
+        """Elements of a key by rank."""
         if key not in self._found:  # type: ignore[attr-defined]
             return self._whole.elements(key)  # type: ignore[attr-defined, no-any-return]
         shares: dict[int, int] = {}
@@ -132,6 +132,7 @@ class _EvenBlocks(EvenLayout):
 
     @cached_property
     def all_hold(self) -> bool:
+        """Whether every rank holds something."""
         """See the base class."""
         return self._whole.all_hold  # type: ignore[attr-defined, no-any-return]
 
@@ -161,7 +162,7 @@ def in_blocks(layout: Layout, blocks: Mapping[str, Sequence[Block]]) -> Layout:
 
     Args:
         layout: The common layout.
-        blocks: Of some of its two-dimensional parameters, which they tile, by key.
+        blocks: Blocks by key of the two-dimensional parameter that they tile.
     """
     if not blocks:
         return layout
@@ -175,10 +176,10 @@ def in_blocks(layout: Layout, blocks: Mapping[str, Sequence[Block]]) -> Layout:
 
 
 def cut_into_blocks(part: Shard, blocks: Sequence[Block]) -> Iterator[Shard]:
-    """The pieces of a weight's shard, block by block; the shard itself where there are no blocks.
+    """Cut a weight's shard into pieces of blocks; yields the shard itself where there are no blocks.
 
     Args:
-        part: Stored without gaps.
+        part: Shard that is stored without gaps.
         blocks: Blocks of its weight.
     """
     if not blocks:
@@ -195,7 +196,7 @@ def cut_into_blocks(part: Shard, blocks: Sequence[Block]) -> Iterator[Shard]:
 
 
 def _pieces_of_columns(whole: Shard, part: Shard, block: Block) -> Iterator[Shard]:
-    """Where a rank holds some of the columns: run by run."""
+    """Cut a shard of some columns, run by run."""
     assert part.columns is not None
     left, right = part.columns
     for index, (start, end) in enumerate(block.runs()):
@@ -208,7 +209,7 @@ def _pieces_of_columns(whole: Shard, part: Shard, block: Block) -> Iterator[Shar
 
 
 def _pieces(part: Shard, runs: _Runs) -> Iterator[Shard]:
-    """The part of the runs that lies in a shard, which is counted in what they are counted in."""
+    """Cut the part of runs that lies in a shard; both count elements of the same flattened tensor."""
     first = max(0, (part.start - runs.first - runs.width) // runs.period + 1)
     last = min(runs.number, -(-(part.end - runs.first) // runs.period))
     if first >= last:

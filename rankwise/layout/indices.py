@@ -1,4 +1,4 @@
-"""Lists of indices on a device, kept from step to step."""
+"""Index tensors on a device, kept from step to step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ _KEPT = 16
 class DeviceIndices:
     """Index tensors by their values: copying one to the device anew would stall the host at every step.
 
-    The last few are kept. Where the set of parameters with gradients is another one at every step they would be as many
-    as there are steps.
+    Only the last few are kept, because the set of parameters with gradients may be another one at every step.
 
     Args:
-        device: Where they are wanted.
-        kept: How many of them.
+        device: Device of the index tensors.
+        kept: Number of index tensors that are kept.
     """
 
     def __init__(self, device: torch.device, kept: int = _KEPT) -> None:
         self.device, self._kept = device, kept
         self._recent: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        # A graph reads them at every replay; how long it lives is not known here.
+        # A CUDA graph reads its tensors at every replay, and may live as long as the process.
         self._in_graphs: dict[tuple[int, ...], Tensor] = {}
 
     def __len__(self) -> int:
@@ -36,15 +35,15 @@ class DeviceIndices:
         return positions in self._recent or positions in self._in_graphs
 
     def of(self, positions: tuple[int, ...]) -> Tensor:
-        """The positions as (n,) int64 on the device."""
-        found = self._recent.pop(positions, None)
-        if found is None:
-            found = self._in_graphs.get(positions)
-        if found is None:
-            found = torch.tensor(positions, dtype=torch.long, device=self.device)
-        self._recent[positions] = found
+        """Return the positions as a tensor on the device, (n,) int64."""
+        index = self._recent.pop(positions, None)
+        if index is None:
+            index = self._in_graphs.get(positions)
+        if index is None:
+            index = torch.tensor(positions, dtype=torch.long, device=self.device)
+        self._recent[positions] = index
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._in_graphs[positions] = found
+            self._in_graphs[positions] = index
         while len(self._recent) > self._kept:
             self._recent.popitem(last=False)
-        return found
+        return index

@@ -1,4 +1,4 @@
-"""What this rank holds of every parameter, and what the other ranks hold: the only thing a framework must tell us."""
+"""The layout: which elements of every parameter this rank and the other ranks hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Layout", "LayoutError", "Shard", "StridedRun"]
 
 
 class LayoutError(RuntimeError):
-    """The shards a framework reported do not tile their parameters."""
+    """The shards that a framework reported do not tile their parameters."""
 
 
 class StridedRun(NamedTuple):
@@ -29,7 +29,7 @@ class StridedRun(NamedTuple):
     width: int
 
     def of(self, flat: Tensor, first: int = 0) -> Tensor:
-        """The place in a flat tensor, (rows, width), a view; ``first`` is where the parameter begins there."""
+        """View the place in a flat tensor, (rows, width); ``first`` is the offset of the parameter there."""
         return flat.as_strided((self.rows, self.width), (self.stride, 1), flat.storage_offset() + first + self.offset)
 
 
@@ -46,8 +46,8 @@ class Shard:
         offset: Position of the run in that tensor, flattened.
         columns: The block of columns [first, last) of which the run is a part, where tensor parallelism cut the
             parameter along its last dimension; None where rows are whole.
-        copy: Which of several copies of the parameter the run belongs to, where ranks hold it alike.
-        spread: Where the run is stored with gaps, in how many equal parts, and the distance from one to the next; None
+        copy: Number of the copy that the run belongs to, where ranks hold the parameter alike.
+        spread: Number of equal parts and distance between their beginnings, where the run is stored with gaps; None
             where it is stored in one part.
     """
 
@@ -80,24 +80,24 @@ class Shard:
 
     @property
     def block_numel(self) -> int:
-        """Elements of the parameter or of the block of columns that the run is a part of."""
+        """Elements of the parameter, or of the block of columns that the run is a part of."""
         return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
 
     @cached_property
     def places(self) -> tuple[StridedRun, ...]:
-        """Where the run lies in the row-major flattened parameter: one place, or up to three in a block of columns."""
+        """Runs of the row-major flattened parameter that make up this one: one, or up to three among columns."""
         if self.columns is None:
             return (StridedRun(self.start, 1, self.numel, self.numel),)
         length, width, left = self.shape[-1], self.row_length, self.columns[0]
-        found = []
+        runs = []
         position = self.start
         while position < self.end:
             row, column = divmod(position, width)
             whole = (self.end - position) // width if column == 0 else 0
             rows, part = (whole, width) if whole else (1, min(width - column, self.end - position))
-            found.append(StridedRun(row * length + left + column, rows, length, part))
+            runs.append(StridedRun(row * length + left + column, rows, length, part))
             position += rows * part
-        return tuple(found)
+        return tuple(runs)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Layout:
         ranks: ``ranks[r]`` lists the shards of data-parallel rank ``r``; the same on every rank.
         rank: This process's position in ``group``.
         group: The data-parallel process group, or None for a single process.
-        replicated: Every rank holds every parameter whole (stage 0, DDP). Sums and halos then need no
+        replicated: Whether every rank holds every parameter whole (stage 0, DDP). Sums and halos then need no
             communication; only matrices, whose states live on one owner, travel.
-        imagined: No rank of it exists: what would be sent is counted, and no message is prepared.
+        imagined: Whether its ranks need not exist: messages are counted, and none is prepared.
     """
 
     ranks: tuple[tuple[Shard, ...], ...]
@@ -140,13 +140,13 @@ class Layout:
         """Exchange shard lists once over ``group`` and build the common layout.
 
         Args:
-            shards: This rank's shards, possibly none; or what finds them, and may fail on some ranks.
+            shards: This rank's shards, possibly none; or a function that finds them, and may fail on some ranks.
             group: Data-parallel process group; None or a group of one stays local.
             replicated: See the class.
 
         Raises:
             LayoutError: The shards of some parameter overlap or leave a gap.
-            Exception: ``shards`` raised it on some rank; on every rank.
+            Exception: ``shards`` failed on some rank; raised on every rank.
         """
         everyone = gather_together(lambda: tuple(shards() if callable(shards) else shards), group)
         if len(everyone) == 1:
@@ -171,42 +171,42 @@ class Layout:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape by key, over all ranks, in sorted key order: the same dictionary on every rank."""
-        found = {shard.key: shard.shape for shards in self.ranks for shard in shards}
-        return {key: found[key] for key in sorted(found)}
+        shapes = {shard.key: shard.shape for shards in self.ranks for shard in shards}
+        return {key: shapes[key] for key in sorted(shapes)}
 
     @cached_property
     def holders(self) -> dict[str, dict[int, tuple[Shard, ...]]]:
         """For each key, the ranks that hold part of it and their shards."""
-        found: dict[str, dict[int, tuple[Shard, ...]]] = {key: {} for key in self.shapes}
+        holders: dict[str, dict[int, tuple[Shard, ...]]] = {key: {} for key in self.shapes}
         for rank, shards in enumerate(self.ranks):
             for shard in shards:
-                found[shard.key][rank] = (*found[shard.key].get(rank, ()), shard)
-        return found
+                holders[shard.key][rank] = (*holders[shard.key].get(rank, ()), shard)
+        return holders
 
     @cached_property
     def copies(self) -> dict[str, dict[int, tuple[tuple[int, Shard], ...]]]:
         """For each key and copy, its shards with the ranks that hold them, in order of rank."""
-        found: dict[str, dict[int, list[tuple[int, Shard]]]] = {key: {} for key in self.shapes}
+        copies_of: dict[str, dict[int, list[tuple[int, Shard]]]] = {key: {} for key in self.shapes}
         for rank, shards in enumerate(self.ranks):
             for shard in shards:
-                found[shard.key].setdefault(shard.copy, []).append((rank, shard))
+                copies_of[shard.key].setdefault(shard.copy, []).append((rank, shard))
         return {
-            key: {copy: tuple(members) for copy, members in sorted(copies.items())} for key, copies in found.items()
+            key: {copy: tuple(members) for copy, members in sorted(copies.items())} for key, copies in copies_of.items()
         }
 
     def elements(self, key: str) -> Mapping[int, int]:
-        """How many elements of a key each of its holders has, all copies counted."""
+        """Elements of a key by rank, all copies counted."""
         return {rank: sum(part.numel for part in parts) for rank, parts in self.holders[key].items()}
 
     def gathered(self, key: str, owner: int) -> Mapping[int, int]:
-        """How many elements of a key each rank has of the copy that is gathered by ``owner``."""
-        found: dict[int, int] = {}
+        """Elements by rank of the copy of a key that ``owner`` gathers."""
+        elements: dict[int, int] = {}
         for holder, shard in self.nearest_copy(key, owner):
-            found[holder] = found.get(holder, 0) + shard.numel
-        return found
+            elements[holder] = elements.get(holder, 0) + shard.numel
+        return elements
 
     def first_copy(self, key: str) -> int:
-        """The first of a key's copies."""
+        """Number of the first copy of a key."""
         return next(iter(self.copies[key]))
 
     @property
@@ -215,7 +215,7 @@ class Layout:
         return all(self.ranks)
 
     def nearest_copy(self, key: str, rank: int) -> tuple[tuple[int, Shard], ...]:
-        """The copy of a parameter of which ``rank`` holds a part, else the first."""
+        """Shards of the copy of a parameter of which ``rank`` holds a part, else of the first one."""
         copies = self.copies[key]
         for members in copies.values():
             if any(holder == rank for holder, _ in members):
@@ -254,7 +254,7 @@ class Layout:
 
 
 def _check_blocks(key: str, shape: tuple[int, ...], pieces: Sequence[Shard]) -> None:
-    """Make sure that blocks of columns tile a parameter, and runs each block."""
+    """Check that blocks of columns tile a parameter, and runs each block."""
     whole = (0, shape[-1] if shape else 1)
     blocks: dict[tuple[int, int], list[Shard]] = {}
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Which parameters the tensors in the param groups store: the one thing a framework must tell an optimizer."""
+"""What a framework tells an optimizer: which parameters the tensors in the param groups store."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = [
 _sharded: list[Callable[[WholeParameters], WholeParameters]] = []
 """Makes the layout of parameters some of which are ``DTensor``."""
 _idle: list[Callable[[str, Mapping[str, Tensor]], None]] = []
-"""Told of parameters without gradients, which may not be the model's any more."""
+"""Refuses parameters without gradients that are not the model's any more."""
 _ADVICE: dict[str, str] = {}
-"""By the module that a program using a framework has imported: what to call."""
+"""What to call, by the module that a program imports to use a framework."""
 
 
 def advise(module: str, advice: str) -> None:
-    """Say what to call so that a framework tells an optimizer what it must know.
+    """Register what to call so that a framework tells an optimizer what it must know.
 
     Args:
-        module: What a program that uses the framework has imported.
-        advice: A clause that goes on after a semicolon.
+        module: Module that a program imports to use the framework.
+        advice: Clause that continues a message after a semicolon.
     """
     _ADVICE[module] = advice
 
@@ -52,30 +52,31 @@ def advise(module: str, advice: str) -> None:
 def framework_advice() -> str:
     """What to call so that a framework tells an optimizer what it must know.
 
-    An optimizer that was told nothing cannot know whose tensors it meets: the frameworks that this process has loaded
+    An optimizer that was told nothing cannot know whose tensors it gets, so the frameworks that this process has loaded
     are named; all of them if it has loaded none.
     """
     return loaded_advice() or " or ".join(_ADVICE.values())
 
 
 def loaded_advice() -> str:
-    """The same of the frameworks that this process has loaded; empty if it has loaded none."""
+    """What to call for the frameworks that this process has loaded; empty if it has loaded none."""
     return " or ".join(advice for module, advice in _ADVICE.items() if module in sys.modules)
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """A tensor, or of a complex one its real and imaginary parts along a last dimension; the same memory."""
+    """View a complex tensor as real and imaginary parts along a last dimension; return other tensors as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def read_sharded_by(
     make: Callable[[WholeParameters], WholeParameters], refuse_replaced: Callable[[str, Mapping[str, Tensor]], None]
 ) -> None:
-    """Say what reads parameters that are ``DTensor``.
+    """Register the reader of parameters that are ``DTensor``.
 
     Args:
-        make: From the layout of those that are known already, the one of all.
-        refuse_replaced: Raises if parameters, by name, are the model's no more; first the optimizer's name.
+        make: Makes a layout that can take ``DTensor`` from one of the parameters that are known already.
+        refuse_replaced: Raises if parameters are not the model's any more, given the optimizer's name and parameters by
+            name.
     """
     _sharded[:], _idle[:] = [make], [refuse_replaced]
 
@@ -84,18 +85,18 @@ def refuse_strangers(owner: str, named: Mapping[str, Tensor]) -> None:
     """Refuse parameters that are not those of a sharded model by these names.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        named: Parameters.
+        owner: Name of the optimizer, for the message.
+        named: Parameters by name.
 
     Raises:
-        OptionError: The model has others in their place.
+        OptionError: The model has other parameters in their place.
     """
     for refuse in _idle:
         refuse(owner, named)
 
 
 def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
-    """The layout that can take another parameter, too."""
+    """Return a layout that can take another parameter, too: the same one unless the first ``DTensor`` joins it."""
     if is_sharded(tensor) and _sharded and not plain.missing_alike:
         return _sharded[0](plain)
     return plain
@@ -105,12 +106,12 @@ def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
     """Refuse tensors whose values are not where a plain tensor has them.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        name: The parameter.
+        owner: Name of the optimizer, for the message.
+        name: Name of the parameter.
         tensor: The parameter, or what is to be its gradient.
 
     Raises:
-        OptionError: It is a tensor subclass that holds its values elsewhere, is flattened and sharded by FSDP, or has
+        OptionError: The tensor is a subclass that holds its values elsewhere, is flattened and sharded by FSDP, or has
             no values yet.
     """
     if nn.parameter.is_lazy(tensor):
@@ -138,8 +139,8 @@ class Slice:
     """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor.
 
     Attributes:
-        columns: As in :class:`rankwise.layout.layout.Shard`: the block of columns the run is counted in, or None.
-        copy: Which of several copies of the parameter this is, where ranks hold it alike.
+        columns: Block of columns that the run is counted in, or None, see :class:`rankwise.layout.layout.Shard`.
+        copy: Number of the copy, where ranks hold the parameter alike.
     """
 
     name: str
@@ -168,10 +169,10 @@ class TensorParallel:
     """The tensor-parallel groups among the ranks of a layout.
 
     Attributes:
-        sets: Positions in the layout's group of the ranks of each of them, the same on every rank.
-        group: This rank's.
-        near: Whether their messages are cheap, as inside a node; else matrices are computed together only where that
-            sends less than if one rank gathered them.
+        sets: Ranks of each tensor-parallel group, as positions in the layout's group; the same on every rank.
+        group: Tensor-parallel group of this rank.
+        near: Whether messages in a group are cheap, as inside a node; else matrices are computed together only where
+            that sends less than if one rank gathered them.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -180,15 +181,15 @@ class TensorParallel:
 
     @classmethod
     def among(cls, everyone: dist.ProcessGroup, group: dist.ProcessGroup) -> TensorParallel:
-        """The tensor-parallel groups of some ranks. A collective of these.
+        """Find the tensor-parallel groups among some ranks; a collective of these ranks.
 
         Args:
             everyone: The ranks.
             group: This rank's tensor-parallel group.
         """
-        found: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
-        dist.all_gather_object(found, dist.get_process_group_ranks(group), group=everyone)
-        sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in found}
+        ranks_of: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
+        dist.all_gather_object(ranks_of, dist.get_process_group_ranks(group), group=everyone)
+        sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in ranks_of}
         return cls(tuple(sorted(sets)), group)
 
 
@@ -196,19 +197,19 @@ class LayoutSource(ABC):
     """What a framework tells the optimizer about the tensors it put into the param groups.
 
     An adapter derives from it and gives the three attributes and :meth:`contents`; checkpoints that are read by name
-    need :meth:`units` and :meth:`publish_weights`, too. The rest has a meaning that suits most.
+    need :meth:`units` and :meth:`publish_weights`, too. The other methods have defaults that suit most frameworks.
 
     Attributes:
         group: Group of the ranks that hold pieces or copies of the parameters; None for a single process.
         replicated: Whether every rank holds every parameter whole.
         saved_by_some: Whether some of the ranks save what others hold alike, and must then have the states of all.
-        missing_alike: Whether each of the optimizer's tensors is one parameter, which all ranks have a tensor of, and a
-            gradient that is missing is missing on all of them: the parameter then takes no step, as in one process.
-            Else it is one of zeros.
+        missing_alike: Whether each of the optimizer's tensors is one parameter, of which all ranks have a tensor, and a
+            missing gradient is missing on all of them: the parameter then takes no step, as in one process. Else a
+            missing gradient counts as zeros.
         tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
-            slice; checkpoints must take its states so too. None: every matrix is computed by one rank.
+            slice; checkpoints must then take states of slices. None: every matrix is computed by one rank.
         spends_gradients: Whether nobody reads the gradients of the optimizer's tensors after the step, so that their
-            memory may be used for something else.
+            memory may be overwritten.
     """
 
     group: dist.ProcessGroup | None
@@ -223,27 +224,27 @@ class LayoutSource(ABC):
         """Name the parameters stored in ``tensor``."""
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The parameter that a tensor is, where the tensors are parameters; else None."""
+        """Name of the parameter that a tensor is, where the tensors are parameters; else None."""
         return None
 
     def connect(self) -> None:
-        """Called before a unit is planned, by all ranks that plan it: the place for collectives."""
+        """Start the collectives of this source, if any; all ranks that plan a unit call it before."""
         return
 
     def mesh(self) -> Any:
-        """A one-dimensional mesh of all ranks of :attr:`group`, where torch's sharded tensors are to lie on it."""
+        """A one-dimensional mesh of all ranks of :attr:`group`, for torch's sharded tensors; None if there are none."""
         return None
 
     def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
-        """Before a step: see to it that a gradient is missing on all ranks or on none."""
+        """Make a gradient missing on all ranks or on none, before a step."""
         return
 
     def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
-        """Raise if tensors without gradients are not the model's any more; asked once."""
+        """Raise if tensors without gradients are not the model's any more; called once."""
         return
 
     def watch(self, model: nn.Module) -> None:
-        """Learn of the model whose statistics are gathered."""
+        """Learn about the model whose statistics are gathered."""
         return
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
@@ -255,28 +256,28 @@ class LayoutSource(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not say which tensors a step will find")
 
     def publish_weights(self) -> None:
-        """Copy the optimizer's weights, changed from outside, to the model; nothing to do where they are the same."""
+        """Copy the optimizer's weights, changed from outside, to the model, if these are copies."""
         return
 
     def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """The ranks that hold the rest of a tensor's parameters where they are not ``group``, as of experts.
 
-        All tensors of one ``step()`` call have the same; None: those of ``group``.
+        All tensors of one ``step()`` call have the same ranks; None: those of ``group``.
         """
         return None
 
     def loss_scale(self) -> float | Tensor | None:
-        """What the present gradients were multiplied by during the backward pass; None if the framework cannot say."""
+        """Factor of the present gradients in the backward pass; None if the framework cannot say."""
         return None
 
     def keeps_gradient(self, parameter: Tensor) -> bool | None:
         """Whether the next backward pass adds to what an earlier one has left of a parameter's gradient.
 
         Args:
-            parameter: The model's.
+            parameter: Parameter of the model.
 
         Returns:
-            False where it begins anew; None if that is so exactly where the parameter's ``grad`` is gone.
+            False where it begins anew; None if it begins anew exactly where the parameter's ``grad`` is gone.
         """
         return None
 
@@ -285,13 +286,13 @@ class LayoutSource(ABC):
         return 0, 1
 
     def averaged_over(self) -> float | None:
-        """What the sum of the ranks' gradients is divided by; None: the number of ranks."""
+        """Divisor of the sum of the ranks' gradients; None: the number of ranks."""
         return None
 
     def gradient_divisor(self) -> float | Tensor | None:
-        """What output gradients, summed over ranks and micro-batches, must be divided by to be the loss's mean ones.
+        """Divisor of the output gradients, summed over ranks and micro-batches, that makes them the loss's mean ones.
 
-        None: by the number of ranks, and by :meth:`loss_scale`.
+        None: the number of ranks times :meth:`loss_scale`.
         """
         return None
 
@@ -306,7 +307,7 @@ class WholeParameters(LayoutSource):
         self._names: dict[int, str] = {}
 
     def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
-        """The same parameters, held alike by every rank of a data-parallel group."""
+        """Make a layout of the same parameters, held alike by every rank of a data-parallel group."""
         source = WholeParameters()
         source.group = group
         source.replicated = source.saved_by_some = dist.get_world_size(group) > 1
@@ -314,17 +315,17 @@ class WholeParameters(LayoutSource):
         return source
 
     def register(self, tensor: Tensor, name: str, group: int) -> None:
-        """Name a parameter of the constructor."""
+        """Register a parameter of the constructor by its name."""
         whole = Slice(name, 0, real_view(tensor).numel(), 0)
         self._names[id(tensor)] = name
         self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
 
     def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
-        """Refuse to go on with parameters that are the model's no more.
+        """Refuse to go on with parameters that are not the model's any more.
 
         Args:
-            owner: Owner of the message: the optimizer.
-            idle: Those without gradients.
+            owner: Name of the optimizer, for the message.
+            idle: Parameters without gradients.
 
         Raises:
             OptionError: Others have been put in their place.
@@ -332,11 +333,11 @@ class WholeParameters(LayoutSource):
         refuse_strangers(owner, {self._names[id(tensor)]: tensor for tensor in idle if id(tensor) in self._names})
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The name a parameter was registered by; None if it was not."""
+        """Name by which a parameter was registered; None if it was not."""
         return self._names.get(id(tensor))
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`LayoutSource`."""
+        """Name the parameters stored in ``tensor``; see :class:`LayoutSource`."""
         try:
             return self._contents[id(tensor)]
         except KeyError:

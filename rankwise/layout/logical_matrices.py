@@ -1,4 +1,4 @@
-"""The logical matrices of a fused weight: as found with the model, or as the option ``blocks`` says."""
+"""The logical matrices of a fused weight: those of the model, or those that the option ``blocks`` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankwise.routing.roles import ParameterInfo
 __all__ = ["block_info", "blocks_of"]
 
 _RESERVED = ("groups", "heads")
-"""Keys of a layout in the option that name no part."""
+"""Keys of a layout in the option ``blocks`` that do not name a part."""
 
 
 def blocks_of(
@@ -29,23 +29,25 @@ def blocks_of(
     """The blocks of a weight, which tile it.
 
     Args:
-        owner: The optimizer, for messages.
+        owner: Name of the optimizer, for messages.
         info: The weight, or a stack of weights that are fused alike.
-        layouts: The option ``blocks``; a pattern that matches the weight overrules what was found with it.
-        split_heads: Whether each attention head is a block of its own, where they are known.
+        layouts: The option ``blocks``; a pattern that matches the weight overrules the model.
+        split_heads: Whether each attention head is a block of its own, where heads are known.
         together: Whether the heads of a part stay one block, even if an option asks to split them.
 
     Returns:
-        Empty where the weight is one matrix.
+        The blocks; empty where the weight is one matrix.
 
     Raises:
-        OptionError: What the option says does not fit the weight.
+        OptionError: The option does not fit the weight.
     """
     if len(info.shape) not in (2, 3):
         return ()
     fused = info.fused
-    # As in a param group's list, what comes later is the more special.
-    pattern = next((each for each in reversed(list(layouts or {})) if fnmatch(info.own_name, each)), None)
+    # The last pattern counts, as it does in other options.
+    pattern = next(
+        (candidate for candidate in reversed(list(layouts or {})) if fnmatch(info.own_name, candidate)), None
+    )
     if layouts and pattern is not None:
         layout = layouts[pattern]
         if layout == "none":
@@ -61,10 +63,10 @@ def blocks_of(
 
 
 def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> ParameterInfo:
-    """What is known of a block, in a stack where its weight is one.
+    """Describe a block, or the stack of blocks of a stack of weights.
 
     Args:
-        info: Its weight.
+        info: Description of its weight.
         block: The block.
         key: Key of the matrix, where it is taken out of a stack.
     """
@@ -79,7 +81,7 @@ def _fits(info: ParameterInfo, fused: FusedShape) -> bool:
 
 
 def _blocks(fused: FusedShape, split_heads: bool) -> tuple[Block, ...]:
-    found, start, period = [], 0, fused.length // fused.groups
+    blocks, start, period = [], 0, fused.length // fused.groups
     by_columns = fused.dim == -1
     for (name, size), heads in zip(fused.parts, fused.heads or (0,) * len(fused.parts), strict=True):
         if split_heads and heads:
@@ -87,15 +89,15 @@ def _blocks(fused: FusedShape, split_heads: bool) -> tuple[Block, ...]:
             for group in range(fused.groups):
                 for head in range(heads):
                     first = group * period + start + head * width
-                    found.append(Block(f"{name}.{group * heads + head}", by_columns, first, width, period))
+                    blocks.append(Block(f"{name}.{group * heads + head}", by_columns, first, width, period))
         else:
-            found.append(Block(name, by_columns, start, size, period, fused.groups))
+            blocks.append(Block(name, by_columns, start, size, period, fused.groups))
         start += size
-    return tuple(found) if len(found) > 1 else ()
+    return tuple(blocks) if len(blocks) > 1 else ()
 
 
 def _from_option(owner: str, info: ParameterInfo, pattern: str, layout: Any) -> FusedShape:
-    """What the option says of a weight: of its outputs."""
+    """Parts of a weight's outputs that the option names."""
     dim = -1 if info.transposed else -2
     length = info.shape[dim]
     if layout == "qkv":
