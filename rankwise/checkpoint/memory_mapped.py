@@ -1,4 +1,4 @@
-"""Saved tensors in files that are mapped into memory: a checkpoint is read without being held."""
+"""Reads saved tensors into files that are mapped into memory, so that a checkpoint need not fit into it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rankwise.layout.chunked_vectors import StorageError, load_vectors, own_erro
 __all__ = ["STACKED", "joined_stacks", "load_objects", "mapped_like", "mapped_tensors"]
 
 STACKED = re.compile(r"(.+)\[(\d+)\]")
-"""The name of one matrix of a stack."""
+"""Name of one matrix of a stack."""
 
 
 def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tensor:
-    """A tensor whose values lie in a file of its own, which has no name any more: it is gone when the tensor is.
+    """Make a tensor whose values lie in an unnamed file, which is removed with the tensor.
 
     Args:
-        shape: Its shape.
-        dtype: Its type.
-        scratch: The folder whose disk is used.
+        shape: Shape of the tensor.
+        dtype: Type of the tensor.
+        scratch: Folder whose disk is used.
 
     Raises:
-        StorageError: There is no room.
+        StorageError: The disk has no room.
     """
     size = torch.Size(shape)
     if not size.numel():
@@ -42,61 +42,61 @@ def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tens
 
 
 def mapped_tensors(folder: Path, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
-    """Tensors that torch.distributed.checkpoint has saved, whole, by the names that they have there.
+    """Read tensors that torch.distributed.checkpoint has saved, whole, by the names that they have there.
 
     Args:
-        folder: The checkpoint.
-        names: Which ones.
-        scratch: As for :func:`mapped_like`.
+        folder: Folder of the checkpoint.
+        names: Names of the tensors.
+        scratch: Folder whose disk is used.
 
     Raises:
-        StorageError: One is missing or cut off, or there is no room.
+        StorageError: A tensor is missing or cut off, or the disk has no room.
     """
     stored = stored_tensors(folder)
-    found = {name: mapped_like(*stored[name], scratch) for name in names}
-    load_vectors(found, folder, None)
-    return found
+    tensors = {name: mapped_like(*stored[name], scratch) for name in names}
+    load_vectors(tensors, folder, None)
+    return tensors
 
 
 def load_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """What torch.distributed.checkpoint has saved beside tensors, as it reads them itself: by ``pickle``.
+    """Read what torch.distributed.checkpoint has saved beside tensors, by ``pickle``, as torch reads it.
 
     Args:
-        folder: The checkpoint.
-        names: Which ones.
+        folder: Folder of the checkpoint.
+        names: Names of the objects.
 
     Raises:
-        StorageError: One is missing or cut off.
+        StorageError: An object is missing or cut off.
     """
-    found: dict[str, Any] = dict.fromkeys(names)
+    objects: dict[str, Any] = dict.fromkeys(names)
     with own_errors(folder):
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return found
+        dcp.load(objects, checkpoint_id=folder, no_dist=True)
+    return objects
 
 
 def joined_stacks(tensors: Mapping[str, Tensor], whole: Container[str], scratch: Path) -> dict[str, Tensor]:
-    """Tensors by name, those of the matrices of a stack (``name[3]``) as one.
+    """Join the tensors of the matrices of a stack (``name[3]``); other tensors stay as they are.
 
     Args:
-        tensors: By name.
-        whole: Names that end so and are no part of a stack.
-        scratch: As for :func:`mapped_like`.
+        tensors: Tensors by name.
+        whole: Names that end with brackets and are no part of a stack.
+        scratch: Folder whose disk is used.
 
     Raises:
-        StorageError: A matrix of a stack is missing, or there is no room.
+        StorageError: A matrix of a stack is missing, or the disk has no room.
     """
-    found: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, value in tensors.items():
         match = None if name in whole else STACKED.fullmatch(name)
         if match is None:
-            found[name] = value
+            joined[name] = value
         else:
             stacks.setdefault(match[1], {})[int(match[2])] = value
     for name, parts in stacks.items():
         if sorted(parts) != list(range(len(parts))):
             raise StorageError(f"{name!r} has the matrices {sorted(parts)}, but others are missing")
-        found[name] = mapped_like((len(parts), *parts[0].shape), parts[0].dtype, scratch)
+        joined[name] = mapped_like((len(parts), *parts[0].shape), parts[0].dtype, scratch)
         for place, value in parts.items():
-            found[name][place].copy_(value)
-    return found
+            joined[name][place].copy_(value)
+    return joined

@@ -1,4 +1,4 @@
-"""A checkpoint by the names of its parameters: what is the same under every framework."""
+"""A checkpoint by the names of its parameters, which is the same under every framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot become one of another framework."""
+    """A checkpoint cannot be converted to one of another framework."""
 
 
 @dataclass
@@ -26,9 +26,9 @@ class NamedParameter:
     """A trained parameter.
 
     Attributes:
-        weight: In its logical shape, in full precision where there is any.
-        states: One value per element each, in the weight's shape.
-        step: How many steps it has taken.
+        weight: Weight in its logical shape, in full precision where there is any.
+        states: Element states by name, in the weight's shape.
+        step: Number of steps that the parameter has taken.
     """
 
     weight: Tensor
@@ -41,8 +41,8 @@ class NamedGroup:
     """A param group.
 
     Attributes:
-        settings: Its options and rates, without what belongs to one framework.
-        members: Its parameters, in order.
+        settings: Options and rates of the group, without what belongs to one framework.
+        members: Names of its parameters, in order.
     """
 
     settings: dict[str, Any]
@@ -51,17 +51,17 @@ class NamedGroup:
 
 @dataclass
 class NamedCheckpoint:
-    """What an optimizer of ours and its model were, wherever that was.
+    """The content of an optimizer of ours and its model, whichever framework wrote it.
 
     Attributes:
-        identity: The optimizer.
-        parameters: By name.
+        identity: Identity of the optimizer.
+        parameters: Trained parameters by name.
         matrices: States of matrices by key: the name of the parameter, with the matrix in brackets where it is one of
             several.
         groups: The param groups, in order.
         extra: What belongs to no parameter, in plain data.
-        module: What else the model has: buffers, frozen weights, further names of tied ones.
-        left: What is known not to go along.
+        module: Everything else of the model: buffers, frozen weights, further names of tied ones.
+        left: Descriptions of what is known not to be converted.
     """
 
     identity: str
@@ -74,14 +74,14 @@ class NamedCheckpoint:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """Number of steps taken by the parameter that has taken most."""
         return int(max((parameter.step for parameter in self.parameters.values()), default=0))
 
     def owner(self, key: str) -> str:
-        """The parameter a matrix is, or is one of.
+        """Name of the parameter that a matrix is, or is part of.
 
         Raises:
-            ConversionError: There is none.
+            ConversionError: There is no such parameter.
         """
         name = base_name(key, self.parameters)
         if not name:
@@ -91,10 +91,10 @@ class NamedCheckpoint:
         return name
 
     def check(self, source: Any) -> None:
-        """Refuse what is not whole.
+        """Refuse a checkpoint that is not complete.
 
         Args:
-            source: What it was read from, for the message.
+            source: Source of the checkpoint, for the message.
 
         Raises:
             ConversionError: A parameter is in no group or in two, has no states, or some of another shape.
@@ -104,31 +104,33 @@ class NamedCheckpoint:
         _refuse(f"{source}: parameters of a param group without a weight", set(members) - set(self.parameters))
         _refuse(f"{source}: parameters in two param groups", _repeated(members))
         with_matrices = {self.owner(key) for key in self.matrices}
-        bare = {name for name, own in self.parameters.items() if not own.states and name not in with_matrices}
+        bare = {
+            name for name, parameter in self.parameters.items() if not parameter.states and name not in with_matrices
+        }
         _refuse(
             f"{source}: without optimizer states (never trained, or saved before the first step or without the "
             "optimizer: freeze what is not trained, and leave it out of the optimizer)",
             bare,
         )
-        # They become names of files.
+        # Formats make names of files of them.
         _refuse(f"{source}: names that are no names of modules", {n for n in self.parameters if not _is_name(n)})
         wrong = {
             f"{state} of {name}"
-            for name, own in self.parameters.items()
-            for state, value in own.states.items()
-            if value.shape != own.weight.shape
+            for name, parameter in self.parameters.items()
+            for state, value in parameter.states.items()
+            if value.shape != parameter.weight.shape
         }
         _refuse(f"{source}: states whose shape is not that of their weight", wrong)
 
     def one_step(self, names: Mapping[str, Any], what: str) -> float:
-        """The count that parameters have in common, where a format has one for them.
+        """Step count that parameters have in common, for a format that has one for them.
 
         Args:
-            names: The parameters.
-            what: The format's unit, for the message.
+            names: Names of the parameters.
+            what: Unit of the format, for the message.
 
         Raises:
-            ConversionError: They have several.
+            ConversionError: The parameters have several counts.
         """
         steps = {self.parameters[name].step for name in names}
         if len(steps) > 1:
@@ -140,10 +142,10 @@ class NamedCheckpoint:
         return steps.pop() if steps else 0.0
 
     def renamed(self, rename: Callable[[str], str]) -> NamedCheckpoint:
-        """The same under other names.
+        """Rename the parameters.
 
         Args:
-            rename: One to one.
+            rename: Returns the new name of a parameter; no two may get the same.
 
         Raises:
             ConversionError: Two parameters would have one name.
@@ -180,10 +182,10 @@ def _is_name(name: str) -> bool:
 
 
 def of_another(source: Any) -> ConversionError:
-    """What is wrong with a checkpoint that none of ours wrote.
+    """Error for a checkpoint that none of our optimizers wrote.
 
     Args:
-        source: The checkpoint.
+        source: Source of the checkpoint.
     """
     return ConversionError(
         f"{source} was written by another optimizer than rankwise's, whose states are not converted: continue from it "
@@ -204,14 +206,14 @@ def base_name(key: str, names: Mapping[str, Any]) -> str:
 
 
 def renaming(patterns: Mapping[str, str], names: Mapping[str, Any]) -> Callable[[str], str]:
-    """What a map of names does: each ``*`` of a pattern is what stands there, up to the end of the name.
+    """Make a function that renames by patterns; each ``*`` stands for what matches, up to the end of the name.
 
     Args:
-        patterns: By the pattern that a name must match as a whole, what it becomes. The first one that matches counts.
-        names: Names of all that is to be renamed.
+        patterns: New names by the pattern that a whole name must match. The first pattern that matches counts.
+        names: All names that will be renamed.
 
     Raises:
-        ConversionError: A pattern matches nothing, or the two sides have not as many ``*``.
+        ConversionError: A pattern matches nothing, or the two sides have different numbers of ``*``.
     """
     rules: list[tuple[re.Pattern[str], str]] = []
     for old, new in patterns.items():

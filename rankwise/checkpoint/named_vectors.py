@@ -2,7 +2,7 @@
 
 A framework whose checkpoints take states piece by piece writes :func:`stored_shards` and :func:`owned_states` under
 names of its own, fills them in place and calls :func:`resume`. One whose files hold what each rank had is read as named
-vectors: :func:`saved_vectors` of every rank's file, laid down together, from which :func:`restore` fills any layout.
+vectors: :func:`saved_vectors` of every rank's file are merged, and :func:`restore` fills any layout from them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class StoredShard(NamedTuple):
     """A run of a parameter on this rank.
 
     Attributes:
-        shard: Where it lies in the parameter.
-        copy: Which of the copies that ranks hold alike it is a part of; 0 is the one to be written.
+        shard: Place of the run in the parameter.
+        copy: Number of the copy, of several that ranks hold alike; copy 0 is to be written.
         weight: 1-D view of the optimizer's weight.
         states: 1-D views of its element states, by name.
     """
@@ -71,10 +71,10 @@ class SlicePlace:
     """One of the equal slices of a matrix.
 
     Attributes:
-        whole: The matrix.
+        whole: Key of the matrix.
         index: Index of the slice.
         count: Number of slices.
-        axes: The dimension along which a state is cut, by its name; all slices have the other states alike.
+        axes: Dimension along which a state is cut, by the state's name; every slice has the other states whole.
     """
 
     whole: str
@@ -84,10 +84,10 @@ class SlicePlace:
 
 
 def stored_shards(optimizer: ShardedOptimizer) -> Iterator[StoredShard]:
-    """This rank's planned shards, with their states allocated if they were not.
+    """This rank's planned shards, with their states, which are allocated if need be.
 
     Args:
-        optimizer: Planned, see :meth:`rankwise.step.optimizer.ShardedOptimizer.plan_ahead`.
+        optimizer: Planned optimizer, see :meth:`rankwise.step.optimizer.ShardedOptimizer.plan_ahead`.
     """
     for unit in optimizer.planned_units:
         for index, tensor in enumerate(unit.tensors):
@@ -100,7 +100,7 @@ def stored_shards(optimizer: ShardedOptimizer) -> Iterator[StoredShard]:
 
 
 def _places(optimizer: ShardedOptimizer) -> Iterator[tuple[Shard, Tensor, dict[str, Tensor | PackedValues]]]:
-    """This rank's planned shards, their weights, and what their states are to be written into."""
+    """This rank's planned shards, their weights, and the memory that their states are to be written to."""
     for unit in optimizer.planned_units:
         for index, tensor in enumerate(unit.tensors):
             flat = local_view(tensor).detach().view(-1)
@@ -110,24 +110,24 @@ def _places(optimizer: ShardedOptimizer) -> Iterator[tuple[Shard, Tensor, dict[s
 
 
 def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
-    """The states of matrices that this rank has as their owner, or keeps for it; at first the owner's initial ones."""
-    found: dict[str, MatrixState] = {}
+    """States of matrices that this rank owns or keeps for their owners; initial ones where there are none yet."""
+    states: dict[str, MatrixState] = {}
     present = optimizer.matrix_states.everything()
     for unit in optimizer.planned_units:
         if unit.exchange is not None:
             initial = optimizer.step_costs(unit).matrix_state
             for task in unit.exchange.owned():
-                own = present.get(task.key, {})
-                if fresh := initial_part(unit, task, own, initial):
-                    found[task.key] = {**fresh, **own}
+                saved = present.get(task.key, {})
+                if fresh := initial_part(unit, task, saved, initial):
+                    states[task.key] = {**fresh, **saved}
             for key, name in kept_by(unit.exchange.plan.keepers, unit.layout.rank, present):
-                found.setdefault(key, {})[name] = present[key][name]
-    return found
+                states.setdefault(key, {})[name] = present[key][name]
+    return states
 
 
 def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
-    """Where the states of every slice this rank owns lie in the matrix's, by its key in :func:`owned_states`."""
-    found: dict[str, SlicePlace] = {}
+    """Places of the slices that this rank owns in their matrices, by the keys of :func:`owned_states`."""
+    places: dict[str, SlicePlace] = {}
     for unit in optimizer.planned_units:
         if unit.exchange is None:
             continue
@@ -135,12 +135,12 @@ def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
         for task in unit.exchange.owned():
             if task.whole is not None:
                 matrix = unit.slices[task.whole]
-                found[task.key] = SlicePlace(task.whole, matrix.parts.index(task.key), matrix.count, cut_states(task))
-    return found
+                places[task.key] = SlicePlace(task.whole, matrix.parts.index(task.key), matrix.count, cut_states(task))
+    return places
 
 
 def common_step(optimizer: ShardedOptimizer) -> int:
-    """The number of steps taken; a collective, as a rank without any tensor has no count of its own."""
+    """Number of steps taken; a collective, because a rank without any tensor has no count of its own."""
     optimizer.settle()
     return max((unit.common_step(optimizer.state) for unit in optimizer.planned_units), default=0)
 
@@ -151,10 +151,10 @@ def resume(
     """Take over matrix states and counts; weights and element states are written through their views.
 
     Args:
-        optimizer: Planned.
-        matrix_states: As :func:`owned_states` gave them.
-        step: As :func:`common_step` gave it; 0 leaves the optimizer as if it had not been stepped.
-        extra: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave it.
+        optimizer: Planned optimizer.
+        matrix_states: States in the form of :func:`owned_states`.
+        step: Number of steps taken; 0 leaves the optimizer as if it had not been stepped.
+        extra: Result of :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state`.
     """
     groups = range(len(optimizer.param_groups) if step else 0)
     steps = {index: torch.tensor(float(step), dtype=torch.float32, device="cpu") for index in groups}
@@ -168,10 +168,10 @@ Vectors = dict[str, Any]
 
 
 def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vectors:
-    """One rank's part of a saved optimizer, by name.
+    """Convert one rank's part of a saved optimizer to vectors by name.
 
     Args:
-        state_dict: What :meth:`ShardedOptimizer.state_dict` returned on that rank.
+        state_dict: Result of :meth:`ShardedOptimizer.state_dict` on that rank.
         flats: The weights stored in the tensors of its param groups, flattened, in the same order; padding at the end
             may be cut off.
 
@@ -179,12 +179,12 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
         ``weight/<key>``, with what a remainder adds, and ``element/<state>/<key>`` as :class:`ChunkedVector`,
         ``matrix/<key>/<state>`` and ``step/<group>`` as tensors.
     """
-    found: Vectors = {}
+    vectors: Vectors = {}
     for index, (record, flat) in enumerate(zip(state_dict["layout"], flats, strict=True)):
         state = state_dict["state"].get(index, {})
         packed = {name: layout[0] for name in state if (layout := packed_in(record, name)) is not None}
         if "step" in state:
-            found[f"step/{record['group']}"] = state["step"].reshape(())
+            vectors[f"step/{record['group']}"] = state["step"].reshape(())
         for run, (key, shape, start, end, offset) in enumerate(record["runs"]):
             numel = prod(shape)
             weight = flat.reshape(-1)[offset : offset + end - start]
@@ -195,15 +195,15 @@ def saved_vectors(state_dict: Mapping[str, Any], flats: Sequence[Tensor]) -> Vec
                     if name == REMAINDER:
                         weight = join(weight, values)
                     else:
-                        _add(found, f"element/{name}/{key}", numel, start, values)
-            _add(found, f"weight/{key}", numel, start, weight)
+                        _add(vectors, f"element/{name}/{key}", numel, start, values)
+            _add(vectors, f"weight/{key}", numel, start, weight)
     for key, matrix in state_dict["matrix_states"].items():
-        found.update({f"matrix/{key}/{name}": value for name, value in matrix.items()})
-    return found
+        vectors.update({f"matrix/{key}/{name}": value for name, value in matrix.items()})
+    return vectors
 
 
 def merge_vectors(parts: Sequence[Vectors]) -> Vectors:
-    """Join the parts of several ranks that one process read."""
+    """Join the vectors of several ranks that one process read."""
     merged: Vectors = {}
     for part in parts:
         for name, value in part.items():
@@ -225,16 +225,16 @@ def restore(
     """Load weights and states into an optimizer whose units are planned, whatever its layout.
 
     Args:
-        optimizer: Its tensors receive the weights; its states are replaced by the saved ones, which may be none.
-        saved: Under the names of :func:`saved_vectors`.
+        optimizer: Optimizer whose tensors get the weights; the saved states, perhaps none, replace its own.
+        saved: Vectors under the names of :func:`saved_vectors`.
         group: Ranks that call this together.
-        extra: As :meth:`ShardedOptimizer.extra_state` gave it, perhaps among other things; None loads the weights alone
-            and leaves the states as they are.
-        strict: False leaves weights alone that were not saved.
+        extra: Result of :meth:`ShardedOptimizer.extra_state`, perhaps with other keys; None loads the weights alone and
+            leaves the states as they are.
+        strict: Whether all weights must have been saved; else missing ones are left alone.
 
     Raises:
-        MisfitError: On every rank alike, before anything changes: a matrix has a state of another shape.
-        StorageError: Alike: a parameter was not saved, or with another shape, or what was saved cannot be read.
+        MisfitError: A matrix has a state of another shape; on every rank alike, before anything changes.
+        StorageError: A parameter was not saved, or with another shape, or cannot be read; on every rank alike.
     """
 
     def checked() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
@@ -245,7 +245,7 @@ def restore(
         optimizer.saved.refuse_misfits(optimizer, matrices)
         return matrices, _counts(saved)
 
-    # No rank gives up, whose caller may remove the files, while others still look.
+    # If a rank gave up alone, its caller might remove the files while others still look.
     matrices, steps = together(checked, group)
     if extra is not None:
         optimizer.forget_states()
@@ -262,15 +262,15 @@ def restore(
 def _refuse_another_model(
     optimizer: ShardedOptimizer, saved: NamedVectors, strict: bool, group: dist.ProcessGroup | None
 ) -> None:
-    """Compare what was saved with the model's parameters, whichever rank holds them: each rank looks at its share."""
+    """Compare what was saved with the model's parameters, whichever rank holds them; ranks share the work."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     for key, shape in islice(optimizer.planner.logical_shapes().items(), rank, None, ranks):
-        found = saved.get(f"weight/{key}")
-        if found is None and strict:
+        stored = saved.get(f"weight/{key}")
+        if stored is None and strict:
             raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing")
-        if found is not None and found[0].numel() != prod(shape):
+        if stored is not None and stored[0].numel() != prod(shape):
             raise StorageError(
-                f"'{key}' has {found[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
+                f"'{key}' has {stored[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
                 "another model"
             )
 
@@ -278,23 +278,23 @@ def _refuse_another_model(
 def _destinations(
     optimizer: ShardedOptimizer, stored: Collection[str], states: bool
 ) -> tuple[Vectors, list[Callable[[], object]]]:
-    """The optimizer's own weights and element states, those that were saved, to be filled in place.
+    """The optimizer's own weights and element states that were saved, to be filled in place.
 
     Returns:
-        They, by name; and what is to be done then, for what is filled in the place of narrow weights that keep a
-        remainder.
+        The vectors by name, and functions to be called when they are filled: these write back what was filled in the
+        place of packed states and of narrow weights with remainders.
     """
     wanted: Vectors = {}
     unpacked: list[Callable[[], object]] = []
-    for part, weight, own in _places(optimizer):
-        rest: Any = own.pop(REMAINDER, None)
-        if rest is not None and f"weight/{part.key}" in stored:
+    for part, weight, states_here in _places(optimizer):
+        remainder: Any = states_here.pop(REMAINDER, None)
+        if remainder is not None and f"weight/{part.key}" in stored:
             whole = torch.empty_like(weight, dtype=torch.float32)
-            unpacked.append(partial(split, whole, weight, rest))
+            unpacked.append(partial(split, whole, weight, remainder))
             weight = whole
         values: dict[str, Tensor | PackedValues] = {f"weight/{part.key}": weight}
         if states:
-            values.update({f"element/{name}/{part.key}": value for name, value in own.items()})
+            values.update({f"element/{name}/{part.key}": value for name, value in states_here.items()})
         for name, value in values.items():
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
@@ -304,13 +304,13 @@ def _destinations(
 
 
 def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:
-    """Room for the saved states of the matrices that this rank owns."""
+    """Memory for the saved states of the matrices that this rank owns."""
     saved: dict[str, dict[str, str]] = {}
     for path in stored:
         if path.startswith("matrix/"):
             key, _, name = path.removeprefix("matrix/").rpartition("/")
             saved.setdefault(key, {})[name] = path
-    # Here, where all of them are seen, and only once.
+    # This place sees the states of all matrices, and is reached only once, so the warning comes from here.
     carried = optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0)
     owners = optimizer.owners()
     return {
@@ -321,7 +321,7 @@ def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> di
 
 
 def _counts(stored: NamedVectors) -> dict[str, Tensor]:
-    """Room for the steps of each param group."""
+    """Memory for the step counts of the param groups."""
     return {
         name: torch.zeros((), dtype=kind, device="cpu")
         for name, (_, kind) in stored.items()
@@ -330,15 +330,15 @@ def _counts(stored: NamedVectors) -> dict[str, Tensor]:
 
 
 def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: dist.ProcessGroup | None) -> None:
-    """Go on where an optimizer with AdamW's states has stopped, whatever its layout; as :func:`restore` for states.
+    """Continue with the moments of an optimizer with AdamW's states, whatever its layout.
 
     Args:
-        optimizer: Planned; its weights are loaded already, its states are replaced.
+        optimizer: Planned optimizer; its weights are loaded already, its states are replaced.
         saved: Moments under the names of :func:`saved_vectors`.
         group: Ranks that call this together.
 
     Raises:
-        StorageError: They cannot be read.
+        StorageError: The moments cannot be read.
     """
     moments, steps = _stored_moments(optimizer, saved), _counts(saved)
     saved.load(steps, group)
@@ -363,25 +363,25 @@ def take_moments(
     note: str = "",
     elsewhere: Collection[str] = (),
 ) -> None:
-    """As :func:`take_over_moments`, from what each of the optimizer's tensors held.
+    """Continue with the moments that another optimizer has of each of the optimizer's tensors.
 
     Args:
-        optimizer: Planned; its weights are loaded already, its states are replaced.
-        shapes: Shapes of the moments there are, by parameter, alike on every rank.
+        optimizer: Planned optimizer; its weights are loaded already, its states are replaced.
+        shapes: Shapes of the moments there are, by parameter, the same on every rank.
         began: Steps that the other optimizer has taken; 0 if it has taken none.
-        values: A moment of what one of the optimizer's tensors holds, as long as the tensor.
+        values: Returns a moment of the content of one of the optimizer's tensors, as long as the tensor.
         author: Name of the optimizer that wrote the states.
         note: Further words for the user.
-        elsewhere: What starts afresh in parts of the model that other optimizers have. One record is saved for all.
+        elsewhere: Parameters of other optimizers that start afresh: one record is saved for the whole model.
     """
 
     def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
         for unit in optimizer.planned_units:
             for index, tensor in enumerate(unit.tensors):
-                for entry, own in unit.states.of_entries(optimizer.state, index):
+                for entry, views in unit.states.of_entries(optimizer.state, index):
                     run = slice(entry.shard.offset, entry.shard.offset + entry.shard.numel)
                     for moment, name in carried.get(entry.info.name, {}).items():
-                        own[name].copy_(values(tensor, moment).reshape(-1)[run])
+                        views[name].copy_(values(tensor, moment).reshape(-1)[run])
 
     _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
 
@@ -395,26 +395,26 @@ def _succeed(
     note: str = "",
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Decide what means the same, fill it, start the rest afresh, and say so."""
+    """Take over the moments that mean the same, start other states afresh, and tell the user."""
     succession = optimizer.saved.succession
-    found = succession.plan(shapes if began else {}, optimizer.param_groups)
+    takeover = succession.plan(shapes if began else {}, optimizer.param_groups)
     optimizer.forget_states()
-    fill(found.carried)
-    record = succession.record(found, began, elsewhere)
+    fill(takeover.carried)
+    record = succession.record(takeover, began, elsewhere)
     resume(optimizer, {}, began, {**optimizer.extra_state(), **record})
-    told = succession.told(found, author)
+    told = succession.told(takeover, author)
     if optimizer.rank == 0:
         logger.warning("%s%s", told, note)
 
 
 def _stored_moments(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, dict[str, tuple[int, ...]]]:
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, (info, _) in optimizer.table.catalog.items():
         for name in MOMENTS:
             place = f"element/{name}/{key}"
             if place in stored and stored[place][0].numel() == prod(info.shape):
-                found.setdefault(key, {})[name] = tuple(info.shape)
-    return found
+                shapes.setdefault(key, {})[name] = tuple(info.shape)
+    return shapes
 
 
 def _add(vectors: Vectors, name: str, numel: int, start: int, values: Tensor | PackedValues) -> None:

@@ -1,4 +1,4 @@
-"""``{"model": ..., "optimizer": ...}`` as torch.distributed.checkpoint saves it, read and written by one process."""
+"""Reads and writes ``{"model": ..., "optimizer": ...}`` as torch.distributed.checkpoint saves it, in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OF_MEMBERS = ("params", "param_names")
 
 
 def is_torch_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds such a checkpoint, whoever's optimizer it was."""
+    """Whether a folder has such a checkpoint, whichever optimizer wrote it."""
     if not (folder / ".metadata").is_file():
         return False
     with own_errors(folder):
@@ -49,11 +49,11 @@ def is_torch_checkpoint(folder: Path) -> bool:
 
 
 def read_torch(folder: Path, scratch: Path) -> NamedCheckpoint:
-    """What such a checkpoint holds, flattened dictionaries too.
+    """Read such a checkpoint; its dictionaries may be flattened.
 
     Args:
-        folder: The checkpoint.
-        scratch: Where its tensors may lie.
+        folder: Folder of the checkpoint.
+        scratch: Folder for files of its tensors.
 
     Raises:
         ConversionError: None of our optimizers wrote it.
@@ -81,42 +81,42 @@ def read_torch(folder: Path, scratch: Path) -> NamedCheckpoint:
 
 
 def _groups(values: Mapping[str, Any]) -> tuple[list[NamedGroup], list[dict[str, Any]]]:
-    """The param groups, and what each says of the optimizer."""
-    found: dict[str, dict[str, Any]] = {}
+    """The param groups, and the saved options of each with the record of the optimizer."""
+    options_of: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         place, _, option = name.removeprefix(_GROUPS).rpartition(".")
-        found.setdefault(place, {})[option] = value
-    if found and all(place.isdecimal() for place in found):
-        ordered = [found[place] for place in sorted(found, key=int)]
+        options_of.setdefault(place, {})[option] = value
+    if options_of and all(place.isdecimal() for place in options_of):
+        ordered = [options_of[place] for place in sorted(options_of, key=int)]
         members = [list(group.get("params", ())) for group in ordered]
     else:
-        ordered, members = _by_settings(found)
+        ordered, members = _by_settings(options_of)
     settings = [{key: value for key, value in group.items() if key not in (*_OF_MEMBERS, RECORD)} for group in ordered]
     return [NamedGroup(*both) for both in zip(settings, members, strict=True)], ordered
 
 
 def _by_settings(found: Mapping[str, Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Groups of a flattened dictionary, which has the settings of each parameter."""
+    """Group the parameters of a flattened dictionary, which has the settings of each parameter."""
     groups: list[dict[str, Any]] = []
     members: list[list[str]] = []
     for name, settings in found.items():
-        own = {key: value for key, value in settings.items() if key not in _OF_MEMBERS}
-        if own not in groups:
-            groups.append(own)
+        options = {key: value for key, value in settings.items() if key not in _OF_MEMBERS}
+        if options not in groups:
+            groups.append(options)
             members.append([])
-        members[groups.index(own)].append(name)
+        members[groups.index(options)].append(name)
     return groups, members
 
 
 def _take_states(parameters: dict[str, NamedParameter], values: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Put states where they belong; returns those of matrices."""
-    own: dict[str, dict[str, Any]] = {}
+    """Give the parameters their states, and return the states of matrices."""
+    states_of: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key.startswith(_STATE):
             name, state = _split(key.removeprefix(_STATE), parameters)
-            own.setdefault(name, {})[state] = value
+            states_of.setdefault(name, {})[state] = value
     matrices: dict[str, dict[str, Tensor]] = {}
-    for name, states in own.items():
+    for name, states in states_of.items():
         matrices |= matrices_of(name, states)
         for state, value in states.items():
             if state == "step":
@@ -129,7 +129,7 @@ def _take_states(parameters: dict[str, NamedParameter], values: Mapping[str, Any
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """A parameter and its state; the longest name counts."""
+    """Split a path into a parameter and its state; the longest name counts."""
     places = [place for place, letter in enumerate(path) if letter == "."]
     for place in reversed(places):
         if path[:place] in names:
@@ -141,25 +141,25 @@ def write_torch(named: NamedCheckpoint, folder: Path) -> None:
     """Write such a checkpoint, as :func:`torch.distributed.checkpoint.save` of ``get_state_dict``'s result does.
 
     Args:
-        named: What it is to hold.
-        folder: New.
+        named: Content of the checkpoint.
+        folder: New folder.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The folder cannot be written.
     """
     matrices = under_parameters(named.matrices, {key: named.owner(key) for key in named.matrices})
     states = {
         name: {
-            **own.states,
-            "step": torch.tensor(own.step, dtype=torch.float32, device="cpu"),
+            **parameter.states,
+            "step": torch.tensor(parameter.step, dtype=torch.float32, device="cpu"),
             **matrices.get(name, {}),
         }
-        for name, own in named.parameters.items()
+        for name, parameter in named.parameters.items()
     }
     members = [{"params": group.members} for group in named.groups]
     texts = record_texts(named.identity, len(named.matrices), steps_taken(states), named.extra, members)
     groups = list(_written_groups(named, texts))
-    model = {**named.module, **{name: own.weight for name, own in named.parameters.items()}}
+    model = {**named.module, **{name: parameter.weight for name, parameter in named.parameters.items()}}
     with own_errors(folder):
         dcp.save(
             {"model": model, "optimizer": {"state": states, "param_groups": groups}}, checkpoint_id=folder, no_dist=True
