@@ -1,8 +1,7 @@
-"""Modules that live in this process, by their classes.
+"""Finds the living modules of some classes.
 
-``gc.get_objects`` would tell of them, too, and of everything else: of a tuple that another thread is about to fill it
-makes one more reference, and the thread fails ("bad argument to internal function"). What refers to a class are its
-instances, and hardly anything else.
+``gc.get_objects`` would find them, too, but it adds a reference to every object: another thread that is about to fill a
+tuple fails then ("bad argument to internal function"). Instances refer to their class, and hardly anything else does.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ __all__ = ["living_modules"]
 
 
 def living_modules(classes: Iterable[type[Any]]) -> list[nn.Module]:
-    """All living modules of some classes and of classes made from these, as ``fully_shard`` makes them."""
+    """All living modules of some classes and of classes derived from these, as ``fully_shard`` derives them."""
     wanted = set(classes)
     waiting = list(wanted)
     while waiting:
         made = set(type.__subclasses__(waiting.pop())) - wanted
         wanted |= made
         waiting.extend(made)
-    # A module that another thread is about to build has no parameters yet.
-    return [each for each in gc.get_referrers(*wanted) if type(each) in wanted and "_parameters" in vars(each)]
+    # A module that another thread is building has no parameters yet, and is left out.
+    return [module for module in gc.get_referrers(*wanted) if type(module) in wanted and "_parameters" in vars(module)]

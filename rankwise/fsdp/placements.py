@@ -14,25 +14,25 @@ Runs = list[tuple[int, int]]
 
 
 class PlacementError(ValueError):
-    """A placement that says nothing of where elements lie, or one that is not known."""
+    """A placement does not tell where elements lie, or is not known."""
 
 
 def held_runs(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[Runs]:
-    """What a rank has of each dimension of a parameter.
+    """Runs of each dimension of a parameter that a rank has.
 
     Args:
         shape: Shape of the parameter.
         mesh_shape: Ranks along each dimension of the mesh.
-        coordinate: This rank's place in it.
+        coordinate: This rank's coordinate in the mesh.
         placements: By dimension of the mesh: ``Shard``, ``_StridedShard`` (split before the dimensions left of it) or
             ``Replicate``, applied from left to right as torch does.
 
     Raises:
-        PlacementError: One is another, ``Partial`` for example.
+        PlacementError: A placement is another one, ``Partial`` for example.
     """
-    found: list[Runs] = [[(0, size)] if size else [] for size in shape]
+    held: list[Runs] = [[(0, size)] if size else [] for size in shape]
     for ways, place, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_replicate():
             continue
@@ -41,13 +41,13 @@ def held_runs(
             raise PlacementError(f"{placement} is not known: it must be Shard or Replicate")
         dim = placement.dim % len(shape)
         split = int(placement.split_factor) if kind == "_StridedShard" else 1
-        pieces = [_chunk(found[dim], split, number) for number in range(split)]
-        found[dim] = _joined(run for piece in pieces for run in _chunk(piece, ways, place))
-    return found
+        pieces = [_chunk(held[dim], split, number) for number in range(split)]
+        held[dim] = _joined(run for piece in pieces for run in _chunk(piece, ways, place))
+    return held
 
 
 def _chunk(runs: Runs, count: int, number: int) -> Runs:
-    """One of ``torch.chunk``'s: all are of one length but the last ones, which may be shorter or empty."""
+    """One of the chunks of ``torch.chunk``: all have one length but the last ones, which may be shorter or empty."""
     total = sum(end - start for start, end in runs)
     size = -(-total // count)
     return _taken(runs, number * size, min((number + 1) * size, total))
@@ -55,33 +55,33 @@ def _chunk(runs: Runs, count: int, number: int) -> Runs:
 
 def _taken(runs: Runs, first: int, last: int) -> Runs:
     """The elements number ``first`` to ``last`` of some runs."""
-    found, before = [], 0
+    taken, before = [], 0
     for start, end in runs:
         low, high = max(first - before, 0), min(last - before, end - start)
         if low < high:
-            found.append((start + low, start + high))
+            taken.append((start + low, start + high))
         before += end - start
-    return found
+    return taken
 
 
 def _joined(runs: Iterator[tuple[int, int]]) -> Runs:
-    found: Runs = []
+    joined: Runs = []
     for start, end in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def slices_of(name: str, shape: Sequence[int], held: Sequence[Runs], copy: int) -> tuple[Slice, ...]:
-    """A rank's part of a parameter as runs of the flattened parameter, stored one behind the other.
+    """Convert a rank's part of a parameter to runs of the flattened parameter, stored one behind the other.
 
     Args:
-        name: The parameter.
-        shape: Its shape.
-        held: See :func:`held_runs`.
-        copy: Which of the copies that ranks hold alike it belongs to.
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+        held: Runs of each dimension, see :func:`held_runs`.
+        copy: Number of the copy that it belongs to, of several that ranks hold alike.
 
     Raises:
         PlacementError: The columns of this rank do not lie side by side.
@@ -93,39 +93,39 @@ def slices_of(name: str, shape: Sequence[int], held: Sequence[Runs], copy: int) 
         columns = runs[-1][0]
         width = columns[1] - columns[0]
         sizes, runs = sizes[:-1], runs[:-1]
-    found, offset = [], 0
+    slices, offset = [], 0
     for start, end in _flat_runs(sizes, runs) if all(held) else []:
         first, last = start * width, end * width
-        found.append(Slice(name, first, last, offset, columns, copy))
+        slices.append(Slice(name, first, last, offset, columns, copy))
         offset += last - first
-    return tuple(found)
+    return tuple(slices)
 
 
 def _flat_runs(sizes: Sequence[int], held: Sequence[Runs]) -> Runs:
     """Runs of the flattened dimensions, in row-major order."""
-    found: Runs = [(0, 1)]
+    flat: Runs = [(0, 1)]
     block = 1
     for size, runs in zip(reversed(sizes), reversed(held), strict=True):
-        if found == [(0, block)]:
-            found = [(start * block, end * block) for start, end in runs]
+        if flat == [(0, block)]:
+            flat = [(start * block, end * block) for start, end in runs]
         else:
             rows = (row for start, end in runs for row in range(start, end))
-            found = [(row * block + start, row * block + end) for row in rows for start, end in found]
+            flat = [(row * block + start, row * block + end) for row in rows for start, end in flat]
         block *= size
-    return found
+    return flat
 
 
 def copy_ranks(ranks: Any, coordinate: Sequence[int], placements: Sequence[Any]) -> list[int]:
-    """The ranks that together have one copy of a parameter.
+    """Ranks that together have one copy of a parameter.
 
     Args:
         ranks: Ranks of the mesh, a tensor with its dimensions.
-        coordinate: Coordinate of one of the ranks: they are those of its copy.
-        placements: By dimension of the mesh.
+        coordinate: Coordinate of one of the ranks that have the copy.
+        placements: Placements by dimension of the mesh.
     """
     chosen = tuple(
         place if placement.is_replicate() else slice(None)
         for place, placement in zip(coordinate, placements, strict=True)
     )
-    found: list[int] = ranks[chosen].flatten().tolist()
-    return sorted(found)
+    sharing: list[int] = ranks[chosen].flatten().tolist()
+    return sorted(sharing)

@@ -1,6 +1,6 @@
-"""Parameters that ``fully_shard`` has replaced since the optimizer was built: nobody would train the model then.
+"""Refuses parameters that are not the model's any more since ``fully_shard``: a step would not train the model.
 
-And others that were put in their place, but are not those of these names.
+It also refuses others that were put in their place, but belong to other names.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["refuse_replaced"]
 
 
 def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
-    """Look through all sharded modules; asked once, where a step finds parameters without gradients, or others.
+    """Compare parameters with those of all sharded modules; called once, for parameters without gradients or new ones.
 
     Args:
-        owner: Owner of the message: the optimizer.
-        named: Parameters, by the names that they were given.
+        owner: Name of the optimizer, for the message.
+        named: Parameters by the names that they were given.
 
     Raises:
         OptionError: No module has one of them any more, and a sharded module has another of its name; or a sharded
@@ -37,7 +37,7 @@ def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
     reasons: dict[str, str] = {}
     for module in living_modules([FSDPModule, FullyShardedDataParallel]):
         if issubclass(type(module), FSDPModule):
-            present = {_plain(name): own for name, own in module.named_parameters(remove_duplicate=False)}
+            present = {_plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
             _refuse_misplaced(owner, named, present)
             reasons |= _replaced(named, present) | _gathered(named, module)
         else:
@@ -51,11 +51,11 @@ def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
 def _owned(parameters: Iterable[Tensor]) -> set[int]:
     """Identities of the parameters that modules have: they may be those of another model, which is not sharded."""
     wanted = {id(parameter): parameter for parameter in parameters}
-    holders = [each for each in gc.get_referrers(*wanted.values()) if type(each) is dict]
+    holders = [referrer for referrer in gc.get_referrers(*wanted.values()) if type(referrer) is dict]
     of_modules: set[int] = set()
-    for each in gc.get_referrers(*holders):
-        # A module, or the dictionary of its attributes.
-        attributes = vars(each) if isinstance(each, nn.Module) else each
+    for referrer in gc.get_referrers(*holders):
+        # A referrer of the dictionary is a module or the dictionary of its attributes.
+        attributes = vars(referrer) if isinstance(referrer, nn.Module) else referrer
         if type(attributes) is dict:
             of_modules.add(id(attributes.get("_parameters")))
     return {
@@ -64,7 +64,7 @@ def _owned(parameters: Iterable[Tensor]) -> set[int]:
 
 
 def _replaced(named: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[str, str]:
-    """Why parameters would be invalid that are no module's, by name: another has its name in a sharded module."""
+    """Reasons for parameters whose name another one has in a sharded module; they are invalid if no module has them."""
     # A part that is gathered at the moment is no module's either.
     return {
         name: ", because it is no longer the model's: it must be the one that fully_shard has put in its place; build "
@@ -78,10 +78,10 @@ def _replaced(named: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dic
 
 
 def _gathered(named: Mapping[str, Tensor], module: Any) -> dict[str, str]:
-    """The optimizer was built on what ``fully_shard`` gathers for a forward pass, and frees or keeps after it."""
+    """Reasons for parameters that ``fully_shard`` gathered for a forward pass, and frees or keeps after it."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
-    gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
+    gathered = {id(getattr(sharded, "_unsharded_param", None)) for group in groups for sharded in group.fsdp_params}
     return {
         name: ": it is a copy that fully_shard had gathered for a forward pass when the optimizer was built, and must "
         "be the sharded one; call model.reshard() before the optimizer is built, or build it before the first forward "
@@ -92,7 +92,7 @@ def _gathered(named: Mapping[str, Tensor], module: Any) -> dict[str, str]:
 
 
 def _flattened(named: Mapping[str, Tensor], module: Any) -> dict[str, str]:
-    """FSDP1 has put one flat parameter in the place of several, of which it knows the shapes."""
+    """Reasons for parameters of whose shapes FSDP1 has put one flat parameter in the place of several."""
     shapes = set() if module._flat_param is None else set(module._flat_param._shapes)
     return {
         name: ", because FSDP has flattened it since: it must be the model's; shard the model with "
@@ -103,7 +103,7 @@ def _flattened(named: Mapping[str, Tensor], module: Any) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Without what activation checkpointing and ``torch.compile`` put into it."""
+    """Remove what activation checkpointing and ``torch.compile`` put into a name."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 

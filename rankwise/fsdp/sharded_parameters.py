@@ -29,11 +29,11 @@ __all__ = [
 
 
 class _Sets(NamedTuple):
-    """Ranks that have a copy of a parameter together.
+    """Sets of ranks that have a copy of a parameter together.
 
     Attributes:
         sets: Sets of every copy, ranks of the world in ascending order.
-        mine: The one of this rank.
+        mine: The set of this rank.
         group: Group of its ranks, if the mesh has one.
     """
 
@@ -43,12 +43,12 @@ class _Sets(NamedTuple):
 
 
 class ShardedParameters(WholeParameters):
-    """Every tensor of the param groups is a parameter, of which this rank has what its placements say.
+    """Every tensor of the param groups is a parameter, of which this rank has the part that its placements name.
 
-    Parameters may lie on several meshes, and some may be no ``DTensor`` at all, which every rank has whole then. Where
-    ranks have the same elements (``Replicate``, or a smaller mesh than that of other parameters) they hold copies. All
-    ranks have all parameters in their param groups, if only an empty part of one, and gradients that are missing are
-    missing on all ranks: ``fully_shard`` sees to it.
+    Parameters may lie on several meshes; every rank has those whole that are no ``DTensor``. Where ranks have the same
+    elements (``Replicate``, or a smaller mesh than that of other parameters) they hold copies. All ranks have all
+    parameters in their param groups, even if only an empty part, and gradients that are missing are missing on all
+    ranks, as ``fully_shard`` makes sure.
     """
 
     missing_alike = True
@@ -66,16 +66,16 @@ class ShardedParameters(WholeParameters):
 
     @classmethod
     def of(cls, whole: WholeParameters) -> ShardedParameters:
-        """Goes on with the parameters that another one knows."""
-        found = cls()
-        found._names.update(whole._names)
+        """Make the layout from another one, with the parameters that it knows."""
+        sharded = cls()
+        sharded._names.update(whole._names)
         for key, contents in whole._contents.items():
             slices = tuple(replace(part, copy=_rank()) for part in contents.slices)
-            found._contents[key] = TensorContents(contents.group, slices)
-        return found
+            sharded._contents[key] = TensorContents(contents.group, slices)
+        return sharded
 
     def replicated_over(self, group: dist.ProcessGroup) -> WholeParameters:
-        """Refused: the wrapper would average gradients of parts.
+        """Refuse to be wrapped, because the wrapper would average gradients of parts.
 
         Raises:
             OptionError: Always.
@@ -88,7 +88,7 @@ class ShardedParameters(WholeParameters):
     # --- parameters ---------------------------------------------------------------------------------------------
 
     def register(self, tensor: Tensor, name: str, group: int) -> None:
-        """Name a parameter of the constructor.
+        """Register a parameter of the constructor by its name.
 
         Raises:
             OptionError: Its placements are not known, or this rank has no part in its mesh.
@@ -154,7 +154,7 @@ class ShardedParameters(WholeParameters):
         for mesh in self._meshes:
             for dim in range(mesh.ndim):
                 everyone = gather_together(lambda: ranks, mesh.get_group(dim))
-                if any(other != ranks for other in everyone):
+                if any(ranks_there != ranks for ranks_there in everyone):
                     raise LayoutError(
                         f"the optimizer's parameters lie on the ranks {ranks} here and on others on ranks that share a "
                         "mesh with this one; build it from the same parameters on all of them"
@@ -168,7 +168,7 @@ class ShardedParameters(WholeParameters):
                 self._host = self.group if self._devices == {"cpu"} else local_group(ranks, backend="gloo")
 
     def _group_of(self, ranks: Sequence[int], known: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """A group of these ranks, one that there is where its messages can carry the parameters' device."""
+        """A group of these ranks; an existing one if its messages can carry tensors of the parameters' device."""
         groups = [known, *(mesh.get_group() for mesh in self._meshes if mesh.ndim == 1), dist.group.WORLD]
         host = self._devices == {"cpu"}
         for group in groups:
@@ -177,14 +177,14 @@ class ShardedParameters(WholeParameters):
         return local_group(list(ranks), **({"backend": "gloo"} if host else {}))
 
     def _slices_together(self) -> TensorParallel | None:
-        """The ranks that have most of the matrices together can compute one together, slice by slice.
+        """Choose the ranks that compute matrices together, slice by slice: those that share most of the matrices.
 
-        On a mesh of some of the ranks the others are not known, who would choose other sets.
+        A mesh of only some of the ranks does not tell which sets the others would choose, and is left out.
         """
-        known = [found for found in self._sets if sum(map(len, found.sets)) == len(self._ranks)]
+        known = [candidate for candidate in self._sets if sum(map(len, candidate.sets)) == len(self._ranks)]
         if not known:
             return None
-        chosen = max(known, key=lambda found: (self._sets[found], found.sets))
+        chosen = max(known, key=lambda candidate: (self._sets[candidate], candidate.sets))
         assert self.group is not None
         place = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(self.group))}
         sets = tuple(tuple(place[rank] for rank in ranks) for ranks in chosen.sets)
@@ -192,7 +192,7 @@ class ShardedParameters(WholeParameters):
         return TensorParallel(sets, self.group if whole else self._group_of(chosen.mine, chosen.group), near=False)
 
     def mesh(self) -> Any:
-        """See the base class; None for one rank."""
+        """A one-dimensional mesh of all ranks; None for one rank."""
         if self._mesh is None and self.group is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -203,10 +203,10 @@ class ShardedParameters(WholeParameters):
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
-        """Where another rank has a gradient of a parameter, this one has one of zeros.
+        """Give this rank a gradient of zeros where another rank has a gradient of a parameter.
 
-        So it is in one process, which has the whole of experts of which one rank's have seen no token. Where
-        ``fully_shard`` reduces all gradients they are missing alike, and nothing is sent.
+        One process has one, too, if one rank's experts have seen no token. Nothing is sent where ``fully_shard``
+        reduces all gradients, because they are missing alike.
         """
         if self._host is None:
             return
@@ -222,11 +222,11 @@ class ShardedParameters(WholeParameters):
         self._modules = _sharded_modules(model)
 
     def alike(self) -> tuple[int, int]:
-        """See the base class."""
+        """This rank's place among those that see the same tokens, and their number."""
         return _seen_alike(self._modules, self._meshes, len(self._ranks))
 
     def averaged_over(self) -> float:
-        """See the base class: as ``fully_shard`` divides them."""
+        """Divisor of the sum of the ranks' gradients that ``fully_shard`` uses."""
         return averaged_over(self._modules)
 
 
@@ -235,14 +235,14 @@ def _rank() -> int:
 
 
 def _coordinates(ranks: Tensor) -> Iterator[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
+    coordinates: list[tuple[int, ...]] = [()]
     for ways in ranks.shape:
-        found = [(*place, number) for place in found for number in range(ways)]
-    return iter(found)
+        coordinates = [(*place, number) for place in coordinates for number in range(ways)]
+    return iter(coordinates)
 
 
 def _managed_parameters() -> set[int]:
-    """Identities of the parameters that ``fully_shard`` reduces gradients of, which are missing on all ranks alike."""
+    """Identities of the parameters whose gradients ``fully_shard`` reduces; these are missing on all ranks alike."""
     return {id(parameter.sharded_param) for group in _groups_of(None) for parameter in group.fsdp_params}
 
 
@@ -252,53 +252,53 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def _groups_of(modules: Iterable[nn.Module] | None) -> list[Any]:
-    """Those of all living modules, where none are given."""
+    """The parameter groups that ``fully_shard`` has made of modules; None: of all living modules."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    found: list[Any] = []
+    all_groups: list[Any] = []
     for module in living_modules([FSDPModule]) if modules is None else modules:
         if issubclass(type(module), FSDPModule):
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.10 has one
-            found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
+            all_groups += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in all_groups if group is not None]
 
 
 def _ranks(group: Any) -> int:
-    """Data-parallel ranks of a parameter group."""
+    """Number of data-parallel ranks of a parameter group."""
     mesh = group.mesh_info
     return int(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))
 
 
 def _seen_alike(groups: list[Any], meshes: list[Any], world: int) -> tuple[int, int]:
-    """This rank's place among those that see the same tokens, and their number: tensor parallelism's.
+    """This rank's place among those that see the same tokens, and their number: those of tensor parallelism.
 
     Args:
         groups: Groups of :func:`_sharded_modules`.
         meshes: Meshes of the optimizer's parameters.
-        world: Ranks of all of these together.
+        world: Number of ranks of all of these together.
     """
     widest = max(groups, key=_ranks, default=None)
     ways = world // (1 if widest is None else _ranks(widest))
     data = () if widest is None else widest.mesh_info.mesh.mesh_dim_names or ()
     for mesh in meshes:
-        others = [dim for dim, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)) if name not in data]
-        sizes = [mesh.size(dim) for dim in others]
+        other_dims = [dim for dim, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)) if name not in data]
+        sizes = [mesh.size(dim) for dim in other_dims]
         if ways > 1 and prod(sizes) == ways:
             position = 0
-            for dim, size in zip(others, sizes, strict=True):
+            for dim, size in zip(other_dims, sizes, strict=True):
                 position = position * size + mesh.get_local_rank(dim)
             return position, ways
     return 0, 1
 
 
 def averaged_over(groups: list[Any]) -> float:
-    """What the sum of all ranks' gradients is divided by; 1 where nothing of a model is sharded.
+    """Divisor of the sum of all ranks' gradients; 1 where nothing of a model is sharded.
 
     Raises:
-        OptionError: It is not the same for all of them.
+        OptionError: Groups have different divisors.
     """
     factors = set()
     for group in groups:
