@@ -1,7 +1,7 @@
-"""Fused weights that are known by the class of the module they belong to, and how their logical matrices lie.
+"""Recognises fused weights by the class of their module, and tells how their logical matrices lie.
 
 A name alone does not tell: ``query_key_value`` holds three matrices one below the other in one model, and the rows of
-every head together in the next. What is not in the table, or does not fit its sizes, is not guessed.
+every head together in the next. A weight that is not in the table, or does not fit its sizes, is taken for one matrix.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FusedLayer(NamedTuple):
 
     Attributes:
         name: Name of the layer or parameter (a whole match).
-        owner: Class of the module it belongs to (a whole match).
-        layout: What it holds, or None where sizes are missing.
+        owner: Class of the module that the layer belongs to (a whole match).
+        layout: Returns the fused shape of a weight, or None where sizes are missing.
         kind: Class of the layer (a whole match).
     """
 
@@ -39,7 +39,7 @@ class FusedLayer(NamedTuple):
     kind: str = ".*"
 
     def knows(self, weight: WeightView) -> bool:
-        """Whether this row speaks of a weight of this name."""
+        """Whether this row describes a weight of this name."""
         if not re.fullmatch(self.kind, weight.kind):
             return False
         return any(re.fullmatch(self.owner, kind) for kind in weight.owner_kinds)
@@ -49,7 +49,7 @@ class FusedLayer(NamedTuple):
 
 
 def _equal(names: Sequence[str], dim: int = -2, with_heads: bool = False) -> Layout:
-    """Parts of one size, one after the other."""
+    """Parts of one size lie one after the other."""
 
     def layout(weight: WeightView) -> FusedShape | None:
         size, left = divmod(weight.shape[dim], len(names))
@@ -67,7 +67,7 @@ def _each(heads: int | None, names: Sequence[str], fitting: bool) -> tuple[int, 
 
 
 def _alternating(names: Sequence[str], dim: int = -2) -> Layout:
-    """Rows, or columns, that take turns."""
+    """Rows, or columns, of the parts alternate."""
 
     def layout(weight: WeightView) -> FusedShape | None:
         groups, left = divmod(weight.shape[dim], len(names))
@@ -77,7 +77,7 @@ def _alternating(names: Sequence[str], dim: int = -2) -> Layout:
 
 
 def _per_head(*names: str) -> Layout:
-    """For each head its rows of all parts."""
+    """Each head has its rows of all parts."""
 
     def layout(weight: WeightView) -> FusedShape | None:
         if weight.heads is None or weight.head_size is None:
@@ -89,7 +89,7 @@ def _per_head(*names: str) -> Layout:
 
 
 def _attention(weight: WeightView) -> FusedShape | None:
-    """Queries, then keys, then values; there may be fewer heads of these."""
+    """Queries, keys and values follow each other; keys and values may have fewer heads."""
     heads, key_heads, size = weight.heads, weight.key_heads, weight.head_size
     if heads is None or key_heads is None or size is None:
         return None
@@ -98,7 +98,7 @@ def _attention(weight: WeightView) -> FusedShape | None:
 
 
 def _grouped(weight: WeightView) -> FusedShape | None:
-    """For each head of keys the queries that share it, it, and its values."""
+    """Each head of keys has the queries that share it, its keys, and its values."""
     heads, key_heads, size = weight.heads, weight.key_heads, weight.head_size
     if heads is None or key_heads is None or size is None or heads % key_heads:
         return None
@@ -107,7 +107,7 @@ def _grouped(weight: WeightView) -> FusedShape | None:
 
 
 def _grouped_by_share(weight: WeightView) -> FusedShape | None:
-    """The same, where the module says how many queries share a head of keys, and not how many heads there are."""
+    """Groups as in :func:`_grouped`, where the module tells the queries of a key head, and not the number of heads."""
     shared, size = weight.number("heads_per_kv"), weight.number("head_dim")
     if shared is None or size is None:
         return None
@@ -116,7 +116,7 @@ def _grouped_by_share(weight: WeightView) -> FusedShape | None:
 
 
 def _one_key(weight: WeightView) -> FusedShape | None:
-    """Queries of all heads, then the keys and values that they all share."""
+    """Queries of all heads come first, and then the keys and values that they all share."""
     heads, size = weight.heads, weight.head_size
     if heads is None or size is None:
         return None
@@ -124,11 +124,11 @@ def _one_key(weight: WeightView) -> FusedShape | None:
 
 
 def _by_flag(name: str, yes: Layout, no: Layout) -> Layout:
-    """What an attribute of the model decides; nothing without it."""
+    """An attribute of the model decides between two layouts; without it nothing is known."""
 
     def layout(weight: WeightView) -> FusedShape | None:
-        said = weight.flag(name)
-        return None if said is None else (yes if said else no)(weight)
+        value = weight.flag(name)
+        return None if value is None else (yes if value else no)(weight)
 
     return layout
 
@@ -137,7 +137,7 @@ _falcon = _by_flag("new_decoder_architecture", _grouped, _by_flag("multi_query",
 
 
 def _vision(weight: WeightView) -> FusedShape | None:
-    """Vision transformers': one after the other, but for those that say otherwise."""
+    """Queries, keys and values of vision transformers follow each other, unless an attribute says otherwise."""
     keys, values = weight.number("key_dim"), weight.number("val_dim")
     if keys is not None and values is not None and weight.heads is not None:
         return FusedShape((("q", keys), ("k", keys), ("v", values)), groups=weight.heads, heads=(1, 1, 1))
@@ -145,20 +145,20 @@ def _vision(weight: WeightView) -> FusedShape | None:
 
 
 def _conv1d_attention(weight: WeightView) -> FusedShape | None:
-    """GPT-2's; in cross-attention the queries have a layer of their own."""
+    """GPT-2 joins queries, keys and values; in cross-attention the queries have a layer of their own."""
     names = _QKV[1:] if weight.flag("is_cross_attention") else _QKV
     return _equal(names, dim=-1, with_heads=True)(weight)
 
 
 def _bigcode(weight: WeightView) -> FusedShape | None:
-    """GPT-BigCode's; nothing is known of its cross-attention, which splits other sizes than it stores."""
+    """GPT-BigCode joins queries, keys and values; its cross-attention splits other sizes than it stores."""
     if weight.flag("is_cross_attention"):
         return None
     return _by_flag("multi_query", _one_key, _per_head(*_QKV))(weight)
 
 
 def _codegen(weight: WeightView) -> FusedShape | None:
-    """CodeGen's: four groups of queries, values and keys, whatever the model was trained on."""
+    """CodeGen has four groups of queries, values and keys, whatever the model was trained on."""
     if weight.heads is None or weight.heads % 4 or weight.columns % 4:
         return None
     size, heads = weight.columns // 4, weight.heads // 4
@@ -166,7 +166,7 @@ def _codegen(weight: WeightView) -> FusedShape | None:
 
 
 def _latents(*names: tuple[str, str]) -> Layout:
-    """Parts of the sizes that these attributes say, one after the other."""
+    """Parts follow each other, of sizes that attributes of the model tell."""
 
     def layout(weight: WeightView) -> FusedShape | None:
         sizes = [weight.number(attribute) for _, attribute in names]
@@ -178,7 +178,7 @@ def _latents(*names: tuple[str, str]) -> Layout:
 
 
 def _keys_and_values(weight: WeightView) -> FusedShape | None:
-    """Multi-head latent attention: for each head its keys, without their rotary part, and its values."""
+    """Each head of multi-head latent attention has its keys, without their rotary part, and its values."""
     heads, keys, values = weight.heads, weight.number("qk_nope_head_dim"), weight.number("v_head_dim")
     if heads is None or keys is None or values is None:
         return None
@@ -186,7 +186,7 @@ def _keys_and_values(weight: WeightView) -> FusedShape | None:
 
 
 def _experts(weight: WeightView) -> FusedShape | None:
-    """Gate and up projections of stacked experts, as their class says they are stored."""
+    """Gate and up projections of stacked experts lie as attributes of their class tell."""
     if weight.flag("has_gate") is False:
         return None
     concatenated, transposed = weight.flag("is_concatenated"), weight.flag("is_transposed")
@@ -196,7 +196,7 @@ def _experts(weight: WeightView) -> FusedShape | None:
 
 
 def _stacked_experts(weight: WeightView) -> FusedShape | None:
-    """Experts one below the other."""
+    """Experts lie one below the other."""
     count, size = weight.number("moe_num_experts"), weight.number("ffn_hidden_size")
     if count is None or size is None or count < 2:
         return None
@@ -204,9 +204,9 @@ def _stacked_experts(weight: WeightView) -> FusedShape | None:
 
 
 def _mamba2(weight: WeightView) -> FusedShape | None:
-    """Gate, input, B, C, time steps: five projections that meet in the state-space equations alone.
+    """Gate, input, B, C and time steps are five projections that meet in the state-space equations alone.
 
-    Each becomes another quantity there, at a scale of its own; the time steps are one row for each head.
+    Each becomes another quantity there, at a scale of its own; the time steps have one row for each head.
     """
     heads, groups = weight.number("num_heads", "nheads"), weight.number("n_groups", "ngroups")
     inner, state = weight.number("intermediate_size", "d_ssm", "d_inner"), weight.number("ssm_state_size", "d_state")
@@ -217,7 +217,7 @@ def _mamba2(weight: WeightView) -> FusedShape | None:
 
 
 def _delta_net(*names: str) -> Layout:
-    """Gated delta nets that keep everything of a head of keys together."""
+    """Gated delta nets may keep everything of a head of keys together."""
 
     def layout(weight: WeightView) -> FusedShape | None:
         keys, values = weight.number("num_k_heads"), weight.number("num_v_heads")
@@ -236,7 +236,7 @@ def _delta_net(*names: str) -> Layout:
 
 
 def _delta_net_in_parts(weight: WeightView) -> FusedShape | None:
-    """Gated delta nets whose queries, keys and values lie one below the other."""
+    """Gated delta nets may keep queries, keys and values one below the other."""
     keys, values = weight.number("num_k_heads"), weight.number("num_v_heads")
     key_size, value_size = weight.number("head_k_dim"), weight.number("head_v_dim")
     if keys is None or values is None or key_size is None or value_size is None:
@@ -250,7 +250,7 @@ def _delta_net_in_parts(weight: WeightView) -> FusedShape | None:
 _VISION = (
     r"(Blip|Blip2|InstructBlip|InstructBlipVideo|Mgpstr|SegGpt|VitDet|PPOCRV\d\w*Rec)Attention|\w*Vision\w*Attention"
     r"|TimesformerSelfAttention|HieraMaskUnitAttention|Sam2MultiScaleAttention"
-    # The same of torch's vision models outside of it.
+    # Class names of vision models in other packages.
     r"|Attention(Rope|Cl)?|(Window|Eva|MaskUnit|RelPos|MultiScale|Diff|WindowMultiHead)Attention|XCA"
     r"|CrossCovarianceAttn|TalkingHeadAttn|LocallyGroupedAttn|FactorAttnConvRelPosEnc|ChannelAttention(V2)?"
 )
@@ -316,10 +316,10 @@ _FUSED_NAMES = re.compile(
 
 
 def fused_parts(weight: WeightView) -> FusedShape | None:
-    """The logical matrices of a weight, or None if it is one, or nothing certain is known.
+    """The logical matrices of a weight; None if it is one matrix, or nothing certain is known.
 
     Args:
-        weight: The weight and what is around it.
+        weight: The weight and the modules around it.
     """
     if not 2 <= len(weight.shape) <= 3:
         return None
@@ -331,6 +331,7 @@ def fused_parts(weight: WeightView) -> FusedShape | None:
 
 @lru_cache(maxsize=1024)
 def _rows_of(name: str) -> tuple[FusedLayer, ...]:
+    """Rows of the table that match a name; cached, because every layer has the same names."""
     """Rows of the table that match a name, which comes again in every layer."""
     return tuple(row for row in TABLE if re.fullmatch(row.name, name))
 
@@ -340,12 +341,12 @@ def _fitting(fused: FusedShape | None, shape: Sequence[int]) -> FusedShape | Non
 
 
 def looks_fused(name: str, shape: Sequence[int], role: Role) -> bool:
-    """Whether a weight of which no parts are known is called like one that has some.
+    """Whether a weight without known parts has a name that fused weights have.
 
     Args:
         name: Name of the parameter in its model.
-        shape: Its logical shape.
-        role: Its role.
+        shape: Logical shape of the parameter.
+        role: Role of the parameter.
     """
     if not 2 <= len(shape) <= 3 or role not in (Role.LINEAR, Role.EXPERT, Role.UNKNOWN) or name.endswith("bias"):
         return False

@@ -1,4 +1,4 @@
-"""Weights that hold several logical matrices: which rows or columns belong to which."""
+"""Describes weights that hold several logical matrices: which rows or columns belong to which."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class FusedShape:
     """How logical matrices ("blocks") are laid out in a weight: ``groups`` repetitions of consecutive parts.
 
     Parts that follow each other once (``qkv_proj``, ``gate_up_proj``, GPT-2's ``c_attn``) are one group. Megatron's
-    ``linear_qkv`` has a group for each key-value head, with the queries that share it; GPT-NeoX and BLOOM one for each
-    head; rows that alternate are groups of single rows.
+    ``linear_qkv`` has a group for each key-value head, with the queries that share it; GPT-NeoX and BLOOM have one for
+    each head; rows that alternate are groups of single rows.
 
     It describes :attr:`ParameterInfo.shape`: where a framework cuts a weight over tensor-parallel ranks and its adapter
     tells the shape of the whole, the parts are those of the whole, too.
 
     Attributes:
         parts: Name and rows of each part within one group, in their order.
-        dim: The dimension as stored that is cut, counted from the end: -2 for rows, -1 for columns (of weights that are
+        dim: The stored dimension that is cut, counted from the end: -2 for rows, -1 for columns (of weights that are
             stored as (inputs, outputs)).
-        groups: How often the parts are repeated along it.
+        groups: Number of repetitions of the parts along this dimension.
         heads: Attention heads that each part has within one group, one below the other; 0 for a part that has none.
             Empty where no part has any.
     """

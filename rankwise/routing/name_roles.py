@@ -1,4 +1,4 @@
-"""Roles of parameters, and what names tell of them where a module's type is unknown."""
+"""Roles of parameters, and how names tell them where a module's type is unknown."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Role", "is_head", "is_router", "role_by_name", "unwrapped"]
 
 _EMBEDDING_NAMES = ("embed", "wte", "wpe", "word_embeddings", "position_embeddings")
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score"})
-# Heads at the end of a model, but other things inside its layers.
+# These are heads at the end of a model, but other things inside its layers.
 _END_NAMES = frozenset({"head", "output", "decoder"})
 _INNER_NAMES = ("attn", "attention", "mlp", "ffn", "expert")
 _NORM_NAMES = ("norm", "ln_")
 _TABLE_NAMES = ("bias_table", "position_table", "relative_position_bias", "relative_attention_bias")
-# Words of names, between underscores.
+# Words that stand between underscores in names.
 _ROUTER_WORDS = frozenset({"router", "routers"})
 _POSITION_WORDS = frozenset({"position", "positions", "positional", "pos"})
 _POSITION_ENDS = _POSITION_WORDS | {"encoding", "encodings", "enc", "table"}
 _ROW_WORDS = frozenset({"emb", "embs", "table", "token", "tokens"})
-# What multiplies its input, whatever that is.
+# Layers with these words multiply their input, whatever it is.
 _LAYER_WORDS = frozenset({"proj", "projection", "linear", "dense", "fc", "mlp", "ffn", "kernel"})
 _GATE_NAMES = frozenset({"gate", "wg", "gating"})
 _KEPT_GATE_NAMES = frozenset({"gating", "gate_logits"})
@@ -29,7 +29,7 @@ _CHANNEL_NAMES = frozenset(
     {"a_log", "a_logs", "dt_bias", "log_dt", "inv_dt", "log_a_real", "inv_a_real", "a_imag"}
     | {"time_decay", "time_first", "time_faaaa", "log_state_decay"}
 )
-# What PEFT puts between a module's name and the module: a copy to be trained, the original, what an adapter adds to.
+# PEFT puts these between a module's name and the module: a trained copy, the original, the base of an adapter.
 _WRAPPER = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)(?=\.|$)")
 
 
@@ -48,10 +48,10 @@ class Role(StrEnum):
 
 
 def role_by_name(name: str, shape: Sequence[int]) -> Role:
-    """The role of a parameter of which name and shape alone are known; UNKNOWN if they do not tell.
+    """The role of a parameter of which only name and shape are known; UNKNOWN if they do not tell.
 
     Args:
-        name: In the model.
+        name: Name in the model.
         shape: Logical shape.
     """
     path, _, own = name.rpartition(".")
@@ -91,7 +91,7 @@ def is_router(module: str, shape: Sequence[int]) -> bool:
     """Whether a module sends tokens to experts. Other gates are called so too, but they have no fewer outputs.
 
     Args:
-        module: Its name, in lower case.
+        module: Name of the module, in lower case.
         shape: Shape of its weight, (outputs, inputs).
     """
     parts = module.split(".")
@@ -101,7 +101,7 @@ def is_router(module: str, shape: Sequence[int]) -> bool:
 
 
 def _is_kept_router(local: str, shape: Sequence[int]) -> bool:
-    """The same of a parameter that a module keeps under a name of its own; ``gate`` may be a matrix there."""
+    """Whether a parameter that a module keeps itself sends tokens to experts; ``gate`` may be a matrix there."""
     return not _ROUTER_WORDS.isdisjoint(local.split("_")) or (local in _KEPT_GATE_NAMES and _narrows(shape))
 
 
@@ -110,7 +110,7 @@ def _narrows(shape: Sequence[int]) -> bool:
 
 
 def _is_table(module: str) -> bool:
-    """Whether a module whose weight is called so looks rows up."""
+    """Whether a module with this name looks up rows of its weight."""
     words = module.split("_")
     if not _LAYER_WORDS.isdisjoint(words):
         return False
@@ -119,11 +119,11 @@ def _is_table(module: str) -> bool:
 
 
 def _is_kept_table(module: str, local: str) -> bool:
-    """Whether a parameter that a module keeps under a name of its own has a row for every position or token."""
-    own = set(local.split("_"))
-    if not _LAYER_WORDS.isdisjoint(own):
+    """Whether a parameter that a module keeps itself has a row for every position or token."""
+    words = set(local.split("_"))
+    if not _LAYER_WORDS.isdisjoint(words):
         return False
-    return not own.isdisjoint(_ROW_WORDS | _POSITION_WORDS) or not _POSITION_WORDS.isdisjoint(module.split("_"))
+    return not words.isdisjoint(_ROW_WORDS | _POSITION_WORDS) or not _POSITION_WORDS.isdisjoint(module.split("_"))
 
 
 def _ends_the_model(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Name patterns of options: shell wildcards on whole names; one that matches nothing is a slip of the pen."""
+"""Name patterns of options: shell wildcards on whole names. A pattern that matches nothing is refused as a slip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _later: ContextVar[bool] = ContextVar("later", default=False)
 
 @contextmanager
 def checked_later() -> Iterator[None]:
-    """Accept patterns that match none of the parameters given: more are known to the caller, who checks them all."""
+    """Accept patterns that match none of the given parameters: the caller knows more of them, and checks them all."""
     token = _later.set(True)
     try:
         yield
@@ -28,7 +28,7 @@ def checked_later() -> Iterator[None]:
 
 
 def are_checked_later() -> bool:
-    """Whether :func:`checked_later` is in force."""
+    """Whether the program is inside :func:`checked_later`."""
     return _later.get()
 
 
@@ -38,16 +38,16 @@ def unmatched(patterns: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def refuse_unmatched(owner: str, patterns: Collection[str], names: Sequence[str], key: str = "exclude") -> None:
-    """Refuse patterns that mean nothing.
+    """Refuse patterns without effect.
 
     Args:
-        owner: The optimizer, for the message.
-        patterns: Those of an option.
-        names: Names of all parameters there are.
-        key: The option.
+        owner: Name of the optimizer, for the message.
+        patterns: Patterns of an option.
+        names: Names of all parameters.
+        key: Name of the option.
 
     Raises:
-        OptionError: Names the pattern, and names that are like it.
+        OptionError: A pattern matches nothing; the message names it, and similar names.
     """
     for pattern in unmatched(patterns, names):
         raise OptionError(_message(owner, key, pattern, names))
@@ -56,7 +56,7 @@ def refuse_unmatched(owner: str, patterns: Collection[str], names: Sequence[str]
 def refuse_unmatched_everywhere(
     owner: str, patterns: Collection[str], names: Sequence[str], key: str = "exclude"
 ) -> None:
-    """Collective over all ranks: as :func:`refuse_unmatched`, where other ranks hold other parameters.
+    """Refuse patterns without effect on any rank, where ranks hold different parameters; a collective of all ranks.
 
     Raises:
         OptionError: On every rank that has the pattern, if it matches nothing on any.
@@ -64,17 +64,17 @@ def refuse_unmatched_everywhere(
     idle = unmatched(patterns, names)
     everyone: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
     dist.all_gather_object(everyone, (list(patterns), idle))
-    matched = {pattern for theirs, missed in everyone for pattern in theirs if pattern not in missed}
+    matched = {pattern for rank_patterns, missed in everyone for pattern in rank_patterns if pattern not in missed}
     for pattern in idle:
         if pattern not in matched:
             raise OptionError(_message(owner, key, pattern, names))
 
 
 def _message(owner: str, key: str, pattern: str, names: Sequence[str]) -> str:
-    some = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+    first_names = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
     return (
         f"{owner}: {key}={pattern!r} is invalid: it must match the whole name of a parameter, with * for any part of "
-        f"it, but matches none ({some}); {_advice(pattern, names)}"
+        f"it, but matches none ({first_names}); {_advice(pattern, names)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which parameter takes which rule: decided by logical shape and role, never by the shape of a flat buffer."""
+"""Chooses the rule of each parameter by its logical shape and role, never by the shape of a flat buffer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Rule = Literal["matrix", "fallback"]
 _ATTRIBUTE = "_rankwise_info"
 _TWIN = "@group"
 _annotated: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""The modules that have been annotated in this process and copies of such, by identity."""
+"""The modules that have been annotated in this process, and their copies, by identity."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class ParameterInfo:
     Attributes:
         name: Qualified name in the model.
         shape: Logical shape on this tensor-parallel rank.
-        role: Its role; UNKNOWN is judged by shape.
-        transposed: Stored as (inputs, outputs), as in GPT-2's Conv1D and some experts, instead of (outputs, inputs).
+        role: Role of the parameter; an UNKNOWN one is judged by name and shape.
+        transposed: Whether it is stored as (inputs, outputs), as in GPT-2's Conv1D and some experts, instead of
+            (outputs, inputs).
         bias: Name of the bias added to this linear weight's output, if any.
         fused: Its logical matrices, if it holds several.
     """
@@ -61,33 +62,33 @@ class ParameterInfo:
 
     @property
     def own_name(self) -> str:
-        """The name in the model, by which patterns and roles go."""
+        """Name in the model, which patterns and roles refer to."""
         return self.name.partition(_TWIN)[0]
 
     def told_apart(self, group: int, position: int) -> ParameterInfo:
-        """A copy with a name of its own, for a parameter whose name another one of the optimizer has.
+        """A copy with a unique name, for a parameter whose name another one of the optimizer has.
 
         Args:
-            group: Its param group.
-            position: Its place there.
+            group: Index of its param group.
+            position: Index of the parameter in the group.
         """
         return replace(self, name=f"{self.name}{_TWIN}{group}.param{position}")
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns as stored, of one matrix of the stack."""
+        """Stored rows and columns of one matrix of the stack."""
         return self.shape[-2], self.shape[-1]
 
     @property
     def logical_matrix_shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
+        """Outputs and inputs of one matrix of the stack."""
         rows, columns = self.matrix_shape
         return (columns, rows) if self.transposed else (rows, columns)
 
 
 @dataclass(frozen=True)
 class RoutingPolicy:
-    """What an optimizer sends to its matrix rule.
+    """Which parameters an optimizer sends to its matrix rule.
 
     Attributes:
         embeddings: Whether embeddings and output heads take the matrix rule, as published for that optimizer.
@@ -125,7 +126,7 @@ def route(info: ParameterInfo, policy: RoutingPolicy, fallback: bool | None = No
             return Route("fallback", f"excluded by '{pattern}'")
     role = info.role if info.role is not Role.UNKNOWN else role_by_name(info.own_name, info.shape)
     dimensions = len(info.shape)
-    # Whatever its shape says: a matrix with a side of 1 is a vector, too.
+    # A matrix with a side of 1 is a vector, too.
     if role is Role.VECTOR or dimensions < 2 or (dimensions < 4 and 1 in info.matrix_shape):
         return Route("matrix" if policy.vectors else "fallback", "vector")
     if role is Role.CONV or dimensions > 3:
@@ -146,15 +147,15 @@ def describe(
 
     Args:
         model: The model.
-        shape_of: Logical shape of a parameter; frameworks that replace parameters by placeholders pass their own.
+        shape_of: Returns a parameter's logical shape; frameworks that replace parameters by placeholders pass one.
 
     Returns:
         One entry per distinct parameter; a tied weight keeps its first name and its most special role.
     """
-    found: dict[nn.Parameter, ParameterInfo] = {}
+    infos: dict[nn.Parameter, ParameterInfo] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     head = _output_head(model)
-    # A wrapped head is a wrapper, and what it wraps has the weight.
+    # A wrapped head is a wrapper, and the module in it has the weight.
     heads = {unwrapped(name) for name, module in model.named_modules() if module is head}
     surroundings = Surroundings(model)
     for module_name, module in model.named_modules():
@@ -174,69 +175,69 @@ def describe(
                 bias=names.get(bias) if is_weight and isinstance(bias, nn.Parameter) else None,
                 fused=fused_parts(view),
             )
-            earlier = found.get(parameter)
+            earlier = infos.get(parameter)
             if earlier is not None and role not in (Role.EMBEDDING, Role.HEAD):
                 info = replace(info, role=earlier.role)
-            found[parameter] = info
-    return found
+            infos[parameter] = info
+    return infos
 
 
 def annotate(
     model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]] = lambda parameter: parameter.shape
 ) -> None:
-    """Attach :func:`describe`'s findings to the parameters, where an optimizer built later finds them.
+    """Attach the result of :func:`describe` to the parameters, for optimizers that are built later.
 
-    And to the modules: copies of these, and what takes a parameter's place, are known by them, see :func:`recall`.
+    It is also attached to the modules, by which :func:`recall` knows copies and replaced parameters.
     """
-    found = describe(model, shape_of)
-    for parameter, info in found.items():
+    infos = describe(model, shape_of)
+    for parameter, info in infos.items():
         setattr(parameter, _ATTRIBUTE, info)
     for module in model.modules():
-        own = {local: found.get(parameter) for local, parameter in module._parameters.items() if parameter is not None}
+        own = {local: infos.get(parameter) for local, parameter in module._parameters.items() if parameter is not None}
         vars(module)[_ATTRIBUTE] = _Annotation({local: info for local, info in own.items() if info is not None}, module)
 
 
 class _Annotation:
-    """What :func:`annotate` has found of a module's own parameters; a copy of the module has one of its own."""
+    """The infos that :func:`annotate` found for a module's own parameters; a copy of the module has its own."""
 
     def __init__(self, infos: Mapping[str, ParameterInfo], module: nn.Module) -> None:
         self.infos, self._module = infos, ref(module)
         _annotated[id(module)] = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Annotation | None:
-        # A module's copy is known before its attributes are copied.
+        # deepcopy registers a module's copy before it copies the attributes.
         copied = memo.get(id(self._module()))
         return None if copied is None else _Annotation(self.infos, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Parameters take what is known of them along by themselves.
+        # Parameters are pickled with their own infos.
         return type(None), ()
 
 
 def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
-    """What modules know by :func:`annotate` of parameters that have come in the place of those it saw.
+    """Find the infos of parameters that took the place of annotated ones.
 
-    They come with ``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)`` and ``fully_shard``.
+    ``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)`` and ``fully_shard`` put them there.
 
     Args:
         parameters: The parameters of an optimizer.
 
     Returns:
-        By identity. Looks through all living modules if anything has been annotated and is not known otherwise.
+        Infos by identity. Looks through all living annotated modules if some parameters have no info of their own.
     """
     strange = {id(each): each for each in parameters if not isinstance(getattr(each, _ATTRIBUTE, None), ParameterInfo)}
-    found: dict[int, ParameterInfo] = {}
+    infos: dict[int, ParameterInfo] = {}
     for module in annotated_modules() if strange else ():
         for local, info in vars(module)[_ATTRIBUTE].infos.items():
-            own = module._parameters.get(local)
-            if id(own) in strange and tuple(strange[id(own)].shape) == info.shape:
-                found.setdefault(id(own), info)
-    return found
+            present = module._parameters.get(local)
+            if id(present) in strange and tuple(strange[id(present)].shape) == info.shape:
+                infos.setdefault(id(present), info)
+    return infos
 
 
 def annotated_modules() -> list[nn.Module]:
-    """All living modules that :func:`annotate` has seen, and copies of such."""
-    modules = [each() for each in _annotated.valuerefs()]
+    """All living modules that :func:`annotate` has seen, and their copies."""
+    modules = [reference() for reference in _annotated.valuerefs()]
     return [module for module in modules if module is not None]
 
 
@@ -247,20 +248,20 @@ def assign_role(parameters: Iterable[Tensor], role: Role) -> None:
 
 
 def attach_info(parameter: Tensor, info: ParameterInfo) -> None:
-    """Say what is known of a parameter; an optimizer built later finds it."""
+    """Attach an info to a parameter, for optimizers that are built later."""
     setattr(parameter, _ATTRIBUTE, info)
 
 
 def info_of(
     parameter: Tensor, name: str | None, default_name: str, recalled: Mapping[int, ParameterInfo] = MappingProxyType({})
 ) -> ParameterInfo:
-    """What is known of ``parameter``: its annotation, else its name, else its shape alone.
+    """Info of a parameter: its annotation, else its name, else its shape alone.
 
     Args:
         parameter: The parameter.
-        name: The name it was given by.
-        default_name: What to call it where nothing has a name for it.
-        recalled: See :func:`recall`.
+        name: Name that the user gave with it, if any.
+        default_name: Name for a parameter that has none.
+        recalled: Infos found by :func:`recall`.
     """
     info = getattr(parameter, _ATTRIBUTE, None) or recalled.get(id(parameter))
     if isinstance(info, ParameterInfo):

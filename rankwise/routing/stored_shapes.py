@@ -1,4 +1,4 @@
-"""How weights are stored and what they hold, where only names and shapes are known and leave no doubt."""
+"""Recognises how weights are stored and fused, where only names and shapes are known and leave no doubt."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ _GPT2 = re.compile(
 
 
 def transposed_by_name(infos: Iterable[ParameterInfo]) -> list[str]:
-    """Weights of GPT-2's ``Conv1D``, by their names and by which way the joined projections of their model lie.
+    """Find weights of GPT-2's ``Conv1D``, by their names and by the orientation of their model's joined projections.
 
     Other models use the same names for ``torch.nn.Linear``: there ``c_attn`` has three times as many rows as columns.
 
     Args:
-        infos: All parameters of an optimizer; those whose role is known are passed over.
+        infos: All parameters of an optimizer; those whose role is known are left out.
 
     Returns:
-        Their names.
+        The names of these weights.
     """
     named: dict[str, list[ParameterInfo]] = {}
-    lying: set[str] = set()
+    transposed: set[str] = set()
     for info in infos:
-        found = _GPT2.fullmatch(info.own_name)
-        if found is None or info.role is not Role.UNKNOWN or len(info.shape) != 2:
+        match = _GPT2.fullmatch(info.own_name)
+        if match is None or info.role is not Role.UNKNOWN or len(info.shape) != 2:
             continue
-        named.setdefault(found["model"], []).append(info)
-        if found["layer"] == "c_attn" and info.shape[1] == 3 * info.shape[0]:
-            lying.add(found["model"])
-    return [info.name for model in sorted(lying) for info in named[model]]
+        named.setdefault(match["model"], []).append(info)
+        if match["layer"] == "c_attn" and info.shape[1] == 3 * info.shape[0]:
+            transposed.add(match["model"])
+    return [info.name for model in sorted(transposed) for info in named[model]]
 
 
 def parts_by_name(info: ParameterInfo) -> FusedShape | None:
     """The logical matrices of GPT-2's ``c_attn`` and of ``torch.nn.MultiheadAttention``'s ``in_proj_weight``.
 
-    As modules would tell them, so that a run in plain PyTorch does what one under an engine does, which sees the model.
+    They are those that modules would tell, so that plain PyTorch and an engine that sees the model do the same.
 
     Args:
-        info: A parameter of which no module is known; whether it is transposed is.
+        info: A parameter whose module is not known; whether it is transposed is known.
     """
     if info.role is not Role.UNKNOWN or info.fused is not None or len(info.shape) != 2:
         return None
     outputs, inputs = info.logical_matrix_shape
-    found = _GPT2.fullmatch(info.own_name)
+    match = _GPT2.fullmatch(info.own_name)
     names = ""
     if info.own_name.rpartition(".")[2] == "in_proj_weight" and not info.transposed:
         names = "qkv"
-    elif found is not None and found["layer"] == "c_attn" and info.transposed:
-        names = "kv" if found["block"] == "crossattention" else "qkv"
+    elif match is not None and match["layer"] == "c_attn" and info.transposed:
+        names = "kv" if match["block"] == "crossattention" else "qkv"
     if not names or outputs != len(names) * inputs:
         return None
     return FusedShape(tuple((name, inputs) for name in names), -1 if info.transposed else -2)

@@ -1,4 +1,4 @@
-"""A weight as its model shows it: its name, the modules around it, their numbers."""
+"""A weight as its model shows it: its name, the modules around it, and their numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankwise.routing.name_roles import unwrapped
 
 __all__ = ["Surroundings", "WeightView"]
 
-# What models call the same thing.
+# Models have several names for the same number.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_partition", "heads")
 _KEY_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_head_kv", "num_multi_query_groups_per_partition")
 _HEAD_SIZE = ("head_dim", "head_size", "attention_head_size", "hidden_size_per_attention_head", "d_head", "dim_head")
@@ -20,15 +20,15 @@ _HEAD_SIZE = ("head_dim", "head_size", "attention_head_size", "hidden_size_per_a
 
 @dataclass(frozen=True)
 class WeightView:
-    """What a recogniser is shown.
+    """The properties of a weight by which its layout is recognised.
 
     Attributes:
-        name: The layer's within its module (``c_attn``), or the parameter's own if the module keeps it itself.
-        own_name: The parameter's within its layer.
+        name: Name of the layer in its module (``c_attn``), or of the parameter if the module keeps it itself.
+        own_name: Name of the parameter in its layer.
         kind: Class of the layer.
-        owner: The module that uses it, by whose class its layout is known.
-        shape: As stored.
-        configs: Where numbers are looked up that the owner does not have, the nearest first.
+        owner: The module that uses the layer; its class tells the layout.
+        shape: Stored shape.
+        configs: Yields the objects in which numbers are looked up that the owner does not have, the nearest first.
     """
 
     name: str
@@ -40,21 +40,21 @@ class WeightView:
 
     @cached_property
     def sources(self) -> tuple[object, ...]:
-        """Where numbers are looked up, the nearest first. Only of weights that the table knows."""
+        """Objects in which numbers are looked up, the nearest first; collected only for weights in the table."""
         return (self.owner, *self.configs())
 
     @property
     def rows(self) -> int:
-        """Outputs of a layer that stores (outputs, inputs)."""
+        """Number of outputs of a layer that stores (outputs, inputs)."""
         return self.shape[-2]
 
     @property
     def columns(self) -> int:
-        """Number of the layer's inputs."""
+        """Number of inputs of such a layer."""
         return self.shape[-1]
 
     def number(self, *names: str) -> int | None:
-        """The first of these attributes that is a positive integer, in the nearest place that has any."""
+        """The first of these attributes that is a positive integer, in the nearest object that has any."""
         for source in self.sources:
             for name in names:
                 value = _read(source, name)
@@ -73,14 +73,14 @@ class WeightView:
 
     @property
     def owner_kinds(self) -> list[str]:
-        """Class of the owner, and those it takes its forward pass from."""
+        """Class of the owner, and the classes up to the one that defines its forward pass."""
         kinds = type(self.owner).__mro__
-        own = next((place for place, kind in enumerate(kinds) if "forward" in vars(kind)), 0)
-        return [kind.__name__ for kind in kinds[: own + 1]]
+        defining = next((place for place, kind in enumerate(kinds) if "forward" in vars(kind)), 0)
+        return [kind.__name__ for kind in kinds[: defining + 1]]
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is stored as (inputs, outputs): by layers and stacked experts that multiply from the right."""
+        """Whether it is stored as (inputs, outputs), as in layers and stacked experts that multiply from the right."""
         if len(self.shape) == 2:
             by_rows = self.kind == "Conv1D" and self.own_name == "weight"
             return by_rows or (self.name == "w2" and "DbrxExpertGLU" in self.owner_kinds)
@@ -94,21 +94,21 @@ class WeightView:
 
     @property
     def key_heads(self) -> int | None:
-        """Number of key and value heads: as many as of queries, where nothing says otherwise."""
+        """Number of key and value heads; that of query heads, unless the model tells another."""
         return self.number(*_KEY_HEADS) or self.heads
 
     @property
     def head_size(self) -> int | None:
-        """Said by the model, else the inputs shared out among the heads."""
-        said = self.number(*_HEAD_SIZE)
+        """Size of a head that the model tells, else the inputs divided by the number of heads."""
+        told = self.number(*_HEAD_SIZE)
         heads = self.heads
-        if said or not heads or self.columns % heads:
-            return said
+        if told or not heads or self.columns % heads:
+            return told
         return self.columns // heads
 
 
 def _read(source: object, name: str) -> object:
-    """An attribute of what others wrote: properties may fail where nothing but the forward pass needs them."""
+    """Read an attribute of foreign code: properties may fail where only the forward pass needs them."""
     try:
         return getattr(source, name, None)
     except Exception:
@@ -123,16 +123,16 @@ class Surroundings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # What a wrapper wraps comes after it, and is meant.
+        # What a wrapper wraps comes after the wrapper, and replaces it under the same name.
         self._modules = {unwrapped(name): module for name, module in model.named_modules()}
 
     def view(self, module: str, local: str, shape: tuple[int, ...]) -> WeightView:
-        """The view of one parameter.
+        """Make the view of one parameter.
 
         Args:
-            module: Name of the module that holds it, without wrappers.
-            local: Its name there; ``weight`` stands for the layer.
-            shape: Its logical shape.
+            module: Name of the module that holds the parameter, without wrappers.
+            local: Name of the parameter in the module; ``weight`` stands for the layer.
+            shape: Logical shape of the parameter.
         """
         outer, _, name = module.rpartition(".")
         holder = self._modules[module]
