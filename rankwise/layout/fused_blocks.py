@@ -133,7 +133,6 @@ class _EvenBlocks(EvenLayout):
     @cached_property
     def all_hold(self) -> bool:
         """Whether every rank holds something."""
-        """See the base class."""
         return self._whole.all_hold  # type: ignore[attr-defined, no-any-return]
 
     def _parts(self, key: str) -> Iterator[tuple[int, Shard]]:

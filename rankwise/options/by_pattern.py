@@ -1,4 +1,4 @@
-"""Options that are dictionaries by name: ``blocks`` and ``lr_scale`` by patterns of parameters', ``state_dtype``."""
+"""Options that are dictionaries: ``blocks`` and ``lr_scale`` by patterns of names, ``state_dtype`` by states."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["BlockLayouts", "ByPattern", "Json", "RateScales", "StateDtypes"]
 
 
 class Json(dict[str, Any]):
-    """Such a dictionary as a command line has it, in JSON."""
+    """A dictionary that a command line gives in JSON."""
 
     def __init__(self, text: str) -> None:
-        found = json.loads(text)
-        if not isinstance(found, dict):
+        parsed = json.loads(text)
+        if not isinstance(parsed, dict):
             raise ValueError(f"{text} is no JSON object")
-        super().__init__(found)
+        super().__init__(parsed)
 
 
 class ByPattern(Check):
     """A dictionary from name patterns to values of one kind, or None.
 
     Attributes:
-        values: What they are, in a word.
-        example: How to write one.
+        values: Describes the values in a word.
+        example: Shows how to write the option.
     """
 
     kind = Json
@@ -37,19 +37,19 @@ class ByPattern(Check):
     example: ClassVar[str]
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         if value is None:
             return None
         if not isinstance(value, Mapping) or not all(isinstance(pattern, str) for pattern in value):
             raise InvalidError(f"it must be a dictionary from name patterns to {self.values}", self.example)
-        return {pattern: self.one(pattern, each) for pattern, each in value.items()}
+        return {pattern: self.one(pattern, given) for pattern, given in value.items()}
 
     @abstractmethod
     def one(self, pattern: str, value: Any) -> Any:
-        """The value of a pattern, checked.
+        """Check the value of a pattern.
 
         Raises:
-            InvalidError: It cannot have it.
+            InvalidError: The value is invalid.
         """
 
 
@@ -60,7 +60,7 @@ class RateScales(ByPattern):
     example = 'write e.g. {"*embed*": 0.1}'
 
     def one(self, pattern: str, value: Any) -> float:
-        """See the base class."""
+        """Check the value of a pattern."""
         if not is_number(value) or not 0 < value <= LARGEST:
             rule = f"the multiplier of '{pattern}' must be a number > 0, but is {shown(value)}"
             raise InvalidError(rule, f"{self.example}; to keep parameters as they are, set requires_grad to False")
@@ -68,7 +68,7 @@ class RateScales(ByPattern):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return "dictionary from name patterns to numbers > 0, or None"
 
 
@@ -76,7 +76,7 @@ _TYPES = ("float32", "bfloat16", "int8")
 
 
 class DType:
-    """What a command line has: a type, or a dictionary of them in JSON."""
+    """The value on a command line: a type, or a dictionary of types in JSON."""
 
     def __new__(cls, text: str) -> Any:
         return Json(text) if text.lstrip().startswith("{") else text
@@ -86,7 +86,7 @@ class StateDtypes(Check):
     """A type, a dictionary from names of states to types, or None.
 
     Args:
-        states: The names.
+        states: Names of the states.
     """
 
     kind = DType
@@ -96,7 +96,7 @@ class StateDtypes(Check):
         self.states = states
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         if value is None:
             return None
         if not isinstance(value, Mapping):
@@ -106,7 +106,7 @@ class StateDtypes(Check):
                 near = nearest(name, self.states)
                 fix = f"did you mean {near!r}?" if near else f"the states are {', '.join(self.states)}"
                 raise InvalidError(f"{shown(name)} must be a state of this optimizer", fix)
-        return {name: self._type(f"the type of {name!r}", each) for name, each in value.items()}
+        return {name: self._type(f"the type of {name!r}", given) for name, given in value.items()}
 
     @staticmethod
     def _type(what: str, value: Any) -> str:
@@ -118,7 +118,7 @@ class StateDtypes(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return f'"float32", "bfloat16", "int8", a dictionary of them by {", ".join(self.states)}, or None'
 
 
@@ -134,12 +134,12 @@ class BlockLayouts(ByPattern):
     example = _EXAMPLE
 
     def one(self, pattern: str, value: Any) -> Any:
-        """See the base class."""
+        """Check the value of a pattern."""
         return _layout(pattern, value)
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return 'dictionary from name patterns to "qkv", "heads", "none", or sizes'
 
 
@@ -171,8 +171,8 @@ def _sizes(pattern: str, layout: dict[str, Any]) -> dict[str, Any]:
     if not _is_count(layout.get("groups", 1)):
         raise InvalidError(f"'groups' of '{pattern}' must be an integer >= 1", 'write e.g. {"q": 512, "groups": 8}')
     heads = layout.get("heads", 1)
-    each = list(heads) if isinstance(heads, tuple | list) else [heads] * len(sizes)
-    if len(each) != len(sizes) or not all(_is_count(number) or number == 0 for number in each):
+    counts = list(heads) if isinstance(heads, tuple | list) else [heads] * len(sizes)
+    if len(counts) != len(sizes) or not all(_is_count(number) or number == 0 for number in counts):
         rule = f"'heads' of '{pattern}' must be an integer >= 1, or one for each of its {len(sizes)} parts"
         raise InvalidError(rule, 'write e.g. {"q": 4096, "k": 1024, "v": 1024, "heads": [32, 8, 8]}')
     return layout

@@ -1,4 +1,4 @@
-"""What values an option takes: the check, the range in words, and how a command line is to read it."""
+"""Checks of options: which values an option takes, how they are described, and how a command line reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 LARGEST = 1e6
-"""Largest rate or factor: products with more would leave the range of float32."""
+"""Largest rate or factor: larger ones would leave the range of float32 in products."""
 _COUNT = 10**9
 """Largest count or size: more than any run or model has, and far from overflowing an index."""
 _TYPES = ("float32", "bfloat16", "float16", "float64")
@@ -41,8 +41,8 @@ class InvalidError(ValueError):
     """A value that an option cannot have.
 
     Args:
-        rule: What it must be.
-        fix: What to write instead; empty: the default is named.
+        rule: What the value must be.
+        fix: What to write instead; empty: the message names the default.
     """
 
     def __init__(self, rule: str, fix: str = "") -> None:
@@ -51,7 +51,7 @@ class InvalidError(ValueError):
 
 
 def plain_number(value: Any) -> Any:
-    """A number of another library, such as numpy's, or its array of one element, as Python has it; else the value."""
+    """Convert a number of another library, or its array of one element, to Python's; return others as they are."""
     item = getattr(value, "item", None)
     if isinstance(value, Tensor) or not callable(item) or getattr(value, "size", 0) != 1:
         return value
@@ -59,7 +59,7 @@ def plain_number(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is finite and no truth value."""
+    """Whether a value is a finite number, and no truth value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -69,34 +69,34 @@ def is_number(value: Any) -> bool:
 
 
 class Check(ABC):
-    """Values of one kind."""
+    """Accepts the values of one kind."""
 
     kind: ClassVar[type]
-    """Type of the value as typed, or of each of several."""
+    """Type of a value on the command line, or of each of several."""
     count: ClassVar[int | None] = 1
-    """Values that are typed one after the other; None: any number of them."""
+    """Number of values that are written one after the other; None: any number."""
     optional: bool = False
-    """Whether None is one of the values."""
+    """Whether None is accepted."""
 
     @abstractmethod
     def __call__(self, value: Any, default: Any) -> Any:
-        """The value as it is kept.
+        """Check a value, and return it in the form in which it is kept.
 
         Raises:
-            InvalidError: It is none of the kind.
+            InvalidError: The value is invalid.
         """
 
     @property
     @abstractmethod
     def range(self) -> str:
-        """The values in words, in a message's or a table's."""
+        """The values in words, for messages and tables."""
 
 
 def _finite(value: Any, default: Any) -> float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise InvalidError("a tensor value must have one element", "pass a float or a 0-d tensor")
-        # A tensor on an accelerator is trusted: reading it here would stall the device.
+        # Reading a tensor on an accelerator would stall the device, so it is trusted.
         if value.device.type != "cpu":
             return math.nan
         value = value.item()
@@ -107,14 +107,14 @@ def _finite(value: Any, default: Any) -> float:
 
 @dataclass(frozen=True)
 class Number(Check):
-    """Not below ``low``, nor equal to it if ``above``."""
+    """Accepts numbers not below ``low``, and not equal to it if ``above``."""
 
     low: float = 0.0
     above: bool = False
     kind = float
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         value = plain_number(value)
         number = _finite(value, default)
         if number < self.low or (self.above and number == self.low):
@@ -125,20 +125,20 @@ class Number(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return f"{'>' if self.above else '>='} {self.low:g}"
 
 
 @dataclass(frozen=True)
 class Fraction(Check):
-    """Between 0 and 1."""
+    """Accepts numbers between 0 and 1."""
 
     with_zero: bool = True
     with_one: bool = False
     kind = float
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         value = plain_number(value)
         number = _finite(value, default)
         excluded = (number == 0 and not self.with_zero) or (number == 1 and not self.with_one)
@@ -148,13 +148,13 @@ class Fraction(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return f"in {'[' if self.with_zero else '('}0, 1{']' if self.with_one else ')'}"
 
 
 @dataclass(frozen=True)
 class Integer(Check):
-    """From ``low`` to ``high``, above which ``why`` is what to do or the reason."""
+    """Accepts integers from ``low`` to ``high``; ``why`` explains what is above."""
 
     low: int
     high: int = _COUNT
@@ -163,7 +163,7 @@ class Integer(Check):
     kind = int
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         value = plain_number(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < self.low:
             raise InvalidError(f"it must be an integer >= {self.low}")
@@ -173,19 +173,19 @@ class Integer(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         limits = f">= {self.low}" if self.high == _COUNT else f"from {self.low} to {self.high}"
         return f"integer {limits}{self.unit and ', in ' + self.unit}"
 
 
 @dataclass(frozen=True)
 class Flag(Check):
-    """True or false."""
+    """Accepts true and false."""
 
     kind = bool
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         value = plain_number(value)
         if not isinstance(value, bool):
             raise InvalidError("it must be true or false")
@@ -193,16 +193,16 @@ class Flag(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return "true or false"
 
 
 class Choice(Check):
-    """One of some words; None may be one.
+    """Accepts one of some words; None may be one.
 
     Args:
         choices: The words.
-        words: What others call some of them, for messages.
+        words: Other names of some words, by which messages guess what was meant.
     """
 
     kind = str
@@ -212,8 +212,8 @@ class Choice(Check):
         self.optional = None in choices
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
-        # Compared by type first: 0 is no name, and a tensor has no truth.
+        """Check a value, and return it in the form in which it is kept."""
+        # Types are compared first: 0 is no name, and a tensor has no truth.
         if isinstance(value, str | None) and value in self.choices:
             return value
         near = nearest(value, [str(choice) for choice in self.choices], self._words)
@@ -223,20 +223,20 @@ class Choice(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         words = [str(choice) if choice is None else f'"{choice}"' for choice in self.choices]
         return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 @dataclass(frozen=True)
 class Betas(Check):
-    """Two decay rates."""
+    """Accepts two decay rates."""
 
     kind = float
     count = 2
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         if isinstance(value, tuple | list):
             value = type(value)(map(plain_number, value))
         well_formed = isinstance(value, tuple | list) and len(value) == 2
@@ -246,18 +246,18 @@ class Betas(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return "two numbers in [0, 1)"
 
 
 @dataclass(frozen=True)
 class FloatType(Check):
-    """The name of a floating-point type, as a JSON file gives it; torch's own object is taken for its name.
+    """Accepts the name of a floating-point type, or torch's object of it.
 
     Args:
-        auto: Whether "auto" is one too.
-        narrow: Whether float16 is one, in which gradients vanish.
-        quantized: Whether "int8" is one too: integers of 8 bits with common scales.
+        auto: Whether "auto" is accepted, too.
+        narrow: Whether float16 is accepted, in which gradients vanish.
+        quantized: Whether "int8" is accepted, too: integers of 8 bits with common scales.
     """
 
     auto: bool = False
@@ -266,7 +266,7 @@ class FloatType(Check):
     kind = str
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         if isinstance(name, str) and (name in self._known or (name == value and name in self._words)):
             return name
@@ -281,38 +281,38 @@ class FloatType(Check):
 
     @property
     def _words(self) -> Sequence[str]:
-        """What else it may be."""
+        """Further words that are accepted."""
         return [*(["auto"] if self.auto else []), *(["int8"] if self.quantized else [])]
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return Choice(*self._known, *self._words).range
 
 
 @dataclass(frozen=True)
 class Patterns(Check):
-    """A list of name patterns; kept as a tuple. A lone string is none."""
+    """Accepts a list of name patterns, which is kept as a tuple; a lone string is refused."""
 
     kind = str
     count = None
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         given = isinstance(value, tuple | list | set | frozenset)
         if not given or not all(isinstance(pattern, str) for pattern in value):
             raise InvalidError("it must be a list of name patterns", 'write e.g. ["*gate*"]')
-        # Sets of words come in another order in each process; ranks compare what they were given.
+        # The order of a set of words differs between processes, but ranks compare their options.
         return tuple(value if isinstance(value, tuple | list) else sorted(value))
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return "list of name patterns"
 
 
 class OrNone(Check):
-    """What another check takes, and None."""
+    """Accepts what another check does, and None."""
 
     optional = True
 
@@ -321,10 +321,10 @@ class OrNone(Check):
         self.kind, self.count = check.kind, check.count  # type: ignore[misc]
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Check a value, and return it in the form in which it is kept."""
         return None if value is None else self.check(value, default)
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values in words."""
         return f"{self.check.range}, or None"

@@ -1,4 +1,4 @@
-"""Constructors whose keywords and documentation are the fields of an option class."""
+"""Makes constructors whose keywords and documentation are the fields of an option class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def options_as_keywords(
 
 
 class _Constructor(Generic[_Self]):
-    """Stands in a class body in the constructor's place, until the class exists and can be told of its options."""
+    """Takes the constructor's place in a class body, until the class exists and can get its options."""
 
     def __init__(self, init: Callable[..., None], options_type: type[Options]) -> None:
         self._init, self._options_type = init, options_type
@@ -57,13 +57,13 @@ def _with_keywords(init: Callable[..., None], options_type: type[Options]) -> Ca
         try:
             accepted.bind(*args, **keywords)
         except TypeError as error:
-            # With the name that was called.
+            # The message of ``bind`` lacks the name that was called.
             raise TypeError(f"{type(self).__name__}() {error}{_meant(options_type, keywords)}") from None
         init(self, params, options_type(*args, **keywords))
 
     accepted = inspect.signature(options_type, eval_str=True)
-    own = list(inspect.signature(init, eval_str=True).parameters.values())[:-1]
-    __init__.__signature__ = accepted.replace(parameters=[*own, *accepted.parameters.values()])  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(init, eval_str=True).parameters.values())[:-1]
+    __init__.__signature__ = accepted.replace(parameters=[*parameters, *accepted.parameters.values()])  # type: ignore[attr-defined]
     return __init__
 
 
@@ -74,18 +74,18 @@ def _meant(options_type: type[Options], keywords: Iterable[str]) -> str:
 
 
 def described(text: str | None, options_type: type[Options]) -> str | None:
-    """A class's docstring with its options before the section ``Raises``.
+    """Insert the options into a class's docstring, before the section ``Raises``.
 
     Args:
-        text: The docstring; None, as under ``python -OO``, remains.
+        text: The docstring; None, as under ``python -OO``, stays None.
         options_type: The options.
     """
     if text is None:
         return None
-    before, found, after = inspect.cleandoc(text).partition("\nRaises:\n")
+    before, heading, after = inspect.cleandoc(text).partition("\nRaises:\n")
     entries = [_PARAMS, *map(_entry, options_type.table().values())]
     lines = [textwrap.fill(entry, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
-    return "\n".join([before, "Args:", *lines, found + after])
+    return "\n".join([before, "Args:", *lines, heading + after])
 
 
 def _entry(known: Option) -> str:

@@ -1,4 +1,4 @@
-"""An option: a field of a paper's option class. Constructors, documentation, JSON keys and flags are made from it."""
+"""Options: fields of a paper's option class, from which constructors, documentation, JSON keys and flags are made."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _KEY = "rankwise"
 
 
 class Option(NamedTuple):
-    """What there is to know of an option.
+    """The description of an option.
 
     Attributes:
-        name: Its key everywhere.
-        default: Its value where it is not given.
-        check: The values it takes.
-        text: What it does, in one or more sentences without markup.
+        name: Key of the option everywhere.
+        default: Value where it is not given.
+        check: Checks its values.
+        text: Says what it does, in one or more sentences without markup.
         per_group: Whether param groups may have values of their own.
-        structural: Whether the shapes of states depend on it, so that it stays what it was once a group has states.
+        structural: Whether the shapes of states depend on it, so that it must not change once a group has states.
     """
 
     name: str
@@ -44,7 +44,7 @@ def option(default: Any, check: Check, text: str, *, per_group: bool = False, st
 
 
 class _Common:
-    """What every optimizer has; each declares it in its own place among the others, with a default of its own."""
+    """Options of every optimizer; each class declares them in its own order, with its own defaults."""
 
     lr: float | Tensor
     skip_nonfinite: bool
@@ -54,17 +54,17 @@ class _Common:
 
 @dataclass(frozen=True)
 class Options(_Common):
-    """Base of the option sets: every value is checked when one is made.
+    """Base of the option sets; it checks every value.
 
     Raises:
-        OptionError: A value is outside its range; with the key, the value, the rule and the fix.
+        OptionError: A value is outside its range; the message names the key, the value, the rule and the fix.
     """
 
     owner: ClassVar[str] = "optimizer"
     decay_options: ClassVar[tuple[str, ...]] = ("weight_decay",)
     """Options that are set to zero in a group for which a framework wants no decay."""
     if TYPE_CHECKING:
-        # The options have no such field: type checkers take an optimizer's constructor from theirs.
+        # The options have no such field, but type checkers take the parameters of constructors from them.
         params: InitVar[Any]
 
     def __post_init__(self, *_: Any) -> None:
@@ -93,12 +93,12 @@ class Options(_Common):
     @classmethod
     @cache
     def of_all(cls) -> frozenset[str]:
-        """The keys of every optimizer that derives from this one, or is it."""
+        """The keys of this class and of all that derive from it."""
         return frozenset(cls.names()).union(*(known.of_all() for known in cls.__subclasses__()))
 
     @classmethod
     def flag(cls, key: str) -> str:
-        """An option on command lines, after the dashes; of no option, how all of them begin."""
+        """An option on command lines, after the dashes; an empty key gives the common prefix."""
         return f"{cls.owner.lower()}-{key.replace('_', '-')}"
 
     @classmethod
@@ -122,15 +122,15 @@ class Options(_Common):
         return self.per_group()
 
     def value_of(self, key: str) -> Any:
-        """An option's value; of one that others decide where it is None, what they decide."""
+        """Value of an option; where it is None and others decide, what they decide."""
         return getattr(self, key)
 
     def unread(self) -> Mapping[str, tuple[str, str]]:
-        """Options that nothing reads under these values of the others, why, and the fix."""
+        """Options that nothing reads beside the values of others, with the reason and the fix."""
         return {}
 
     def beyond_engines(self) -> Mapping[str, str]:
-        """Options that only a training loop of the user's own can serve as they are, and what they need."""
+        """Options that only the user's own training loop can serve, and what they need."""
         return {}
 
     def _refuse_unread(self) -> None:

@@ -1,4 +1,4 @@
-"""What a message about a wrong value says beyond the rule: the value, shortened, and what was probably meant."""
+"""Parts of messages about wrong values: the value, shortened, and what was probably meant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTION_WORDS: Mapping[str, str] = {
     "cautious": "weight_decay_method",
     "fixed_decay": "weight_decay_method",
 }
-"""Our option for what others call it."""
+"""Our options by the names that others use."""
 LEFT_OVER: Mapping[str, str] = {
     "adam_w_mode": "decay is decoupled here anyway",
     "torch_adam": "it chooses a form of the framework's AdamW",
@@ -54,7 +54,7 @@ LEFT_OVER: Mapping[str, str] = {
     "update_proj_gap": "the subspace follows at every step",
     "proj_type": "the side is chosen by the shape",
 }
-"""Options of other optimizers that have no meaning in ours, and why: left over in a block whose type was changed."""
+"""Options of other optimizers without a meaning in ours, and why: they are left over where a type was changed."""
 _ADAM_LR = (
     ("lr_1d", "set 'lr_1d', the rate of the AdamW fallback"),
     ("lr", "remove it; the fallback has the rate 'lr', or that of a param group with 'fallback': true"),
@@ -80,7 +80,7 @@ ADVICE: Mapping[str, Sequence[tuple[str, str]]] = {
     "use_muon": (("lr", "remove it; write 'fallback': true in the param groups for which it is false"),),
     "algorithm": (("lr", "remove it; write 'fallback': true in the param groups that are AdamW's"),),
 }
-"""What to do about options of other optimizers: the first that is said of an option that we have."""
+"""Advice on options of other optimizers, each with the option of ours that it needs; the first that fits counts."""
 VALUE_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -91,19 +91,19 @@ VALUE_WORDS: Mapping[str, str] = {
     "fp64": "float64",
     "double": "float64",
 }
-"""Our value for what others call it."""
+"""Our values by the names that others use."""
 _CLOSE = 0.6
-"""Similarity below which two words have nothing to do with each other."""
+"""Similarity below which two words are not related."""
 
 
 def nearest(
     given: Any, valid: Collection[str], words: Mapping[str, str] = MappingProxyType({}), cutoff: float = _CLOSE
 ) -> str | None:
-    """What ``given`` was probably meant to be; None if nothing is like it.
+    """The valid word that ``given`` was probably meant to be; None if nothing is similar.
 
     Args:
-        given: A key or a value, of whatever type it came in.
-        valid: What would have been right.
+        given: A key or a value, of any type.
+        valid: The valid words.
         words: Further names of some of them, in lower case.
         cutoff: Smallest similarity, between 0 and 1.
     """
@@ -118,10 +118,10 @@ def nearest(
 
 
 def hint_for(key: str, valid: Collection[str]) -> str:
-    """What to do about a key that is none of the options.
+    """Advice on a key that is no option.
 
     Args:
-        key: As it was given.
+        key: The key.
         valid: The options.
     """
     if key in LEFT_OVER:
@@ -134,18 +134,18 @@ def hint_for(key: str, valid: Collection[str]) -> str:
 
 
 def misspelt(given: str, valid: Collection[str]) -> str:
-    """The end of a message that lists names: which one is spelt much like the given one, if any is.
+    """The end of a message that lists names: the one that is spelt much like the given one, if any is.
 
     Args:
-        given: What was chosen.
-        valid: What there is.
+        given: The name that was chosen.
+        valid: The valid names.
     """
     near = nearest(given, valid, cutoff=0.85)
     return f"; did you mean '{near}'?" if near else ""
 
 
 def shown(value: Any) -> str:
-    """``repr``, cut to one readable line."""
+    """The ``repr`` of a value, cut to one readable line."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to write integers of thousands of digits
@@ -154,5 +154,5 @@ def shown(value: Any) -> str:
 
 
 def with_both_spellings(value: Any) -> str:
-    """``repr``; the empty value as JSON and Python write it."""
+    """The ``repr`` of a value; None is written as JSON and Python write it."""
     return "null (None)" if value is None else repr(value)

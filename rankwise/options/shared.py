@@ -1,4 +1,4 @@
-"""Options that several papers have, each with the default of its own place."""
+"""Options that several papers have; each paper passes its own defaults."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _MOST_ITERATIONS = 100
 
 
 def lr(default: float) -> Any:
-    """The rate, which schedules change."""
+    """Declare the rate, which schedules change."""
     return option(default, Number(), "Learning rate.", per_group=True)
 
 
 def betas(default: tuple[float, float], text: str) -> Any:
-    """Decay rates of two averages."""
+    """Declare the decay rates of two averages."""
     return option(default, Betas(), text, per_group=True)
 
 
 def eps(text: str) -> Any:
-    """What keeps a quotient finite."""
+    """Declare the number that keeps a quotient finite."""
     return option(1e-8, Number(), text, per_group=True)
 
 
 def weight_decay(text: str) -> Any:
-    """Decay of the weights, zero as in torch.optim's older classes."""
+    """Declare the decay of weights, which is zero by default as in torch.optim's older classes."""
     return option(0.0, Number(), text, per_group=True)
 
 
 def weight_decay_method() -> Any:
-    """What decoupled decay is a share of, and of which elements."""
+    """Declare what decoupled decay is a share of, and which elements decay."""
     return option(
         "decoupled",
         Choice("decoupled", "independent", "cautious"),
@@ -65,7 +65,7 @@ def weight_decay_method() -> Any:
 
 
 def lr_scale() -> Any:
-    """Rates of some parameters."""
+    """Declare multipliers of the rate of some parameters."""
     return option(
         None,
         RateScales(),
@@ -75,7 +75,7 @@ def lr_scale() -> Any:
 
 
 def comm_dtype(which: str = "straddling matrices") -> Any:
-    """The type of what the exchange sends."""
+    """Declare the type of the exchange's messages."""
     return option(
         None,
         OrNone(FloatType(quantized=True)),
@@ -86,7 +86,7 @@ def comm_dtype(which: str = "straddling matrices") -> Any:
 
 
 def state_dtype(*states: str, text: str = "") -> Any:
-    """The types in which element states are kept."""
+    """Declare the types in which element states are kept."""
     return option(
         None,
         StateDtypes(*states),
@@ -98,7 +98,7 @@ def state_dtype(*states: str, text: str = "") -> Any:
 
 
 def state_rounding() -> Any:
-    """How narrow states are rounded."""
+    """Declare how narrow states are rounded."""
     return option(
         "auto",
         Choice("auto", "nearest", "stochastic"),
@@ -109,12 +109,12 @@ def state_rounding() -> Any:
 
 
 def exclude(become: str = "sent to the fallback") -> Any:
-    """Parameters that are to take the first-order rule."""
+    """Declare parameters that take the first-order rule."""
     return option((), Patterns(), f'Patterns of whole names, with shell wildcards ("*gate*"), that are {become}.')
 
 
 def blocks() -> Any:
-    """How logical matrices lie in fused weights."""
+    """Declare how logical matrices lie in fused weights."""
     return option(
         None,
         BlockLayouts(),
@@ -128,7 +128,7 @@ def blocks() -> Any:
 
 
 def split_heads() -> Any:
-    """Whether heads are matrices."""
+    """Declare whether attention heads are matrices of their own."""
     return option(
         False,
         Flag(),
@@ -137,7 +137,7 @@ def split_heads() -> Any:
 
 
 def skip_nonfinite() -> Any:
-    """Whether a broken step is undone."""
+    """Declare whether a step with gradients that are not finite is undone."""
     return option(
         False,
         Flag(),
@@ -147,7 +147,7 @@ def skip_nonfinite() -> Any:
 
 
 def store_param_remainders() -> Any:
-    """Whether bf16 weights are stepped as fp32 ones."""
+    """Declare whether bf16 weights are stepped as fp32 ones."""
     return option(
         False,
         Flag(),
@@ -157,7 +157,7 @@ def store_param_remainders() -> Any:
 
 
 def capturable() -> Any:
-    """Whether the host may be absent from a step."""
+    """Declare whether steps can be captured in a CUDA graph."""
     return option(
         False,
         Flag(),
@@ -167,7 +167,7 @@ def capturable() -> Any:
 
 
 def transition_steps() -> Any:
-    """How long the first steps after another optimizer are shorter."""
+    """Declare how long the first steps after another optimizer are shorter."""
     return option(
         20,
         Integer(0),
@@ -177,7 +177,7 @@ def transition_steps() -> Any:
 
 
 def ns_steps() -> Any:
-    """How often Newton-Schulz iterates."""
+    """Declare the number of Newton-Schulz iterations."""
     return option(
         5,
         Integer(1, _MOST_ITERATIONS, "a handful already reaches an orthogonal matrix"),
@@ -187,7 +187,7 @@ def ns_steps() -> Any:
 
 
 def ns_dtype() -> Any:
-    """In which type it multiplies."""
+    """Declare the type of the Newton-Schulz products."""
     return option(
         "auto",
         FloatType(auto=True),

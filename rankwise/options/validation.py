@@ -1,4 +1,4 @@
-"""Keys of options: which there are, and which make sense beside others."""
+"""Checks keys of options: which exist, and which make sense beside others."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _called: ContextVar[str] = ContextVar("called", default="")
 
 
 class OptionError(ValueError):
-    """A hyper-parameter outside its range, or a key nobody knows."""
+    """A hyper-parameter is outside its range, or a key is unknown."""
 
 
 @contextmanager
 def called(name: str) -> Iterator[None]:
-    """Let messages about options, and of optimizers that are built meanwhile, begin with the name that a user chose.
+    """Begin messages about options, and of optimizers that are built in the context, with the name that a user chose.
 
     Args:
-        name: As a JSON's ``"type"`` or a command line has it.
+        name: The ``"type"`` in a JSON, or the name on a command line.
     """
     token = _called.set(name)
     try:
@@ -33,7 +33,7 @@ def called(name: str) -> Iterator[None]:
 
 
 def called_or(name: str) -> str:
-    """The name that a user chose, or this one."""
+    """The name that a user chose, or else this one."""
     return _called.get() or name
 
 
@@ -53,33 +53,33 @@ def check_preset(given: Mapping[str, Any], preset: Mapping[str, Any], owner: str
 
     Args:
         given: The user's options.
-        preset: Those the name stands for.
+        preset: Options that the name stands for.
         owner: The name, for the message.
         instead: The name that leaves the choice to the user.
 
     Raises:
-        OptionError: Names the key and the name to use.
+        OptionError: An option is given; the message names the key and the name to use.
     """
     for key in preset:
         if key in given:
-            other = (
+            advice = (
                 "" if given[key] == preset[key] else f", or choose {key}={shown(given[key])} under the name '{instead}'"
             )
             raise OptionError(
-                f"{owner} has no option '{key}', which the name fixes ({key}={preset[key]!r}): leave it out{other}"
+                f"{owner} has no option '{key}', which the name fixes ({key}={preset[key]!r}): leave it out{advice}"
             )
 
 
 def check_given(given: Mapping[str, Any], unread: Mapping[str, tuple[str, str]], owner: str) -> None:
-    """Refuse options that were written down although the choice of others leaves them unread.
+    """Refuse options that were given although nothing reads them beside the values of others.
 
     Args:
         given: The user's options.
-        unread: Those that nothing reads, why, and the fix.
-        owner: Who has them, for the message.
+        unread: Options that nothing reads, with the reason and the fix.
+        owner: Name of the optimizer, for the message.
 
     Raises:
-        OptionError: Names the key, why nothing reads it, and the way out.
+        OptionError: An option is given; the message names the key, the reason and the fix.
     """
     for key, (reason, fix) in unread.items():
         if key in given:

@@ -332,7 +332,6 @@ def fused_parts(weight: WeightView) -> FusedShape | None:
 @lru_cache(maxsize=1024)
 def _rows_of(name: str) -> tuple[FusedLayer, ...]:
     """Rows of the table that match a name; cached, because every layer has the same names."""
-    """Rows of the table that match a name, which comes again in every layer."""
     return tuple(row for row in TABLE if re.fullmatch(row.name, name))
 
 
