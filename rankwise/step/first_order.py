@@ -1,4 +1,4 @@
-"""First-order rules: AdamW of every fallback, and the backends that follow MKOR's preconditioning."""
+"""First-order rules: AdamW for every fallback, and the backends that follow MKOR's preconditioning."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["FirstOrder", "adamw_step", "fallback_step", "step_and_decay"]
 
 
 def adamw_step(unit: StepUnit, bucket: Bucket, factors: Tensor | None = None, **overrides: Any) -> None:
-    """AdamW on a bucket's shards, with the element states ``exp_avg`` and ``exp_avg_sq``.
+    """Step a bucket's shards by AdamW, with the element states ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
         unit: The unit of the step.
-        bucket: Weights and states are updated in place.
-        factors: What the gradients are multiplied by, one for each; None for 1.
+        bucket: Bucket whose weights and states are updated in place.
+        factors: (entries,) factors of the gradients; None for 1.
         overrides: ``lr``, ``betas``, ``eps`` or ``weight_decay``, where they are not those of the param group.
     """
     hyper = {name: bucket.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
@@ -32,20 +32,20 @@ def adamw_step(unit: StepUnit, bucket: Bucket, factors: Tensor | None = None, **
 
 
 def step_and_decay(unit: StepUnit, weights: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
-    """A step along directions, with the decay of the group.
+    """Step along directions, with the decay of the group.
 
     Args:
         unit: The unit of the step.
-        weights: Changed in place.
-        directions: Directions of the same shapes; used up.
-        group: As a step reads it.
+        weights: Weights that are changed in place.
+        directions: Directions of the same shapes; they may be overwritten.
+        group: The view of the param group that a step reads.
     """
     scalars = Scalars(lr=group["lr"], weight_decay=group["weight_decay"])
     unit.run(Pass("step", {"grad": directions, "param": weights}, scalars))
 
 
 def fallback_step(unit: StepUnit, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """AdamW on what takes the fallback; the other buckets, which are yet to be stepped."""
+    """Step what takes the fallback by AdamW, and return the other buckets, which are yet to be stepped."""
     for bucket in buckets:
         if bucket.rule == "fallback":
             adamw_step(unit, bucket)
@@ -53,11 +53,11 @@ def fallback_step(unit: StepUnit, buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 class FirstOrder:
-    """AdamW, LAMB or SGD on a bucket's shards.
+    """Steps a bucket's shards by AdamW, LAMB or SGD.
 
     Args:
         backend: "adamw", "lamb" (bias-corrected, unbounded trust ratio over whole parameters) or "sgd".
-        nesterov: Nesterov momentum of "sgd".
+        nesterov: Whether "sgd" has Nesterov momentum.
     """
 
     def __init__(self, backend: str, nesterov: bool) -> None:
@@ -71,17 +71,17 @@ class FirstOrder:
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """Names of the options it reads from a param group. Schedulers look for what they may cycle among them."""
+        """Options that it reads from a param group. Schedulers look here for what they may cycle."""
         return ("weight_decay", "momentum") if self.backend == "sgd" else ("betas", "eps", "weight_decay")
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether any part of the buckets may be stepped for itself."""
+        """Whether any part of the buckets may be stepped alone."""
         return self.backend != "lamb"
 
     @property
     def is_adamw(self) -> bool:
-        """Whether :func:`adamw_step` is all of it."""
+        """Whether it does no more than :func:`adamw_step`."""
         return self.backend == "adamw"
 
     def apply(self, unit: StepUnit, buckets: list[Bucket]) -> None:

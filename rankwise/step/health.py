@@ -1,4 +1,4 @@
-"""Counters an optimizer keeps while it steps: on the device, read only when somebody asks."""
+"""Counters of an optimizer's steps: they stay on the device, and are read only when somebody asks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Health:
     """Sums and counts by name since the last reading; adding to them never waits for the device.
 
     Args:
-        means: Metrics reported as a mean; all others are totals.
-        totals: Metrics reported as a total over ranks.
+        means: Metrics that are reported as means; all others are totals.
+        totals: Metrics that are reported as totals over ranks.
     """
 
     def __init__(self, means: Sequence[str] = (), totals: Sequence[str] = ()) -> None:
@@ -33,10 +33,10 @@ class Health:
         return type(self), self._given
 
     def accumulate_on(self, device: torch.device) -> None:
-        """From now on add everything up on a device, in memory that stays: replays of a captured step then count, too.
+        """Add up on a device from now on, in memory that stays, so that replays of a captured step count, too.
 
         Args:
-            device: Where; the first one counts.
+            device: Device of the sums; later calls change nothing.
         """
         if self._on_device is None:
             self._on_device = torch.zeros(len(self._names), 2, dtype=torch.float64, device=device)
@@ -61,7 +61,7 @@ class Health:
         """Report and start afresh; waits for the device.
 
         Args:
-            group: Ranks that read together; totals and means are then theirs.
+            group: Ranks that read together; totals and means are over all of them then.
 
         Returns:
             A number per metric; a mean without observations is left out.

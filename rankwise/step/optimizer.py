@@ -51,7 +51,7 @@ def _as_dict(initial: InitialStates, task: MatrixTask, device: torch.device) -> 
 
 
 def _rule_of(kind: type) -> str:
-    """The name of the class that says what states there are: a subclass that says nothing else has the same."""
+    """Name of the class that declares the states; subclasses that declare nothing else share it."""
     return next(base for base in kind.__mro__ if "spec_class" in vars(base)).__name__
 
 
@@ -59,35 +59,35 @@ class ShardedOptimizer(Optimizer, ABC):
     """Base of all rankwise optimizers.
 
     Element states (one value per parameter element) live in ``self.state`` with the shape of the tensor the framework
-    handed over, so that its checkpoints carry them; matrix states live in ``self.matrix_states``, by parameter name,
-    on their owner, or on the rank that keeps them for it. What torch keeps and replaces (``param_groups``, ``state``)
-    is handed to the objects below at every call; none of them knows the optimizer.
+    handed over, so that its checkpoints carry them. Matrix states live in ``self.matrix_states``, by parameter name, on
+    their owner, or on the rank that keeps them for it. What torch keeps and replaces (``param_groups``, ``state``) is
+    handed to the objects below at every call; none of them knows the optimizer.
 
     Args:
         params: Parameters, ``(name, parameter)`` pairs or param groups.
-        options: Values of its options.
+        options: Values of the optimizer's options.
         extra_defaults: Values of param groups that are no options.
 
     Attributes:
-        options: See above.
-        spec: What follows from them for parameters and states.
+        options: Values of the optimizer's options.
+        spec: Routes and states of parameters that follow from the options.
         table: Names and rules of the parameters.
         matrix_states: States of the matrices this rank owns.
         health: Counters that steps add to.
-        values: Judges what param groups set.
+        values: Checks the values that param groups set.
         undo: Takes steps back whose gradients are not finite.
         planner: Units, owners, and the framework's layout.
         group_changes: Follows changes of param groups.
-        transition: From another optimizer, if there was one.
+        transition: The transition from another optimizer, if there was one.
         followed: Follows what users do to ``state``.
         working_tensors: Begins and ends steps.
         saved: Saves and restores.
-        reports: What is read of all this.
+        reports: Describes the other objects to users.
     """
 
     options_type: ClassVar[type[Options]]
     spec_class: ClassVar[type[OptimizerSpec]]
-    """What follows from the options for parameters and states."""
+    """Class of the routes and states that follow from the options."""
     held: ClassVar[tuple[str, ...]] = (
         "spec",
         "options",
@@ -104,14 +104,14 @@ class ShardedOptimizer(Optimizer, ABC):
         "saved",
         "reports",
     )
-    """What ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
+    """Attributes that ``copy.deepcopy`` and ``pickle`` take along besides torch's own."""
 
     def __init__(self, params: Any, options: Options, extra_defaults: Mapping[str, Any] | None = None) -> None:
         spec = self.spec_class(_rule_of(type(self)), options)
         defaults = {name: getattr(spec.options, name) for name in spec.group_options}
         if spec.step_groups.independent:
             defaults[PEAK] = float(options.lr)
-        # A generator may be the last to know of the model that it goes through.
+        # A generator may hold the last reference to its model, whose annotations are needed below.
         models = annotated_modules() if isinstance(params, Iterator) else ()
         super().__init__(params, {**defaults, **(extra_defaults or {})})
         self.spec, self.options = spec, options
@@ -142,7 +142,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.undo.settle()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.held}}
 
-    # --- what only some rules need of a training loop -----------------------------------------------------------
+    # --- what only some rules need from a training loop ---------------------------------------------------------
 
     needs_capture: bool = False
     """Whether the rule learns from what the layers of the model compute; see :meth:`capture`."""
@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def switched(self) -> bool:
-        """Whether another rule has taken over for good, which needs neither."""
+        """Whether another rule, which needs neither capture nor loss, has taken over for good."""
         return False
 
     def capture(self, model: nn.Module, *how: Any, **hooks: Any) -> None:
@@ -164,7 +164,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Undo :meth:`capture`."""
 
     def capture_paused(self) -> AbstractContextManager[None]:
-        """Inside, the model's layers are not watched; see :meth:`rankwise.MKOR.capture_paused`. May be nested."""
+        """Stop watching the model's layers in a context, see :meth:`rankwise.MKOR.capture_paused`. It may be nested."""
         return nullcontext()
 
     def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
@@ -177,33 +177,33 @@ class ShardedOptimizer(Optimizer, ABC):
         """Update weights and states in place."""
 
     def plan(self, unit: StepUnit) -> None:
-        """Plan the unit's own collectives once, with :attr:`planner` the owners of its matrices."""
+        """Plan the unit's own collectives once, and with :attr:`planner` the owners of its matrices."""
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
-        """What a step of a planned unit costs beyond what its layout and owners say; for estimates."""
+        """Costs of a step of a planned unit beyond its layout and owners, for estimates."""
         return StepCosts()
 
     def _before_step(self, unit: StepUnit) -> None:
         """Refuse a step before any state changes."""
 
     def _judged(self, unit: StepUnit, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """What must be finite for a step to count."""
+        """Tensors that must be finite for a step to count."""
         return [grad for grad in grads if grad is not None]
 
     def _after_step(self, unit: StepUnit) -> None:
-        """Called once weights and states are those after the step."""
+        """Act after a step, when weights and states are updated."""
 
     @property
     def further_traffic(self) -> list[Traffic]:
-        """What this rank has sent outside its units."""
+        """Messages that this rank has sent outside its units."""
         return []
 
     def extra_state(self) -> dict[str, Any]:
-        """What is neither weight, element state nor matrix state, in plain data."""
+        """Plain data that belongs to no weight, element state or matrix state."""
         return self.transition.state_dict()
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is neither weight, element state nor matrix state; from nothing, begin anew."""
+        """Restore :meth:`extra_state`; an empty dictionary begins anew."""
         self.transition.load_state_dict(state_dict)
 
     # --- param groups -------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class ShardedOptimizer(Optimizer, ABC):
             if PEAK in self.defaults and (isinstance(lr, int | float) or (isinstance(lr, Tensor) and not lr.dim())):
                 param_group.setdefault(PEAK, float(lr))
         if "table" not in vars(self):
-            # torch's constructor; ours takes the groups in when it is done.
+            # torch's constructor calls this; ours registers the groups when it is done.
             super().add_param_group(param_group)
             return
         if isinstance(param_group, dict):
@@ -235,7 +235,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def step_groups(self) -> Sequence[dict[str, Any]]:
-        """What a step reads in the param groups' place, see :class:`rankwise.states.step_groups.StepGroups`."""
+        """Views of the param groups that a step reads, see :class:`rankwise.states.step_groups.StepGroups`."""
         return self.spec.step_groups.views(self.param_groups)
 
     def _take_in(self, index: int) -> None:
@@ -246,9 +246,9 @@ class ShardedOptimizer(Optimizer, ABC):
         self.values.accept(self.param_groups[index])
 
     def reroute(self) -> None:
-        """Route again by what is known of the parameters by now; see :func:`rankwise.routing.roles.annotate`.
+        """Route again by what is known of the parameters now; see :func:`rankwise.routing.roles.annotate`.
 
-        Names become those of the annotation. Does nothing once there is state, which is kept by name.
+        Parameters get the names of the annotation. Does nothing once there are states, which are kept by name.
 
         Raises:
             OptionError: No parameter takes this optimizer's own rule any more.
@@ -267,7 +267,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Tell the optimizer how a framework stores the parameters it was constructed with.
 
         Args:
-            source: Names the parameters in each tensor that ``step()`` will meet.
+            source: Names the parameters in each tensor that ``step()`` will find.
         """
         self.planner.attach(source)
 
@@ -312,7 +312,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Update the parameters from their gradients, by products in the full precision of their type.
 
         Args:
-            closure: Reevaluates the model and returns the loss.
+            closure: Evaluates the model again and returns the loss.
 
         Returns:
             The closure's value, if given.
@@ -370,7 +370,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def _is_warm_up(self, unit: StepUnit) -> bool:
         """Whether this step only makes states: torch's checkpoint functions take one at rate 0 on zero gradients.
 
-        It is no step then, and leaves no other trace.
+        It does not count as a step, and changes nothing else.
         """
         idle = not self.state and self.planner.is_plain and not any(float(rate_of(g["lr"])) for g in self.param_groups)
         if not idle or graphs.is_capturing(unit.device) or not self.working_tensors.are_all_zero(unit):
@@ -383,14 +383,14 @@ class ShardedOptimizer(Optimizer, ABC):
         return True
 
     def _unit(self) -> StepUnit:
-        """The unit of this call, planned if it is not."""
+        """Return the unit of this call; plan it if need be."""
         unit = self.planner.find(self.param_groups)
         if unit is None:
             self.group_changes.replace_parameters(self.param_groups, self.state)
         if self.group_changes.follow(unit, self.param_groups, self.state) or unit is None:
             self.followed.drop_orphans(self.state)
             return self.planner.plan_present(self, self.param_groups)
-        # The second visit: by now every group has been planned.
+        # This is the second step of the unit, so every group has been planned.
         self.reports.announce_once(self.state)
         return unit
 
@@ -398,16 +398,16 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def identity(self) -> str:
-        """What a checkpoint must have been written by for its states to be ours: class and structural choices."""
+        """Class and structural choices of the optimizer; a checkpoint's states fit if they agree."""
         return self.spec.identity
 
     def settle(self) -> None:
-        """Take back the counts of steps that were undone."""
+        """Take back the step counts of steps that were undone."""
         self.undo.settle()
 
     @undisturbed
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`torch.optim.Optimizer.state_dict`, plus this rank's matrix states by parameter name.
+        """Return torch's dictionary with this rank's matrix states by parameter name.
 
         Where ranks hold the parameters alike (``DistributedDataParallel``), the owners' states are collected first;
         every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
@@ -418,7 +418,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.group_changes.replace_parameters(self.param_groups, self.state)
         regrouped = len(self.planner.units) > 0 and self.planner.find(self.param_groups) is None
         if regrouped and self.planner.is_plain and self.spec.matrix_state_names and not self.saved.is_consolidated:
-            # Of parameters that were moved, what the next step would begin anew is not saved.
+            # Planning drops states that the next step would begin anew, so that they are not saved.
             self._unit()
         result = super().state_dict()
         result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
@@ -438,14 +438,14 @@ class ShardedOptimizer(Optimizer, ABC):
         """Collect what only owners of matrices have, so that one rank alone can call :meth:`state_dict`.
 
         Every rank must call this, after the last step and before that rank's :meth:`state_dict`; as in
-        :class:`torch.distributed.optim.ZeroRedundancyOptimizer`. Kept until the next step.
+        :class:`torch.distributed.optim.ZeroRedundancyOptimizer`. The result is kept until the next step.
         """
         self.undo.settle()
         self.saved.consolidate()
 
     @undisturbed
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; matrix states go to whoever owns them now.
+        """Load a dictionary; matrix states go to their present owners.
 
         Parameters that were saved in another order are found by their names where both sides have them. States keep
         the type they were saved with until the next step, which brings them to its own.
@@ -464,7 +464,7 @@ class ShardedOptimizer(Optimizer, ABC):
         by_parameter = "rankwise" not in state_dict
         state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
         before = self.spec.structures_of(self.param_groups)
-        # What is compared must be what is loaded, and what hooks see must be complete.
+        # Hooks must see the whole dictionary, and the one that is checked must be the one that is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
         try:
@@ -479,31 +479,31 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.restore_matrices(state_dict)
         self.followed.accept(self.state)
         self.load_extra_state(state_dict)
-        for done in after_loading.values():
-            done(self)
+        for hook_after in after_loading.values():
+            hook_after(self)
 
     @undisturbed
     def continue_from(self, state_dict: Mapping[str, Any]) -> str:
-        """Go on where torch.optim's AdamW or Muon, or another with AdamW's states, has stopped.
+        """Continue the run of torch.optim's AdamW or Muon, or of another optimizer with AdamW's states.
 
-        Weights are the model's, and stay. Averages of the gradient and of its square go on where they mean the same
-        here; whatever else this optimizer keeps starts afresh, its updates growing to their size over
+        Weights are the model's, and stay. Averages of the gradient and of its square are taken over where they mean the
+        same here; whatever else this optimizer keeps starts afresh, and its updates grow to full size over
         ``transition_steps`` steps. Rates and other options stay this optimizer's.
 
         Args:
-            state_dict: That optimizer's, of as many groups of as many parameters.
+            state_dict: That optimizer's dictionary, of as many groups of as many parameters.
 
         Returns:
             What goes on and what starts afresh, in one line, which is also logged.
 
         Raises:
-            TypeError: It is no dictionary.
+            TypeError: ``state_dict`` is no dictionary.
             ValueError: It has other parameters, or is one of ours; nothing has changed then.
         """
         self.undo.settle()
-        found, told = self.saved.succession.translated(state_dict, self.param_groups)
-        # Of an earlier transition nothing is left.
-        self.load_state_dict({**self.extra_state(), "transition": {}, **found})
+        translated, told = self.saved.succession.translated(state_dict, self.param_groups)
+        # The empty record ends an earlier transition.
+        self.load_state_dict({**self.extra_state(), "transition": {}, **translated})
         return told
 
     @undisturbed
@@ -511,7 +511,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Let an optimizer with AdamW's states go on from here.
 
         Args:
-            adamw: Has the same parameters in the same groups; its own options stay.
+            adamw: Optimizer of the same parameters in the same groups; its own options stay.
 
         Raises:
             ValueError: It has other parameters; nothing has changed then.
@@ -545,7 +545,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.load_extra_state({})
 
     def follow_resets(self) -> None:
-        """Drop everything else, too, where a user has emptied ``state``."""
+        """Drop all other states, too, where a user has emptied ``state``."""
         if self.followed.is_reset(self.state):
             if not isinstance(self.state, defaultdict):
                 self.state = defaultdict(dict)
@@ -560,14 +560,14 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @undisturbed
     def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:
-        """Where an element state of one parameter lies; see :meth:`SavedStates.stored_states`."""
+        """Find an element state of one parameter; see :meth:`SavedStates.stored_states`."""
         return self.saved.stored_states(self.param_groups, self.state, tensor, name, state)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
     @undisturbed
     def read_health(self) -> dict[str, float]:
-        """What happened since the last reading; every data-parallel rank must call it.
+        """Metrics since the last reading; every data-parallel rank must call it.
 
         Returns:
             Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); ``skipped_steps``,
@@ -576,7 +576,7 @@ class ShardedOptimizer(Optimizer, ABC):
         return self.reports.read_health(self.further_traffic)
 
     def explain(self) -> list[Explanation]:
-        """One line per parameter: rule, why, owner, bytes of optimizer state on this rank."""
+        """One line per parameter: its rule, the reason, its owner, and bytes of optimizer state on this rank."""
         self.group_changes.replace_parameters(self.param_groups, self.state)
         return self.reports.explain(self.state)
 

@@ -1,4 +1,4 @@
-"""What an optimizer says about itself: rules and owners, memory, health."""
+"""What an optimizer tells users of itself: rules and owners, memory, health."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PER_STEP = ("bytes_sent", "collectives", "matrices_updated", "steps")
 
 @dataclass(frozen=True)
 class Explanation:
-    """What happens to one parameter, as reported by ``optimizer.explain()``."""
+    """The treatment of one parameter, as ``optimizer.explain()`` reports it."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,29 +52,29 @@ class Explanation:
 
 
 def print_on_first_rank(text: str) -> None:
-    """Print a line that every run is to show, whatever the levels of its loggers."""
+    """Print a line on the first rank, whatever the levels of its loggers."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def health_of(spec: OptimizerSpec) -> Health:
-    """The counters that :class:`Reports` reads."""
+    """Make the counters that :class:`Reports` reads."""
     return Health(spec.health_means, (*_PER_STEP, "skipped_steps", *spec.health_totals))
 
 
 class Reports:
-    """Reads what the others hold, and changes none of it.
+    """Describes an optimizer, and changes none of it.
 
     Args:
         spec: The optimizer's options.
         table: Its parameters and their rules.
         planner: Its units and owners.
         matrix_states: Its matrix states.
-        health: See :func:`health_of`.
+        health: Counters made by :func:`health_of`.
 
     Attributes:
-        announce: Called with :meth:`summary`, once every unit is planned, and with what else is to be said then; logs
-            it at first.
+        announce: Called with :meth:`summary` and further lines, once every unit is planned; it logs them, unless a
+            framework replaces it.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Reports:
         self._reported = Traffic()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has said nothing yet.
+        # A copy has announced nothing yet.
         return type(self), self._held
 
     def announce_once(self, states: States) -> None:
-        """Announce the summary, unless it has been."""
+        """Announce the summary, unless it was announced before."""
         if not self._announced:
             self._announced = True
             self.announce(self.summary(states))
@@ -104,17 +104,17 @@ class Reports:
                 self.announce(line)
 
     def _unknown_parts(self) -> list[str]:
-        """Lines on weights whose logical matrices would be matrices to the rule, if it were known how they lie."""
+        """Lines on weights that look fused, and would be several matrices to the rule if their layout were known."""
         spec, table = self._spec, self._table
         matrices = [info for name, info in table.infos.items() if table.routes[name].rule == "matrix"]
         infos = [info for info in matrices if spec.splits(info)]
         return unknown_parts(spec.name, infos, getattr(spec.options, "blocks", None) or ())
 
     def read_health(self, further: Iterable[Traffic]) -> dict[str, float]:
-        """What happened since the last reading; every data-parallel rank must call it.
+        """Metrics since the last reading; every data-parallel rank must call it.
 
         Args:
-            further: What this rank has sent outside its units.
+            further: Messages that this rank has sent outside its units.
 
         Returns:
             Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); ``skipped_steps``,
@@ -123,16 +123,16 @@ class Reports:
         sent = [*(unit.total_traffic for unit in self._planner.units.values()), *further]
         total = Traffic(sum(part.collectives for part in sent), sum(part.bytes for part in sent))
         if total.collectives < self._reported.collectives:
-            self._reported = Traffic()  # planned anew since
+            self._reported = Traffic()  # new plans count from zero
         self._health.add("collectives", total.collectives - self._reported.collectives)
         self._health.add("bytes_sent", total.bytes - self._reported.bytes)
         self._reported = total
         group = self._planner.source.group
-        found = self._health.read(group)
+        metrics = self._health.read(group)
         ranks = 1 if group is None else dist.get_world_size(group)
-        steps = max(found.pop("steps") / ranks, 1.0)
-        found["skipped_steps"] /= ranks
-        return {name: value / steps if name in _PER_STEP else value for name, value in found.items()}
+        steps = max(metrics.pop("steps") / ranks, 1.0)
+        metrics["skipped_steps"] /= ranks
+        return {name: value / steps if name in _PER_STEP else value for name, value in metrics.items()}
 
     def state_bytes(self, states: States) -> dict[str, int]:
         """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""
@@ -154,26 +154,26 @@ class Reports:
         )
 
     def _shares(self) -> str:
-        """How much of the model takes the optimizer's own rule, and why the rest does not."""
+        """Shares of the model that take the optimizer's own rule, and the reasons of the rest."""
         sizes: Counter[str] = Counter()
-        matrices = tensors = own = 0
+        matrices = tensors = ours = 0
         for unit in self._planner.units.values():
             for key, shape in unit.stored.shapes.items():
                 chosen, size = self._table.routes[self._table.base_name(key)], prod(shape)
                 tensors += 1
                 if chosen.rule == "matrix":
-                    matrices, own = matrices + 1, own + size
+                    matrices, ours = matrices + 1, ours + size
                 else:
                     sizes[chosen.reason] += size
-        total = max(own + sizes.total(), 1)
-        text = f"{own / total:.1%} of {own + sizes.total():,} weights ({matrices} of {tensors} tensors) take its rule"
+        total = max(ours + sizes.total(), 1)
+        text = f"{ours / total:.1%} of {ours + sizes.total():,} weights ({matrices} of {tensors} tensors) take its rule"
         rest = ", ".join(f"{size / total:.1%} {reason}" for reason, size in sizes.most_common())
         return f"{text}, the rest the first-order fallback ({rest})" if rest else text
 
     def _product_types(self) -> str:
         spec = self._spec
-        found = [spec.product_type(unit.device, unit.dtype) for unit in self._planner.units.values()]
-        types = dict.fromkeys(dtype for dtype in found if dtype is not None)
+        product_types = [spec.product_type(unit.device, unit.dtype) for unit in self._planner.units.values()]
+        types = dict.fromkeys(dtype for dtype in product_types if dtype is not None)
         if not types:
             return ""
         option = spec.product_option
@@ -181,7 +181,7 @@ class Reports:
         return f"; products in {chosen} ({option}={getattr(spec.options, option)!r})"
 
     def explain(self, states: States) -> list[Explanation]:
-        """One line per parameter, or block of one: rule, why, owner, bytes of optimizer state on this rank."""
+        """One line per parameter, or block of one: rule, reason, owner, bytes of optimizer state on this rank."""
         table = self._table
         state_bytes = self._element_bytes(states)
         owner_of: dict[str, int] = {}
@@ -190,7 +190,7 @@ class Reports:
                 owner_of.setdefault(line, owner)
         for key, state in self._matrix_states.items():
             for name, value in state.items():
-                # What blocks have in common is counted once.
+                # A state that blocks have in common is counted once.
                 line = self._lines_of(key, name)[0]
                 state_bytes[line] = state_bytes.get(line, 0) + value.nbytes
         return [
@@ -214,32 +214,34 @@ class Reports:
         return reason if scale == 1.0 else f"{reason}, lr times {scale:g}"
 
     def _blocks_of(self, name: str) -> list[tuple[str, Block | None]]:
-        """The lines of a parameter."""
+        """Lines of a parameter: one, or one for each block."""
         blocks = self._table.blocks.get(name, ()) if self._table.routes[name].rule == "matrix" else ()
         return [(block.key(name), block) for block in blocks] or [(name, None)]
 
     def _lines_of(self, key: str, state: str = "") -> list[str]:
-        """The lines that a matrix, or a state of one, belongs to: all of a parameter's if it is of no block."""
+        """Lines that a matrix, or a state of one, belongs to: all of a parameter's if it is of no block."""
         name = self._table.base_name(key)
         lines, marks = self._blocks_of(name), key[len(name) :] + state
-        own = [line for line, block in lines if block is not None and f"[{block.name}]" in marks]
-        return own or [line for line, _ in lines]
+        of_block = [line for line, block in lines if block is not None and f"[{block.name}]" in marks]
+        return of_block or [line for line, _ in lines]
 
     def _element_bytes(self, states: States) -> dict[str, int]:
-        found: dict[str, int] = {}
+        bytes_of: dict[str, int] = {}
         for unit in self._planner.units.values():
             for entry in unit.stored_entries:
                 kept = _element_states(states.get(unit.tensors[entry.shard.tensor], {}))
-                own = {name: value for name, value in kept.items() if unit.states.offset(name, entry) is not None}
-                types = [unit.states.type_now(name, entry, value) for name, value in own.items()]
-                each, numel = sum(dtype.itemsize for dtype in types), entry.shard.numel
-                # The exponents that elements have in common are the first line's.
+                states_here = {
+                    name: value for name, value in kept.items() if unit.states.offset(name, entry) is not None
+                }
+                types = [unit.states.type_now(name, entry, value) for name, value in states_here.items()]
+                width, numel = sum(dtype.itemsize for dtype in types), entry.shard.numel
+                # Exponents that elements of several lines share are counted in the first line.
                 shared = sum(blocks_of(entry.shard.start, numel) for dtype in types if is_coded(dtype))
                 for line, block in self._blocks_of(self._table.base_name(entry.key)):
                     parts = cut_into_blocks(entry.shard, () if block is None else (block,))
-                    found[line] = found.get(line, 0) + each * sum(part.numel for part in parts) + shared
+                    bytes_of[line] = bytes_of.get(line, 0) + width * sum(part.numel for part in parts) + shared
                     shared = 0
-        return found
+        return bytes_of
 
 
 def _element_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -247,19 +249,19 @@ def _element_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def unknown_parts(owner: str, infos: Iterable[ParameterInfo], said: Collection[str]) -> list[str]:
-    """A line for every name of a layer that looks fused and is taken for one matrix.
+    """A line for every layer name that looks fused and whose weights are taken for one matrix.
 
     Args:
-        owner: The optimizer.
+        owner: Name of the optimizer.
         infos: Weights whose logical matrices would be matrices to its rule.
-        said: Patterns of the option ``blocks``: what the user has decided is not asked again.
+        said: Patterns of the option ``blocks``: the user has decided about these.
     """
-    found: dict[str, list[ParameterInfo]] = {}
+    weights_of: dict[str, list[ParameterInfo]] = {}
     for info in infos:
         if info.fused is None and looks_fused(info.own_name, info.shape, info.role):
             if not any(fnmatch(info.own_name, pattern) for pattern in said):
-                found.setdefault(_layer(info.own_name), []).append(info)
-    return [_line(owner, layer, weights) for layer, weights in found.items()]
+                weights_of.setdefault(_layer(info.own_name), []).append(info)
+    return [_line(owner, layer, weights) for layer, weights in weights_of.items()]
 
 
 def _layer(name: str) -> str:
@@ -267,10 +269,10 @@ def _layer(name: str) -> str:
 
 
 def _line(owner: str, layer: str, weights: list[ParameterInfo]) -> str:
-    first, others = weights[0], len(weights) - 1
-    which = first.own_name if not others else f"{first.own_name} and {others} more"
+    first, further = weights[0], len(weights) - 1
+    which = first.own_name if not further else f"{first.own_name} and {further} more"
     shape = "x".join(map(str, first.shape))
-    # Roles come from modules: without one, nobody has shown them.
+    # Roles come from modules, so an unknown one means that the modules were never shown.
     unseen = (
         "rankwise.annotate(model) before the optimizer is built may tell, or " if first.role is Role.UNKNOWN else ""
     )

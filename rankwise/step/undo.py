@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite are undone on the device; the host learns of it when the next one begins."""
+"""Undoes steps whose gradients are not finite, on the device; the host learns of it when the next step begins."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from rankwise.step.health import Health
 __all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
 
 Kept = tuple[Tensor, Tensor]
-"""A tensor that a step changes in place, and a copy of what it was."""
+"""A tensor that a step changes in place, and a copy of its value before."""
 
 
 def any_not_finite(unit: StepUnit, tensors: Sequence[Tensor]) -> Tensor:
     """Whether a tensor of any rank holds an infinity or a NaN.
 
     Args:
-        unit: Names the ranks, which call this together.
-        tensors: This rank's.
+        unit: Unit of the ranks, which call this together.
+        tensors: This rank's tensors.
 
     Returns:
         A 0-d number on the device, 1 if so, the same on every rank.
     """
-    # The largest entries: a 2-norm of finite numbers may overflow.
+    # Norms are the largest entries, because a 2-norm of finite numbers may overflow.
     sizes = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf) if tensors else ()
-    found = torch.zeros((), dtype=torch.float32, device=unit.device)
+    broken = torch.zeros((), dtype=torch.float32, device=unit.device)
     if sizes:
-        found = (~torch.stack(list(sizes)).isfinite().all()).to(torch.float32)
+        broken = (~torch.stack(list(sizes)).isfinite().all()).to(torch.float32)
     if unit.layout.world_size > 1:
-        unit.traffic.count(found)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=unit.layout.group)
-    return found
+        unit.traffic.count(broken)
+        dist.all_reduce(broken, dist.ReduceOp.MAX, group=unit.layout.group)
+    return broken
 
 
 def zeroed_where(broken: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients, or zeros: no factorisation is to meet a NaN."""
+    """Replace gradients by zeros if the step is broken: no factorisation may meet a NaN."""
     return [None if grad is None else torch.where(broken > 0, 0.0, grad) for grad in grads]
 
 
 class Unsettled(NamedTuple):
-    """What the host must take back once it knows whether a step was undone.
+    """Step counts that the host must take back once it knows that a step was undone.
 
     Attributes:
-        broken: The flag.
-        counts: Numbers that the host itself works with.
+        broken: The flag of the step.
+        counts: Numbers that the host works with, and their values before.
     """
 
     broken: HostCopy
     counts: list[Kept]
 
     def settle(self) -> None:
-        """Take the counts back if the step was undone; the flag was sent before the step's own work."""
+        """Take the counts back if the step was undone; waits for no more than the flag, sent before the step's work."""
         if self.broken.read():
             for count, old in self.counts:
                 count.copy_(old)
@@ -73,13 +73,13 @@ class Unsettled(NamedTuple):
 def undone_where(
     broken: Tensor, tensors: Sequence[Tensor], matrix_states: MatrixStates, counts: list[Kept], counted: Sequence[str]
 ) -> Iterator[None]:
-    """Put everything that the body changes back to what it was, bit by bit, where the flag says so.
+    """Undo everything that the context changes, bit by bit, where the flag says so.
 
     Args:
-        broken: See :func:`any_not_finite`.
+        broken: The flag, see :func:`any_not_finite`.
         tensors: Weights and element states, changed in place.
-        matrix_states: Those the body asks for are watched.
-        counts: Receives the matrices' counts and what they were.
+        matrix_states: Matrix states; those that are asked for in the context are watched.
+        counts: List that receives the matrices' counts and their values before.
         counted: Names of the matrix states that the host works with.
     """
     kept: list[Kept] = [(tensor, tensor.clone()) for tensor in tensors]
@@ -98,12 +98,12 @@ class Undo:
     """Takes steps back whose gradients are not finite.
 
     Args:
-        spec: Which matrix states the host works with.
-        matrix_states: The optimizer's.
+        spec: Tells which matrix states the host works with.
+        matrix_states: The optimizer's matrix states.
         health: Counts the steps taken back.
 
     Attributes:
-        unsettled: Unsettled of the last step of every unit, what the host does not know yet.
+        unsettled: Counts of the last step of every unit that may have to be taken back.
     """
 
     def __init__(self, spec: OptimizerSpec, matrix_states: MatrixStates, health: Health) -> None:
@@ -111,11 +111,11 @@ class Undo:
         self.unsettled: dict[UnitKey, Unsettled] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Optimizers are copied when all is settled.
+        # Optimizers settle before they are copied.
         return type(self), (self._spec, self._matrix_states, self._health)
 
     def settle(self, keys: Iterable[UnitKey] | None = None) -> None:
-        """Take back the counts of steps that were undone; of all units, or some."""
+        """Take back the counts of steps that were undone, of all units or of some."""
         for key in list(self.unsettled) if keys is None else keys:
             unsettled = self.unsettled.pop(key, None)
             if unsettled is not None:
@@ -136,17 +136,17 @@ class Undo:
             unit: The unit of the step.
             states: The optimizer's element states.
             weights: Weights of every tensor; None for one that takes no step.
-            grads: Gradients of every tensor, likewise.
-            judged: What must be finite for the step to count.
-            update: Does it, with these gradients.
+            grads: Gradients of every tensor; None for one that takes no step.
+            judged: Tensors that must be finite for the step to count.
+            update: Takes the step with the gradients that it is given.
         """
         changed = [weight for weight in weights if weight is not None]
         counts: list[Kept] = []
-        apart = ("step", REMAINDER)  # the latter follows its weight
+        apart = ("step", REMAINDER)  # counts are taken back by the host, and a remainder follows its weight
         for index, weight in enumerate(weights):
             if weight is None:
                 continue
-            unit.states.allocate(states, index)  # to be zero if the step is undone
+            unit.states.allocate(states, index)  # new states must be zeros again if the step is undone
             state = states[unit.tensors[index]]
             counts.append((state["step"], state["step"] - 1))
             changed += [local_view(v) for name, v in state.items() if isinstance(v, Tensor) and name not in apart]

@@ -47,7 +47,7 @@ _deferred = threading.local()
 
 @contextmanager
 def deferred_steps() -> Iterator[None]:
-    """Make every ``step()`` of this thread inert: frameworks take one on zero gradients while they are set up."""
+    """Make every ``step()`` of this thread do nothing: frameworks take one on zero gradients while they are set up."""
     _deferred.depth = getattr(_deferred, "depth", 0) + 1
     try:
         yield
@@ -56,7 +56,7 @@ def deferred_steps() -> Iterator[None]:
 
 
 def are_deferred() -> bool:
-    """Whether :func:`deferred_steps` is in force."""
+    """Whether the thread is inside :func:`deferred_steps`."""
     return getattr(_deferred, "depth", 0) > 0
 
 
@@ -68,13 +68,13 @@ class WorkingViews(NamedTuple):
 
 
 class WorkingTensors:
-    """Opens and closes steps.
+    """Begins and ends steps.
 
     Args:
         spec: The optimizer's name, and whether its steps may be captured.
         planner: Knows tensors by their names.
-        transition: Knows whose counts start later.
-        followed: Sees what users have done to states.
+        transition: Knows parameters whose counts start later.
+        followed: Follows what users do to states.
     """
 
     def __init__(self, spec: OptimizerSpec, planner: Planner, transition: Transition, followed: FollowedStates) -> None:
@@ -82,7 +82,7 @@ class WorkingTensors:
         self._most_idle = 0
 
     def counts_on_device(self, unit: StepUnit) -> bool:
-        """Whether the host knows no step counts; on CPUs, which have no graphs, it always does."""
+        """Whether the host knows no step counts; on CPUs, which have no graphs, it always knows them."""
         return self._spec.capturable and getattr(unit.kernels, "STEPS_ON_DEVICE", False)
 
     def refuse_frozen(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> None:
@@ -108,15 +108,15 @@ class WorkingTensors:
             )
 
     def are_all_zero(self, unit: StepUnit) -> bool:
-        """Whether every gradient there is is zero, on all ranks; a collective, for which the host waits."""
+        """Whether all gradients are zero, on all ranks; a collective, for which the host waits."""
         grads = [grad for grad in unit.local_gradients() if grad is not None]
-        some = torch.zeros((), dtype=torch.float32, device=unit.device)
+        nonzero = torch.zeros((), dtype=torch.float32, device=unit.device)
         for grad in grads:
-            some += torch.count_nonzero(grad).to(some)
-        some += float(not grads)
+            nonzero += torch.count_nonzero(grad).to(nonzero)
+        nonzero += float(not grads)
         if unit.layout.world_size > 1:
-            dist.all_reduce(some, group=unit.layout.group)
-        return not some
+            dist.all_reduce(nonzero, group=unit.layout.group)
+        return not nonzero
 
     def make_states(self, unit: StepUnit, states: States) -> None:
         """Make the states of every tensor that has a gradient, as before the first step."""
@@ -131,32 +131,32 @@ class WorkingTensors:
         """Count the step of every tensor that takes one; None if none does. See :meth:`FollowedStates.follow`.
 
         Where every rank has the whole parameters, a missing gradient is missing on all of them
-        (``DistributedDataParallel`` and DeepSpeed see to it), and the parameter is left alone as in one process.
+        (``DistributedDataParallel`` and DeepSpeed make sure of it), and the parameter takes no step, as in one process.
 
         Raises:
             RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before.
-            OptionError: One has its values elsewhere.
+            OptionError: A gradient has its values elsewhere.
         """
         idle = [tensor for tensor in unit.tensors if tensor.grad is None and tensor.requires_grad]
         if len(idle) > self._most_idle:
             self._most_idle = len(idle)
             self._planner.source.refuse_replaced(self._spec.name, idle)
-        # Other ranks with shards must take part in every collective alike: no gradient is a gradient of zero.
+        # Ranks that have other shards must take part in every collective: a missing gradient counts as zeros.
         zeros = not unit.missing_alike
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
             return None
-        held, found = unit.local_tensors(), unit.local_gradients()
-        for tensor, grad in zip(unit.tensors, found, strict=True):
+        held, grads = unit.local_tensors(), unit.local_gradients()
+        for tensor, grad in zip(unit.tensors, grads, strict=True):
             if grad is not None and (type(grad) is not Tensor or grad.is_sparse):
                 self._refuse_gradient(tensor, grad)
-        self._refuse_other_lengths(unit, held, found)
+        self._refuse_other_lengths(unit, held, grads)
         if any(map(Tensor.is_inference, held)):
-            self._refuse_inference(unit, held, found)
-        taking = [index for index, grad in enumerate(found) if zeros or grad is not None]
+            self._refuse_inference(unit, held, grads)
+        taking = [index for index, grad in enumerate(grads) if zeros or grad is not None]
         unit.notes[BEGUN] = self._followed.follow(unit, states, taking)
         opened = WorkingViews([], [])
         stepped: list[Tensor] = []
-        for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, found, strict=True)):
+        for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, grads, strict=True)):
             if grad is None and not zeros:
                 opened.weights.append(None)
                 opened.grads.append(None)
@@ -169,12 +169,12 @@ class WorkingTensors:
         return opened
 
     def _whole(self, unit: StepUnit, states: States, index: int, local: Tensor) -> Tensor:
-        """The values of a weight in a row, with the bits that a narrow one lacks, in the type of the step."""
+        """The 1-D values of a weight in the type of the step, including the bits that a narrow one lacks."""
         if not self._spec.options.store_param_remainders:
             return _flat(local, unit.dtype)
-        rest = unit.states.flat(states, index, REMAINDER)
-        if rest is not None:
-            return join(_flat(local, NARROW), rest).to(unit.dtype)
+        remainder = unit.states.flat(states, index, REMAINDER)
+        if remainder is not None:
+            return join(_flat(local, NARROW), remainder).to(unit.dtype)
         if REMAINDER in states.get(unit.tensors[index], ()):
             raise RuntimeError(
                 f"{self._spec.name}: '{self._planner.name_of(unit.tensors[index])}' was brought from bfloat16 to "
@@ -199,7 +199,7 @@ class WorkingTensors:
                 )
 
     def _refuse_other_lengths(self, unit: StepUnit, held: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Before the step is counted, and a kernel reads or writes behind what has become shorter."""
+        """Refuse tensors of another length, before the step is counted and a kernel writes beyond a shorter one."""
         lengths = [tensor.numel() for tensor in held]
         planned = unit.notes.obtain(_LENGTHS, lambda: lengths)
         for tensor, grad, length, before in zip(unit.tensors, grads, lengths, planned, strict=True):
@@ -217,7 +217,7 @@ class WorkingTensors:
     def _count(self, unit: StepUnit, states: States, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if "step" not in states[tensor]:
-                # A rank with an empty part has the states of the others, which checkpoints save together.
+                # A rank with an empty part makes the states of the others, because checkpoints save them together.
                 unit.states.allocate_empty(states, tensor)
                 graphs.refuse_capture(tensor.device, "the first step of a parameter")
                 device = self._spec.count_device(tensor)
@@ -237,20 +237,20 @@ class WorkingTensors:
     ) -> list[Bucket]:
         """The shards that take the step, together with those that share their rule, param group and count."""
         step_groups = self._spec.step_groups.views(groups)
-        # What only the device knows cannot be grouped by.
+        # Counts that only the device knows cannot be grouped by.
         known = not self.counts_on_device(unit)
         counts = tuple(
             None if weight is None else int(states[tensor]["step"]) if known else 0
             for tensor, weight in zip(unit.tensors, weights, strict=True)
         )
         transition, narrow = self._transition, unit.begin(states)
-        found = []
+        buckets = []
         for plan in _plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
             tensors, runs = plan.runs
             own_weights, own_grads = (runs.cut(_present(flats, tensors)) for flats in (weights, grads))
             count = counts[tensors[0]]
             assert count is not None
-            found.append(
+            buckets.append(
                 Bucket(
                     step_groups[plan.place],
                     plan.rule,
@@ -262,7 +262,7 @@ class WorkingTensors:
                     partial(_counts_of, unit, states, plan.before),
                 )
             )
-        return found
+        return buckets
 
     def close(self, unit: StepUnit, states: States, weights: Sequence[Tensor | None]) -> None:
         """Write weights back whose working views are copies."""
@@ -270,11 +270,11 @@ class WorkingTensors:
             if weight is None or weight.data_ptr() == tensor.data_ptr():
                 continue
             target = real_view(tensor.detach())
-            rest = unit.states.flat(states, index, REMAINDER)
-            if rest is None:
+            remainder = unit.states.flat(states, index, REMAINDER)
+            if remainder is None:
                 target.copy_(weight.view(target.shape))
             else:
-                split(weight.view(target.shape).float(), target, rest.view(target.shape))
+                split(weight.view(target.shape).float(), target, remainder.view(target.shape))
 
 
 def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Tensor]:
@@ -282,16 +282,16 @@ def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Ten
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor's values in a row: the same memory where they lie so in this type."""
+    """View a tensor's values in one dimension and this type; copies where that is not possible."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         return tensor.detach().view(-1)
-    # Gradients of complex parameters may be conjugates by name only.
+    # Gradients of complex parameters may be lazy conjugates.
     return real_view(tensor.detach().resolve_conj()).to(dtype).contiguous().view(-1)
 
 
 def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[Entry]) -> Tensor:
-    """The number of every entry's step: read once for each tensor, however many shards it has."""
-    runs = [(tensor, len(list(found))) for tensor, found in groupby(entry.shard.tensor for entry in entries)]
+    """Step counts by entry; each tensor's count is read once, however many shards it has."""
+    runs = [(tensor, len(list(members))) for tensor, members in groupby(entry.shard.tensor for entry in entries)]
     parts = [states[unit.tensors[tensor]]["step"].expand(length) for tensor, length in runs]
     counts = parts[0] if len(parts) == 1 else torch.cat(parts)
     return counts - before if before else counts
@@ -304,11 +304,11 @@ class _BucketPlan(NamedTuple):
     """Entries of one param group, rule and step count.
 
     Attributes:
-        place: Place of the group among those that steps read.
+        place: Index of the group's view among those that steps read.
         rule: Rule of the entries.
-        before: Steps that their counts have from before their states began.
-        entries: In storage order.
-        runs: Where they lie in weights and gradients.
+        before: Steps in their counts that were taken before their states began.
+        entries: Entries in storage order.
+        runs: Where the entries lie in weights and gradients.
     """
 
     place: int
@@ -321,34 +321,34 @@ class _BucketPlan(NamedTuple):
 def _plans_of(
     unit: StepUnit, counts: tuple[int | None, ...], before: Callable[[str], int], key: Any
 ) -> list[_BucketPlan]:
-    """The buckets of a step, from the last time if they are still kept.
+    """The buckets of a step; plans are reused while the same tensors take a step.
 
     Args:
         unit: The unit of the step.
-        counts: Counts of every tensor; None for one that takes no step. Only which are alike matters.
-        before: Steps that the count of a parameter has from before its states began.
-        key: Another one where ``before`` answers otherwise.
+        counts: Counts of every tensor; None for one that takes no step. Only which are equal matters.
+        before: Returns the steps in a parameter's count that were taken before its states began.
+        key: Changes when ``before`` returns other values.
     """
     kept = unit.notes.obtain(BUCKETS, dict)
     first = next((count for count in counts if count is not None), 0)
     sign = (key, counts if not first else tuple(None if count is None else count - first for count in counts))
-    found = kept.get(sign)
-    if found is None:
+    plans = kept.get(sign)
+    if plans is None:
         if len(kept) >= _KEPT:
             kept.clear()
-        found = kept[sign] = _planned(unit, counts, before)
-    return found
+        plans = kept[sign] = _planned(unit, counts, before)
+    return plans
 
 
 def _planned(unit: StepUnit, counts: Sequence[int | None], before: Callable[[str], int]) -> list[_BucketPlan]:
-    found: dict[tuple[int, Rule, int, int], list[Entry]] = {}
+    members: dict[tuple[int, Rule, int, int], list[Entry]] = {}
     for entry in unit.entries:
         count = counts[entry.shard.tensor]
         if count is not None:
             earlier = before(entry.info.name)
             sign = (unit.step_group[entry.key], entry.route.rule, count - earlier, earlier)
-            found.setdefault(sign, []).append(entry)
+            members.setdefault(sign, []).append(entry)
     return [
         _BucketPlan(place, rule, earlier, PlannedEntries(entries), offset_runs(entries))
-        for (place, rule, _, earlier), entries in found.items()
+        for (place, rule, _, earlier), entries in members.items()
     ]
