@@ -21,12 +21,7 @@ STACKED = re.compile(r"(.+)\[(\d+)\]")
 
 
 def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tensor:
-    """Make a tensor whose values lie in an unnamed file, which is removed with the tensor.
-
-    Args:
-        shape: Shape of the tensor.
-        dtype: Type of the tensor.
-        scratch: Folder whose disk is used.
+    """Make a tensor whose values lie in an unnamed file in the folder ``scratch``, removed with the tensor.
 
     Raises:
         StorageError: The disk has no room.
@@ -42,12 +37,7 @@ def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tens
 
 
 def mapped_tensors(folder: Path, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
-    """Read tensors that torch.distributed.checkpoint has saved, whole, by the names that they have there.
-
-    Args:
-        folder: Folder of the checkpoint.
-        names: Names of the tensors.
-        scratch: Folder whose disk is used.
+    """Read whole tensors that torch.distributed.checkpoint has saved, into files in the folder ``scratch``.
 
     Raises:
         StorageError: A tensor is missing or cut off, or the disk has no room.
@@ -61,10 +51,6 @@ def mapped_tensors(folder: Path, names: Iterable[str], scratch: Path) -> dict[st
 def load_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     """Read what torch.distributed.checkpoint has saved beside tensors, by ``pickle``, as torch reads it.
 
-    Args:
-        folder: Folder of the checkpoint.
-        names: Names of the objects.
-
     Raises:
         StorageError: An object is missing or cut off.
     """
@@ -75,12 +61,7 @@ def load_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def joined_stacks(tensors: Mapping[str, Tensor], whole: Container[str], scratch: Path) -> dict[str, Tensor]:
-    """Join the tensors of the matrices of a stack (``name[3]``); other tensors stay as they are.
-
-    Args:
-        tensors: Tensors by name.
-        whole: Names that end with brackets and are no part of a stack.
-        scratch: Folder whose disk is used.
+    """Join the matrices of stacks (``name[3]``) in ``scratch``; tensors in ``whole`` only look like some.
 
     Raises:
         StorageError: A matrix of a stack is missing, or the disk has no room.

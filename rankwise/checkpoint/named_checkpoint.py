@@ -93,9 +93,6 @@ class NamedCheckpoint:
     def check(self, source: Any) -> None:
         """Refuse a checkpoint that is not complete.
 
-        Args:
-            source: Source of the checkpoint, for the message.
-
         Raises:
             ConversionError: A parameter is in no group or in two, has no states, or some of another shape.
         """
@@ -123,11 +120,7 @@ class NamedCheckpoint:
         _refuse(f"{source}: states whose shape is not that of their weight", wrong)
 
     def one_step(self, names: Mapping[str, Any], what: str) -> float:
-        """Step count that parameters have in common, for a format that has one for them.
-
-        Args:
-            names: Names of the parameters.
-            what: Unit of the format, for the message.
+        """Step count that parameters have in common, for a format whose unit ``what`` has one for them.
 
         Raises:
             ConversionError: The parameters have several counts.
@@ -182,11 +175,7 @@ def _is_name(name: str) -> bool:
 
 
 def of_another(source: Any) -> ConversionError:
-    """Error for a checkpoint that none of our optimizers wrote.
-
-    Args:
-        source: Source of the checkpoint.
-    """
+    """Error for a checkpoint that none of our optimizers wrote."""
     return ConversionError(
         f"{source} was written by another optimizer than rankwise's, whose states are not converted: continue from it "
         "in its own framework (docs/checkpoints.md says how for AdamW and Muon), and convert the next checkpoint"
@@ -194,12 +183,7 @@ def of_another(source: Any) -> ConversionError:
 
 
 def base_name(key: str, names: Mapping[str, Any]) -> str:
-    """The name that a key begins with, before brackets; empty if there is none.
-
-    Args:
-        key: Key of a matrix.
-        names: Names of parameters.
-    """
+    """The name that a key begins with, before brackets; empty if there is none."""
     while key and key not in names:
         key = key.rpartition("[")[0]
     return key

@@ -49,11 +49,7 @@ def is_torch_checkpoint(folder: Path) -> bool:
 
 
 def read_torch(folder: Path, scratch: Path) -> NamedCheckpoint:
-    """Read such a checkpoint; its dictionaries may be flattened.
-
-    Args:
-        folder: Folder of the checkpoint.
-        scratch: Folder for files of its tensors.
+    """Read such a checkpoint, which may be flattened; its tensors lie in files in the folder ``scratch``.
 
     Raises:
         ConversionError: None of our optimizers wrote it.
@@ -138,11 +134,7 @@ def _split(path: str, names: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def write_torch(named: NamedCheckpoint, folder: Path) -> None:
-    """Write such a checkpoint, as :func:`torch.distributed.checkpoint.save` of ``get_state_dict``'s result does.
-
-    Args:
-        named: Content of the checkpoint.
-        folder: New folder.
+    """Write such a checkpoint into a new folder, as ``torch.distributed.checkpoint.save`` would.
 
     Raises:
         StorageError: The folder cannot be written.

@@ -132,17 +132,7 @@ def plan_batch(
     device: torch.device,
     block: int = 1,
 ) -> BatchPlan:
-    """Find this rank's part in the exchange of one batch.
-
-    Args:
-        layout: The common layout.
-        owners: Owner by task key.
-        number: Number of the batch.
-        batch: The batch.
-        index_of: Index of every local shard.
-        device: Device of the shards.
-        block: Number of elements that messages write together.
-    """
+    """Find this rank's part in the exchange of a batch, whose messages write ``block`` elements together."""
     world, me = layout.world_size, layout.rank
     shapes, holders = layout.shapes, layout.holders
     length = sum(prod(shapes[part]) for part in batch.tasks[0].parts)

@@ -251,13 +251,7 @@ class MatrixExchange:
     def live_rows(
         self, plan: BatchPlan, sources: Sequence[Tensor | None], missing: frozenset[str] = frozenset()
     ) -> tuple[int, ...]:
-        """Rows of the stack of which any part has values.
-
-        Args:
-            plan: The batch.
-            sources: See :meth:`start_gather`.
-            missing: See :meth:`start_gather`.
-        """
+        """Rows of the stack of which any part has values; see :meth:`start_gather` for the arguments."""
         if missing:
             return tuple(row for row, task in enumerate(plan.owned) if not missing.issuperset(task.parts))
         live = {piece.row for piece in plan.local if sources[piece.shard] is not None} | set(plan.incoming.rows)
@@ -292,11 +286,7 @@ class MatrixExchange:
         return Return(plan, result, reply, message)
 
     def finish_return(self, returning: Return, sources: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
-        """Wait for the results of others.
-
-        Args:
-            returning: The return that :meth:`start_return` began.
-            sources: The sources that were gathered.
+        """Wait for the results of others, given the sources that were gathered.
 
         Returns:
             For each local shard of the batch's tasks that has a source, what ``reply`` says of the result.

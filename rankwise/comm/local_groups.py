@@ -36,11 +36,7 @@ def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group, or one of the same ranks that can send tensors of the host; all of them must call this.
-
-    Args:
-        group: The group.
-    """
+    """Return the group, or one of the same ranks that can send tensors of the host; all of them must call this."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:

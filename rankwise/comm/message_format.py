@@ -16,9 +16,6 @@ __all__ = ["Traffic", "WireFormat"]
 class WireFormat:
     """Writes values one after the other, in a floating-point type.
 
-    Args:
-        dtype: See :attr:`joined`.
-
     Attributes:
         block: Number of values that are written together. What one rank sends another of a matrix fills whole blocks.
         record: Elements of a message that a block takes.

@@ -43,14 +43,7 @@ class BatchVolume(NamedTuple):
 def batch_volumes(
     layout: Layout, plan: MatrixPlan, wire: WireFormat, reply: Callable[[Batch], Reply] = own_pieces
 ) -> Iterator[BatchVolume]:
-    """Bytes of the messages for each batch, in order.
-
-    Args:
-        layout: The common layout.
-        plan: Owners and batches.
-        wire: Format of values in messages.
-        reply: Tells what the holders get of the results.
-    """
+    """Bytes of the messages for each batch, in order."""
     for batch in plan.batches:
         there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
         returning = wire.back(answer, any(_is_copied(layout, part) for task in batch.tasks for part in task.parts))
@@ -85,12 +78,7 @@ def _flow(
 
 
 def sent_in(volumes: Iterable[BatchVolume], ranks: Iterable[int]) -> dict[int, Traffic]:
-    """Messages and bytes of each rank for some batches; all ranks join the same collectives.
-
-    Args:
-        volumes: Volumes of the batches.
-        ranks: All ranks that join.
-    """
+    """Messages and bytes of each rank for some batches; all ranks join the same collectives."""
     collectives, sent = 0, dict.fromkeys(ranks, 0)
     for volume in volumes:
         for flow in volume:
@@ -108,13 +96,7 @@ def matrix_volume(
 
 
 def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]) -> list[Traffic]:
-    """Messages and bytes of each rank in the all-reduces of per-parameter sums, which are in float64.
-
-    Args:
-        layout: The common layout.
-        keys: Parameters whose sums are wanted.
-        quantities: Number of sums per parameter of each all-reduce.
-    """
+    """Messages and bytes of each rank in all-reduces of this many per-parameter sums each, in float64."""
     straddlers = sum(key in keys for key in layout.straddlers)
     sizes = [8 * count * straddlers for count in quantities if straddlers]
     return [Traffic(len(sizes), sum(sizes)) for _ in layout.ranks]
@@ -222,13 +204,7 @@ BatchBuffers = dict[int, RankBuffers]
 
 
 def batch_buffers(layout: Layout, plan: MatrixPlan, reply: Callable[[Batch], Reply]) -> Iterator[BatchBuffers]:
-    """Buffers of all ranks for each batch, in order.
-
-    Args:
-        layout: The common layout.
-        plan: Owners and batches.
-        reply: Tells what the holders get of the results.
-    """
+    """Buffers of all ranks for each batch, in order."""
     for batch in plan.batches:
         buffers: BatchBuffers = {}
         alike: dict[tuple[int, int], _Alike] = {}

@@ -116,13 +116,7 @@ def _flat_runs(sizes: Sequence[int], held: Sequence[Runs]) -> Runs:
 
 
 def copy_ranks(ranks: Any, coordinate: Sequence[int], placements: Sequence[Any]) -> list[int]:
-    """Ranks that together have one copy of a parameter.
-
-    Args:
-        ranks: Ranks of the mesh, a tensor with its dimensions.
-        coordinate: Coordinate of one of the ranks that have the copy.
-        placements: Placements by dimension of the mesh.
-    """
+    """Ranks that have the same copy of a parameter as the rank at a coordinate, each a part of it."""
     chosen = tuple(
         place if placement.is_replicate() else slice(None)
         for place, placement in zip(coordinate, placements, strict=True)

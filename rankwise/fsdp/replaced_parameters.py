@@ -22,10 +22,6 @@ __all__ = ["refuse_replaced"]
 def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
     """Compare parameters with those of all sharded modules; called once, for parameters without gradients or new ones.
 
-    Args:
-        owner: Name of the optimizer, for the message.
-        named: Parameters by the names that they were given.
-
     Raises:
         OptionError: No module has one of them any more, and a sharded module has another of its name; or a sharded
             module has one under another name.

@@ -273,13 +273,7 @@ def _ranks(group: Any) -> int:
 
 
 def _seen_alike(groups: list[Any], meshes: list[Any], world: int) -> tuple[int, int]:
-    """This rank's place among those that see the same tokens, and their number: those of tensor parallelism.
-
-    Args:
-        groups: Groups of :func:`_sharded_modules`.
-        meshes: Meshes of the optimizer's parameters.
-        world: Number of ranks of all of these together.
-    """
+    """This rank's place among those that see the same tokens, and their number: those of tensor parallelism."""
     widest = max(groups, key=_ranks, default=None)
     ways = world // (1 if widest is None else _ranks(widest))
     data = () if widest is None else widest.mesh_info.mesh.mesh_dim_names or ()

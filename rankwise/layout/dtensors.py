@@ -83,12 +83,7 @@ def local_gradient(tensor: Tensor, grad: Tensor) -> Tensor:
 
 
 def local_gradients(tensors: Sequence[Any], sharded: Sequence[bool]) -> list[Tensor | None]:
-    """This rank's parts of gradients; no collective and no call where they are cut as their tensors are.
-
-    Args:
-        tensors: Tensors with or without gradients.
-        sharded: Whether each of them is a ``DTensor``.
-    """
+    """This rank's parts of gradients; no collective and no call where they are cut as their tensors are."""
     gradients: list[Tensor | None] = []
     for tensor, cut in zip(tensors, sharded, strict=True):
         grad = tensor.grad
@@ -124,12 +119,7 @@ def cut_as(value: Tensor, owner: Tensor) -> Tensor:
 
 
 def sharded_like(owner: Tensor, local: Tensor) -> Tensor:
-    """Make a tensor that is cut as another one is; the part itself where that is not cut.
-
-    Args:
-        owner: Tensor whose shape the whole one is to have.
-        local: This rank's part, which is not copied.
-    """
+    """Make a tensor of this rank's part, cut as ``owner`` is; returns the part itself where ``owner`` is not cut."""
     cut = cut_of(owner)
     if cut is None:
         return local

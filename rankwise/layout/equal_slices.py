@@ -122,12 +122,7 @@ def _owners(
 
 
 def in_slices(layout: Layout, matrices: Mapping[str, SlicedMatrix]) -> Layout:
-    """The layout in which the slices are parameters of their own; shards keep their order.
-
-    Args:
-        layout: The common layout.
-        matrices: Matrices that :func:`find_slices` found in it.
-    """
+    """The layout in which the slices of matrices are parameters of their own; shards keep their order."""
     if not matrices:
         return layout
     ranks = tuple(

@@ -157,12 +157,7 @@ class _BlockedRanks(Sequence[tuple[Shard, ...]]):
 
 
 def in_blocks(layout: Layout, blocks: Mapping[str, Sequence[Block]]) -> Layout:
-    """The layout in which blocks are parameters of their own.
-
-    Args:
-        layout: The common layout.
-        blocks: Blocks by key of the two-dimensional parameter that they tile.
-    """
+    """The layout in which blocks, which tile their two-dimensional weights, are parameters of their own."""
     if not blocks:
         return layout
     if isinstance(layout, EvenLayout):
@@ -175,12 +170,7 @@ def in_blocks(layout: Layout, blocks: Mapping[str, Sequence[Block]]) -> Layout:
 
 
 def cut_into_blocks(part: Shard, blocks: Sequence[Block]) -> Iterator[Shard]:
-    """Cut a weight's shard into pieces of blocks; yields the shard itself where there are no blocks.
-
-    Args:
-        part: Shard that is stored without gaps.
-        blocks: Blocks of its weight.
-    """
+    """Cut a weight's shard, stored without gaps, into pieces of blocks; yields it whole where there are none."""
     if not blocks:
         yield part
     for block in blocks:

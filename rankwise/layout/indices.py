@@ -16,10 +16,6 @@ class DeviceIndices:
     """Index tensors by their values: copying one to the device anew would stall the host at every step.
 
     Only the last few are kept, because the set of parameters with gradients may be another one at every step.
-
-    Args:
-        device: Device of the index tensors.
-        kept: Number of index tensors that are kept.
     """
 
     def __init__(self, device: torch.device, kept: int = _KEPT) -> None:

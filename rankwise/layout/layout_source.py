@@ -82,11 +82,7 @@ def read_sharded_by(
 
 
 def refuse_strangers(owner: str, named: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that are not those of a sharded model by these names.
-
-    Args:
-        owner: Name of the optimizer, for the message.
-        named: Parameters by name.
+    """Refuse parameters, given by name, that are not those of a sharded model by these names.
 
     Raises:
         OptionError: The model has other parameters in their place.
@@ -181,12 +177,7 @@ class TensorParallel:
 
     @classmethod
     def among(cls, everyone: dist.ProcessGroup, group: dist.ProcessGroup) -> TensorParallel:
-        """Find the tensor-parallel groups among some ranks; a collective of these ranks.
-
-        Args:
-            everyone: The ranks.
-            group: This rank's tensor-parallel group.
-        """
+        """Find the tensor-parallel groups among the ranks of ``everyone``; a collective of these ranks."""
         ranks_of: list[list[int]] = [[] for _ in range(dist.get_world_size(everyone))]
         dist.all_gather_object(ranks_of, dist.get_process_group_ranks(group), group=everyone)
         sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in ranks_of}
@@ -273,9 +264,6 @@ class LayoutSource(ABC):
     def keeps_gradient(self, parameter: Tensor) -> bool | None:
         """Whether the next backward pass adds to what an earlier one has left of a parameter's gradient.
 
-        Args:
-            parameter: Parameter of the model.
-
         Returns:
             False where it begins anew; None if it begins anew exactly where the parameter's ``grad`` is gone.
         """
@@ -321,11 +309,7 @@ class WholeParameters(LayoutSource):
         self._contents[id(tensor)] = TensorContents(group, (whole,) if tensor.numel() else ())
 
     def refuse_replaced(self, owner: str, idle: Sequence[Tensor]) -> None:
-        """Refuse to go on with parameters that are not the model's any more.
-
-        Args:
-            owner: Name of the optimizer, for the message.
-            idle: Parameters without gradients.
+        """Refuse to go on with parameters without gradients that are not the model's any more.
 
         Raises:
             OptionError: Others have been put in their place.

@@ -63,13 +63,7 @@ def blocks_of(
 
 
 def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> ParameterInfo:
-    """Describe a block, or the stack of blocks of a stack of weights.
-
-    Args:
-        info: Description of its weight.
-        block: The block.
-        key: Key of the matrix, where it is taken out of a stack.
-    """
+    """Describe a block, or the stack of blocks of a stack of weights; ``key`` names a matrix of a stack."""
     shape = block.shape(info.shape)
     if key is None:
         return replace(info, shape=(*info.shape[:-2], *shape), fused=None)

@@ -118,12 +118,7 @@ def nearest(
 
 
 def hint_for(key: str, valid: Collection[str]) -> str:
-    """Advice on a key that is no option.
-
-    Args:
-        key: The key.
-        valid: The options.
-    """
+    """Advice on a key that is no option."""
     if key in LEFT_OVER:
         return f"remove it; {LEFT_OVER[key]}"
     for option, advice in ADVICE.get(key, ()):
@@ -134,12 +129,7 @@ def hint_for(key: str, valid: Collection[str]) -> str:
 
 
 def misspelt(given: str, valid: Collection[str]) -> str:
-    """The end of a message that lists names: the one that is spelt much like the given one, if any is.
-
-    Args:
-        given: The name that was chosen.
-        valid: The valid names.
-    """
+    """The end of a message that lists names: the one that is spelt much like the given one, if any is."""
     near = nearest(given, valid, cutoff=0.85)
     return f"; did you mean '{near}'?" if near else ""
 

@@ -24,14 +24,7 @@ class MisfitError(ValueError):
 
 
 def check_shape(owner: str, key: str, state: str, found: Sequence[int], allowed: Collection[Shape]) -> None:
-    """Refuse a state that has another shape than its parameter and its group's options allow.
-
-    Args:
-        owner: Name of the optimizer, for the message.
-        key: Name of the parameter.
-        state: Name of the state.
-        found: Shape of the state.
-        allowed: Shapes that it may have.
+    """Refuse a state of a parameter whose shape is none of those that its options allow.
 
     Raises:
         MisfitError: The shape is none of these.
@@ -48,12 +41,6 @@ def refuse_strange(
     owner: str, unit: StepUnit, states: Mapping[str, Mapping[str, Tensor]], initial: InitialStates
 ) -> None:
     """Compare the states of the matrices that this rank owns with what a planned unit expects.
-
-    Args:
-        owner: Name of the optimizer, for the message.
-        unit: The unit.
-        states: States by matrix and name.
-        initial: Gives the states that a matrix begins with.
 
     Raises:
         MisfitError: A state has another shape than the one it would begin with.

@@ -43,13 +43,7 @@ _BORROWED: Note[list[_KeptState]] = Note("those that are with their owners for t
 
 
 def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStates) -> None:
-    """Complete the states of this rank's matrices for a step; a collective if any rank keeps a state for another.
-
-    Args:
-        unit: Unit of the step.
-        states: This rank's matrix states.
-        initial: Gives the states that a matrix begins with.
-    """
+    """Complete the states of this rank's matrices for a step; a collective if any rank keeps a state for another."""
     loans, rank = _loans(unit, initial), unit.layout.rank
     if not loans:
         return
@@ -96,13 +90,7 @@ def refuse_stranded(unit: StepUnit, states: MatrixStates, mark: str) -> None:
 
 
 def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection[str]) -> None:
-    """Give the states that :func:`fetch_kept_states` got back to their keepers; a collective if any has changed.
-
-    Args:
-        unit: Unit of the step.
-        states: This rank's matrix states.
-        changed: Matrices whose states may have changed, the same on all ranks.
-    """
+    """Give what :func:`fetch_kept_states` got back to keepers; a collective if any has ``changed``, on all ranks alike."""
     rank = unit.layout.rank
     leaving = [loan for loan in unit.notes.get(_LOANS) or () if loan.task.key in changed]
     if leaving:
@@ -115,14 +103,7 @@ def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection
 
 
 def initial_part(unit: StepUnit, task: MatrixTask, present: MatrixState, initial: InitialStates) -> MatrixState:
-    """States of a matrix that a rank begins with: an owner's own, and those that it keeps for others.
-
-    Args:
-        unit: Unit of the matrix.
-        task: The matrix.
-        present: Those of its states that this rank has.
-        initial: Gives the states that a matrix begins with.
-    """
+    """States of a matrix that a rank begins with: an owner's own, and those that it keeps for others."""
     assert unit.exchange is not None
     plan = unit.exchange.plan
     owned = plan.owners[task.key] == unit.layout.rank
@@ -149,14 +130,7 @@ def _loans(unit: StepUnit, initial: InitialStates) -> Sequence[_KeptState]:
 def _moved(
     unit: StepUnit, loans: Sequence[_KeptState], sent: Sequence[Tensor], back: bool
 ) -> list[tuple[_KeptState, Tensor]]:
-    """Exchange states in one all-to-all, and return those that arrive at this rank.
-
-    Args:
-        unit: Unit of the ranks.
-        loans: States that travel.
-        sent: Values of those that this rank sends, in the same order.
-        back: Whether they go to their keepers, else to their owners.
-    """
+    """Exchange states in one all-to-all, ``back`` to their keepers or to their owners; returns those that arrive."""
     rank, empty = unit.layout.rank, loans[0].like.new_empty(0, device=unit.device)
     routes = [(loan.owner, loan.keeper)[:: 1 if back else -1] for loan in loans]
     values = iter(sent)

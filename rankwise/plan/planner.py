@@ -166,14 +166,7 @@ class Planner:
     def kept_in(
         self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[TensorContents, ElementStates]:
-        """What one tensor stores, and the states that it keeps in a group, planned or not.
-
-        Args:
-            groups: The optimizer's param groups.
-            tensor: A tensor of these groups; it has the index 0 in the result.
-            group: Group of the tensor.
-            dtype: Type in which a step computes.
-        """
+        """What one tensor stores, and the states, under index 0, that it keeps in a group, planned or not."""
         content, table = self.source.contents(tensor), self._table
         infos = {part.name: table.catalog[part.name][0] for part in content.slices}
         routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}

@@ -19,10 +19,6 @@ Lendable = Callable[[MatrixTask], Mapping[str, int]]
 def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Mapping[int, int]]]:
     """Bytes of the element states, for each set of keys that are distributed alike.
 
-    Args:
-        table: Table of the parameters.
-        unit: The unit of the parameters.
-
     Yields:
         Elements of one key by rank, number of keys, and bytes of the states of all these keys by rank.
     """
@@ -49,16 +45,7 @@ def keepers_in(
     owners: Mapping[str, int],
     given: Mapping[Any, int],
 ) -> dict[tuple[str, str], int]:
-    """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold.
-
-    Args:
-        table: Table of the parameters.
-        unit: Unit of the matrices.
-        tasks: Tasks of one rank each.
-        lendable: Sizes of the states that another rank may keep, by matrix.
-        owners: Rank that owns each matrix.
-        given: Ranks that keep states already, by (matrix, state).
-    """
+    """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold."""
     sizes = {task.signature: lendable(task) for task in tasks}
     held = [0] * unit.layout.world_size
     for *_, shares in element_states(table, unit):

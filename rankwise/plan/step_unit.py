@@ -156,13 +156,7 @@ class Bucket:
         )
 
     def pieces(self, found: Sequence[tuple[int, slice]], grads: list[Tensor], states: Sequence[str]) -> Bucket:
-        """A bucket of parts of these entries, with other gradients.
-
-        Args:
-            found: Index of each entry, and range of its elements.
-            grads: Gradient of each part.
-            states: Names of the states that will be asked for.
-        """
+        """A bucket of parts of entries, given by index and elements, with other gradients and only these states."""
         whole = self.only([place for place, _ in found])
         parts = [part for _, part in found]
         if all(part == WHOLE for part in parts):

@@ -31,13 +31,7 @@ __all__ = ["UnitBuilder", "device_and_dtype", "dtype_of"]
 
 
 class UnitBuilder:
-    """Builds units, which have no owners of matrices yet.
-
-    Args:
-        spec: The states that rules keep.
-        table: The parameters and their rules.
-        values: Describes the options in words, for ranks whose options differ.
-    """
+    """Builds units, which have no owners of matrices yet."""
 
     def __init__(self, spec: OptimizerSpec, table: ParameterTable, values: GroupValues) -> None:
         self._spec, self._table, self._values = spec, table, values

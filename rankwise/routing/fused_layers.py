@@ -316,11 +316,7 @@ _FUSED_NAMES = re.compile(
 
 
 def fused_parts(weight: WeightView) -> FusedShape | None:
-    """The logical matrices of a weight; None if it is one matrix, or nothing certain is known.
-
-    Args:
-        weight: The weight and the modules around it.
-    """
+    """The logical matrices of a weight; None if it is one matrix, or nothing certain is known."""
     if not 2 <= len(weight.shape) <= 3:
         return None
     if isinstance(weight.owner, nn.MultiheadAttention) and weight.name == "in_proj_weight":
@@ -340,13 +336,7 @@ def _fitting(fused: FusedShape | None, shape: Sequence[int]) -> FusedShape | Non
 
 
 def looks_fused(name: str, shape: Sequence[int], role: Role) -> bool:
-    """Whether a weight without known parts has a name that fused weights have.
-
-    Args:
-        name: Name of the parameter in its model.
-        shape: Logical shape of the parameter.
-        role: Role of the parameter.
-    """
+    """Whether a weight without known parts has a name that fused weights have."""
     if not 2 <= len(shape) <= 3 or role not in (Role.LINEAR, Role.EXPERT, Role.UNKNOWN) or name.endswith("bias"):
         return False
     parts = name.removesuffix(".weight").split(".")

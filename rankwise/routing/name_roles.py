@@ -48,12 +48,7 @@ class Role(StrEnum):
 
 
 def role_by_name(name: str, shape: Sequence[int]) -> Role:
-    """The role of a parameter of which only name and shape are known; UNKNOWN if they do not tell.
-
-    Args:
-        name: Name in the model.
-        shape: Logical shape.
-    """
+    """The role of a parameter of which only name and shape are known; UNKNOWN if they do not tell."""
     path, _, own = name.rpartition(".")
     module, local, lowered = unwrapped(path.lower()), own.lower(), name.lower()
     kept = local not in ("weight", "bias")

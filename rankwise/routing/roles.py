@@ -66,12 +66,7 @@ class ParameterInfo:
         return self.name.partition(_TWIN)[0]
 
     def told_apart(self, group: int, position: int) -> ParameterInfo:
-        """A copy with a unique name, for a parameter whose name another one of the optimizer has.
-
-        Args:
-            group: Index of its param group.
-            position: Index of the parameter in the group.
-        """
+        """A copy with a unique name, for a parameter whose name another one of the optimizer has."""
         return replace(self, name=f"{self.name}{_TWIN}{group}.param{position}")
 
     @property
@@ -218,9 +213,6 @@ def recall(parameters: Iterable[Tensor]) -> Mapping[int, ParameterInfo]:
     """Find the infos of parameters that took the place of annotated ones.
 
     ``copy.deepcopy``, ``to_empty``, ``load_state_dict(assign=True)`` and ``fully_shard`` put them there.
-
-    Args:
-        parameters: The parameters of an optimizer.
 
     Returns:
         Infos by identity. Looks through all living annotated modules if some parameters have no info of their own.

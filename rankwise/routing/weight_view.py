@@ -116,11 +116,7 @@ def _read(source: object, name: str) -> object:
 
 
 class Surroundings:
-    """The modules of a model by their names.
-
-    Args:
-        model: The model.
-    """
+    """The modules of a model by their names."""
 
     def __init__(self, model: nn.Module) -> None:
         # What a wrapper wraps comes after the wrapper, and replaces it under the same name.

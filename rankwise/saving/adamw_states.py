@@ -50,13 +50,7 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
 
 
 class AdamWStates:
-    """Converts states.
-
-    Args:
-        spec: The optimizer's name, and what its states mean.
-        table: The parameters and their rules.
-        planner: Knows what tensors store.
-    """
+    """Converts the states of AdamW and Muon to ours, and ours to AdamW's."""
 
     def __init__(self, spec: OptimizerSpec, table: ParameterTable, planner: Planner) -> None:
         self._spec, self._table, self._planner = spec, table, planner
@@ -75,13 +69,7 @@ class AdamWStates:
         return plan_takeover(saved, self.targets(groups))
 
     def record(self, found: StateTakeover, began: int, elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Make what :class:`Transition` loads.
-
-        Args:
-            found: The states that are taken over.
-            began: Steps that the other optimizer has taken.
-            elsewhere: Parameters that start afresh and are not this optimizer's.
-        """
+        """Make what :class:`Transition` loads."""
         transition = Transition()
         transition.begin(began, self._spec.options.transition_steps, {*found.afresh, *elsewhere})
         return transition.state_dict()

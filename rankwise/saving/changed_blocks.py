@@ -19,23 +19,13 @@ _TAG = re.compile(r"\[([A-Za-z_][\w.]*)\]")
 
 
 class ChangedBlocks:
-    """Tells which saved states belong to the present matrices.
-
-    Args:
-        spec: The optimizer's name, and whether blocks are matrices of their own.
-        table: The parameters and their blocks.
-    """
+    """Tells which saved states belong to the present matrices."""
 
     def __init__(self, spec: OptimizerSpec, table: ParameterTable) -> None:
         self._spec, self._table = spec, table
 
     def carried(self, states: Mapping[str, Mapping[str, Value]], announce: bool = True) -> dict[str, dict[str, Value]]:
-        """Select the states that fit the present matrices; a warning says once which start afresh.
-
-        Args:
-            states: Saved states by matrix.
-            announce: Whether to warn.
-        """
+        """Select the states that fit the present matrices; with ``announce``, warn of those that start afresh."""
         kept: dict[str, dict[str, Value]] = {}
         lost: dict[str, None] = {}
         names: dict[str, None] = {}
@@ -51,12 +41,7 @@ class ChangedBlocks:
         return kept
 
     def belongs(self, key: str, state: str) -> bool:
-        """Whether a saved state of a matrix means the same now.
-
-        Args:
-            key: Key of the matrix when it was saved.
-            state: Name of the state.
-        """
+        """Whether a saved state of a matrix means the same now."""
         name = self._table.base_name(key)
         blocks = {block.name for block in self._table.blocks.get(name, ())}
         if self._spec.owns_blocks:
@@ -71,12 +56,7 @@ class ChangedBlocks:
 
 
 def start_afresh(weights: Collection[str], states: Collection[str]) -> str:
-    """Say that states of weights start afresh.
-
-    Args:
-        weights: Weights of the matrices.
-        states: Names of the states.
-    """
+    """Say that states of weights start afresh."""
     names = list(weights)
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     lost = ", ".join(dict.fromkeys(map(without_blocks, states)))

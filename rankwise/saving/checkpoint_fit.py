@@ -118,25 +118,13 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
 
 
 class CheckpointFit:
-    """Checks whether a state dictionary is one of this optimizer's.
-
-    Args:
-        spec: The states that rules keep.
-        values: The options of groups.
-        table: The parameters and their rules.
-        planner: The units, whose owners expect states of their matrices.
-    """
+    """Checks whether a state dictionary is one of this optimizer's."""
 
     def __init__(self, spec: OptimizerSpec, values: GroupValues, table: ParameterTable, planner: Planner) -> None:
         self._spec, self._values, self._table, self._planner = spec, values, table, planner
 
     def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
         """Convert a dictionary to one that this optimizer would have written; a collective where parameters are cut.
-
-        Args:
-            optimizer: Knows what its matrices begin with.
-            state_dict: State dict of any optimizer.
-            groups: The optimizer's param groups.
 
         Raises:
             ValueError: Another optimizer has written it, or for other parameters, or another rank.
@@ -165,9 +153,6 @@ class CheckpointFit:
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.
-
-        Args:
-            state_dict: What ``optimizer.state_dict()`` returned.
 
         Raises:
             ValueError: Another optimizer has written it, or it has unknown states or parameters.

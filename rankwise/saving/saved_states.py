@@ -44,13 +44,6 @@ logger = logging.getLogger(__name__)
 class SavedStates:
     """The part of an optimizer that is saved in checkpoints.
 
-    Args:
-        spec: The states that rules keep.
-        values: The options of groups.
-        table: The parameters and their rules.
-        planner: The units, in whose layout states are stored.
-        matrix_states: The optimizer's matrix states.
-
     Attributes:
         fit: Checks dictionaries before anything of them is taken over.
         succession: Converts the states of other optimizers.
@@ -77,12 +70,7 @@ class SavedStates:
     # --- dictionaries -------------------------------------------------------------------------------------------
 
     def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-        """Entries of a state dictionary besides torch's own; a collective where ranks hold the parameters alike.
-
-        Args:
-            result: Torch's own entries, as they are to be saved.
-            groups: The optimizer's param groups.
-        """
+        """Entries of a state dictionary besides torch's own; a collective where ranks hold the parameters alike."""
         matrices = self._collected() if self._consolidated is None else self._consolidated
         # Where ranks miss gradients alike, each has parts of parameters, which only it can load again.
         parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
@@ -96,14 +84,7 @@ class SavedStates:
     def under_parameters(
         self, result: Mapping[str, Any], groups: Groups, matrices: Mapping[str, MatrixState], extra: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Put everything into states and groups; see :mod:`rankwise.saving.states_by_parameter`.
-
-        Args:
-            result: Dictionary of torch.
-            groups: The optimizer's param groups.
-            matrices: States of all matrices that this rank knows.
-            extra: What belongs to no parameter.
-        """
+        """Put matrix states, and what belongs to no parameter, into torch's dictionary."""
         by_parameter = under_parameters(matrices, {key: self._table.base_name(key) for key in matrices})
         state = {key: without_matrices(states_here) for key, states_here in result["state"].items()}
         keys = (key for group in result["param_groups"] for key in group["params"])
@@ -349,12 +330,7 @@ class SavedStates:
         self._matrix_states.load({} if self._waiting else copies)
 
     def adopt_groups(self, groups: Sequence[dict[str, Any]], saved: Groups) -> None:
-        """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some.
-
-        Args:
-            groups: The optimizer's param groups, changed in place.
-            saved: The checkpoint's param groups.
-        """
+        """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some."""
         before = self._spec.structures_of(groups)
         for group, saved_group in zip(groups, saved, strict=True):
             group.update({name: value for name, value in saved_group.items() if name != "params"})
@@ -381,12 +357,6 @@ class SavedStates:
     ) -> None:
         """Take over matrix states and step counts by group from another layout's checkpoint.
 
-        Args:
-            optimizer: Knows what its matrices begin with.
-            states: The optimizer's element states.
-            matrix_states: Matrix states by matrix.
-            steps: Step counts by the position of a group.
-
         Raises:
             MisfitError: A state is not of the shape of its matrix; nothing has changed then.
         """
@@ -406,10 +376,6 @@ class SavedStates:
 
     def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
         """Refuse states of other shapes than this rank's matrices have.
-
-        Args:
-            optimizer: Knows what its matrices begin with.
-            matrix_states: Matrix states by matrix; their values do not matter.
 
         Raises:
             MisfitError: A state has another shape; the message names the first one.
@@ -431,14 +397,7 @@ class SavedStates:
     def stored_states(
         self, groups: Groups, states: States, tensor: Tensor, name: str, state: str
     ) -> list[tuple[int, Tensor]]:
-        """Find an element state of one parameter.
-
-        Args:
-            groups: The optimizer's param groups.
-            states: The optimizer's element states.
-            tensor: A tensor of the param groups, stepped or loaded before.
-            name: Name of a parameter.
-            state: Name of one of its :meth:`kept_states`.
+        """Find an element state of one parameter in a tensor that was stepped or loaded before.
 
         Returns:
             The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.

@@ -69,13 +69,7 @@ def _tasks(unit: StepUnit) -> dict[str, list[MatrixTask]]:
 def whole_states(
     unit: StepUnit, work: StepCosts, present: Mapping[str, MatrixState]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Every state of every matrix of a unit, whole on every rank, one after the other; a collective.
-
-    Args:
-        unit: A planned unit.
-        work: Gives the states that its matrices begin with.
-        present: States that this rank has; matrices that have not been stepped have the initial ones.
-    """
+    """Every state of every matrix of a unit, whole on every rank, one after the other; a collective."""
     meta, owners = torch.device("meta"), unit.exchange.plan.owners if unit.exchange is not None else {}
     elsewhere = _kept_elsewhere(unit, present)
     for key, tasks in _tasks(unit).items():
@@ -106,12 +100,7 @@ def _kept_elsewhere(unit: StepUnit, present: Mapping[str, MatrixState]) -> Mappi
 
 
 def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
-    """Cut a tensor that every rank has into rows of a ``DTensor``; a scalar stays whole.
-
-    Args:
-        whole: The tensor.
-        mesh: One-dimensional mesh.
-    """
+    """Cut a tensor that every rank has into rows of a ``DTensor`` on a 1-D mesh; a scalar stays whole."""
     if whole.dim() == 0:
         return whole
     from torch.distributed.tensor import DTensor, Shard
@@ -129,12 +118,6 @@ def owned_parts(
     owner: str, unit: StepUnit, work: StepCosts, saved: Mapping[str, MatrixState]
 ) -> dict[str, MatrixState]:
     """Select what this rank owns of saved states; a collective.
-
-    Args:
-        owner: Name of the optimizer, for the message.
-        unit: A planned unit.
-        work: Tells how slices share their states.
-        saved: States by matrix, with the same names on all ranks.
 
     Raises:
         MisfitError: A state has another shape than its matrix asks for; alike on all ranks, before anything is sent.

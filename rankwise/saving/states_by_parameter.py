@@ -53,12 +53,7 @@ def asked_by_torch() -> bool:
 
 
 def under_parameters(states: Mapping[str, MatrixState], names: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
-    """Sort states of matrices by parameter.
-
-    Args:
-        states: States by matrix.
-        names: Parameter of each matrix.
-    """
+    """Sort states of matrices by parameter."""
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, state in states.items():
         name = names[key]

@@ -44,11 +44,7 @@ class Entry:
 
 
 class PlannedEntries(tuple[Entry, ...]):
-    """Entries of a unit that are stepped together, with results that depend on them alone; lives as long as the unit.
-
-    Args:
-        entries: Entries in storage order.
-    """
+    """Entries of a unit, in storage order, that are stepped together; results that depend on them alone are kept."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__()
@@ -58,12 +54,7 @@ class PlannedEntries(tuple[Entry, ...]):
         return tuple, (tuple(self),)
 
     def once(self, what: Hashable, plan: Callable[[PlannedEntries], T]) -> T:
-        """Return a result that depends on the entries alone; it is computed when it is first asked for.
-
-        Args:
-            what: Key of the result.
-            plan: Computes it from the entries.
-        """
+        """Return what ``plan`` computes of the entries alone; it is computed once for each key ``what``."""
         if what not in self._planned:
             if len(self._planned) >= _MOST_ANSWERS:
                 self._planned.clear()
@@ -79,16 +70,7 @@ class PlannedEntries(tuple[Entry, ...]):
 def cut_into_entries(
     contents: Sequence[TensorContents], infos: Mapping[str, ParameterInfo], routes: Mapping[str, Route]
 ) -> list[Entry]:
-    """Turn slices into shards, splitting a stack of matrices into its matrices.
-
-    Args:
-        contents: What each tensor of the step stores.
-        infos: The parameters by name.
-        routes: Rules of the parameters by name.
-
-    Returns:
-        The entries in storage order.
-    """
+    """Turn what tensors store into entries in storage order, splitting a stack of matrices into its matrices."""
     entries: list[Entry] = []
     for tensor, content in enumerate(contents):
         for piece in content.slices:
@@ -104,14 +86,7 @@ def entries_of_blocks(
     infos: Mapping[str, ParameterInfo],
     routes: Mapping[str, Route],
 ) -> list[Entry]:
-    """Cut entries into the pieces of blocks that matrix rules see; the same list where no weight is fused.
-
-    Args:
-        stored: Entries that keep states.
-        blocks: Blocks of fused weights, by key.
-        infos: Descriptions of parameters and blocks, by key.
-        routes: Rules of parameters and blocks, by key.
-    """
+    """Cut stored entries into the pieces of blocks that matrix rules see; the same list where no weight is fused."""
     if not blocks:
         return stored
     entries: list[Entry] = []

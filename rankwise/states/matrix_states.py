@@ -104,13 +104,7 @@ class MatrixStates(dict[str, MatrixState]):
 def kept_by(
     keepers: Mapping[Any, int], rank: int, states: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """States that a rank keeps for their owners.
-
-    Args:
-        keepers: Ranks by (matrix, state); other keys are ignored.
-        rank: The rank.
-        states: States by matrix and name.
-    """
+    """Matrices and names of the states that a rank keeps for their owners; ``keepers`` may have other keys, too."""
     return ((key, name) for key, state in states.items() for name in state if keepers.get((key, name)) == rank)
 
 

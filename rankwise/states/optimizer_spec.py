@@ -152,12 +152,7 @@ class OptimizerSpec(ABC):
         return {}
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
-        """Type of the rule's matrix products on this machine; None for a rule without a choice.
-
-        Args:
-            device: Device of the weights.
-            dtype: Type of the computation.
-        """
+        """Type of the rule's matrix products on this machine; None for a rule without a choice."""
         if not self.product_option:
             return None
         wish = getattr(self.options, self.product_option)

@@ -138,13 +138,7 @@ class PackedLayout:
         return result
 
     def packed_again(self, theirs: Tensor, layout: PackedLayout, device: torch.device) -> Tensor:
-        """Pack by this layout what another one has packed; a portion of the elements is opened at a time.
-
-        Args:
-            theirs: State that the other layout has packed.
-            layout: The other layout, of as many elements.
-            device: Device of the new state.
-        """
+        """Pack by this layout what another one, of as many elements, has packed; opens a portion at a time."""
         kept = self.fresh(device)
         for portion in self._portions():
             pieces = []
@@ -236,11 +230,7 @@ class PackedLayout:
     # --- in checkpoints -----------------------------------------------------------------------------------------
 
     def record(self, shape: Sequence[int]) -> dict[str, Any]:
-        """Describe the layout in plain data; :func:`packed_in` reads it with the record of a tensor's runs.
-
-        Args:
-            shape: Shape of the opened state.
-        """
+        """Describe the layout, and the shape of the opened state, in plain data for :func:`packed_in`."""
         return {"shape": list(shape), "types": [str(run.dtype).removeprefix("torch.") for run in self.runs]}
 
 
@@ -264,14 +254,7 @@ def packed_in(record: Mapping[str, Any], name: str) -> tuple[PackedLayout, tuple
 
 
 class PackedValues:
-    """A run of a packed state, which takes memory for opened values only while it is read or filled.
-
-    Args:
-        kept: The packed state.
-        layout: Layout of the packed state.
-        start: First element of the run in the opened state.
-        length: Elements of the run.
-    """
+    """A run of a packed state, given as elements of the opened one; opened only while it is read or filled."""
 
     def __init__(self, kept: Tensor, layout: PackedLayout, start: int, length: int) -> None:
         self._kept, self._layout, self._start, self._length = kept, layout, start, length
@@ -309,14 +292,7 @@ class PackedValues:
 
 
 def values_of(state: Tensor, first: int, numel: int, layout: PackedLayout | None) -> Tensor | PackedValues:
-    """A run of a saved state.
-
-    Args:
-        state: The saved state.
-        first: First element of the run in the opened state.
-        numel: Elements of the run.
-        layout: Layout of the state; None if it is not packed.
-    """
+    """A run of a saved state, given as elements of the opened one; ``layout`` is None if it is not packed."""
     return state.reshape(-1)[first : first + numel] if layout is None else PackedValues(state, layout, first, numel)
 
 

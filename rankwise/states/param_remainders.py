@@ -37,11 +37,6 @@ def _fail(owner: str, rule: str, fix: str) -> None:
 def refuse_other_types(owner: str, names: Iterable[str], parameters: Iterable[Tensor]) -> None:
     """Refuse narrow weights whose missing bits do not fit into 16.
 
-    Args:
-        owner: Name of the optimizer, for the message.
-        names: Names of the parameters.
-        parameters: Parameters of one param group.
-
     Raises:
         OptionError: A parameter is neither in bf16 nor wide.
     """
@@ -57,10 +52,6 @@ def refuse_other_types(owner: str, names: Iterable[str], parameters: Iterable[Te
 
 def refuse_unless_narrow(owner: str, parameters: Iterable[Tensor]) -> None:
     """Refuse a model that has no weights in bf16.
-
-    Args:
-        owner: Name of the optimizer, for the message.
-        parameters: All parameters.
 
     Raises:
         OptionError: No parameter is in bf16.
@@ -100,11 +91,7 @@ def fit_to_travel(remainder: Tensor) -> Tensor:
 
 
 def forget_remainders(states: Iterable[Mapping[str, Any]]) -> None:
-    """Set remainders to zero, after others have replaced the weights.
-
-    Args:
-        states: States of every tensor.
-    """
+    """Set the remainders in states to zero, after others have replaced the weights."""
     for state in states:
         if REMAINDER in state:
             local_view(state[REMAINDER]).zero_()

@@ -170,11 +170,7 @@ class ParameterTable:
         self.catalog = {name: (info, new_index[index]) for name, (info, index) in self.catalog.items()}
 
     def names_by_group(self, count: int) -> list[list[str]]:
-        """Names of the parameters each group was made of, also where a framework has replaced them by parts.
-
-        Args:
-            count: Number of the groups.
-        """
+        """Names of the parameters each group was made of, also where a framework has replaced them by parts."""
         names: list[list[str]] = [[] for _ in range(count)]
         for name, (_, index) in self.catalog.items():
             if index < count:  # a user may have deleted groups
@@ -311,10 +307,7 @@ class ParameterTable:
         return all(chosen.rule != "matrix" for chosen in self.routes.values())
 
     def refuse_if_idle(self, unless_allowed: bool = False) -> None:
-        """Refuse an optimizer that would do no more than AdamW.
-
-        Args:
-            unless_allowed: Whether to accept it within :func:`idle_allowed`.
+        """Refuse an optimizer that would do no more than AdamW; ``unless_allowed``: not inside :func:`idle_allowed`.
 
         Raises:
             OptionError: No parameter takes the optimizer's own rule.

@@ -51,12 +51,7 @@ def part_in_stored(entry: Entry) -> slice:
 
 
 def segments_of(stored: Entry, entries: Sequence[Entry]) -> Segments:
-    """Cut the entries that are pieces of a stored one.
-
-    Args:
-        stored: The entry that keeps the states.
-        entries: All of its pieces.
-    """
+    """Cut the entries, which are all pieces of a stored one."""
     segments, part = Segments(), stored.shard
     if any(entry.shard.spread is not None for entry in entries):
         return segments

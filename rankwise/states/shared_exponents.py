@@ -73,14 +73,7 @@ class SharedExponents:
         return bool(self._rows)
 
     def row(self, part: Shard, state: str, first: int, at: int) -> int | None:
-        """Row of a block in the message; None if the block is not shared.
-
-        Args:
-            part: The shard.
-            state: Name of the state.
-            first: Index of an element in the parameter.
-            at: Number of blocks from that element's block to this one.
-        """
+        """Row of a block in the message; None if the block is not shared."""
         return self._rows.get(ExponentPlace(part.key, part.copy, part.columns, first // BLOCK + at, state))
 
     def agree(self, exponents: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:

@@ -56,12 +56,7 @@ class StepGroups:
         return next((self._scales[pattern] for pattern in reversed(list(self._scales)) if fnmatch(name, pattern)), 1.0)
 
     def place(self, position: int, scale: float) -> int:
-        """Index of a parameter's view.
-
-        Args:
-            position: Position of its group.
-            scale: Factor of the parameter's rate.
-        """
+        """Index of the view of a parameter with this scale, in the group at this position."""
         return position * len(self._distinct) + self._distinct.index(scale)
 
     def views(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

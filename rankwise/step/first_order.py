@@ -85,12 +85,7 @@ class FirstOrder:
         return self.backend == "adamw"
 
     def apply(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        """Update weights and states in place.
-
-        Args:
-            unit: The unit of the step, for sums over ranks.
-            buckets: All of its buckets, with their final gradients.
-        """
+        """Update weights and states in place, given all buckets of the unit with their final gradients."""
         if self.backend == "lamb":
             self._lamb(unit, buckets)
             return

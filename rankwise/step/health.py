@@ -33,11 +33,7 @@ class Health:
         return type(self), self._given
 
     def accumulate_on(self, device: torch.device) -> None:
-        """Add up on a device from now on, in memory that stays, so that replays of a captured step count, too.
-
-        Args:
-            device: Device of the sums; later calls change nothing.
-        """
+        """Add up on a device from now on, in memory that stays, so that replays of a captured step count, too."""
         if self._on_device is None:
             self._on_device = torch.zeros(len(self._names), 2, dtype=torch.float64, device=device)
 

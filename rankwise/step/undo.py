@@ -28,10 +28,6 @@ Kept = tuple[Tensor, Tensor]
 def any_not_finite(unit: StepUnit, tensors: Sequence[Tensor]) -> Tensor:
     """Whether a tensor of any rank holds an infinity or a NaN.
 
-    Args:
-        unit: Unit of the ranks, which call this together.
-        tensors: This rank's tensors.
-
     Returns:
         A 0-d number on the device, 1 if so, the same on every rank.
     """

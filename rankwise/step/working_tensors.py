@@ -68,14 +68,7 @@ class WorkingViews(NamedTuple):
 
 
 class WorkingTensors:
-    """Begins and ends steps.
-
-    Args:
-        spec: The optimizer's name, and whether its steps may be captured.
-        planner: Knows tensors by their names.
-        transition: Knows parameters whose counts start later.
-        followed: Follows what users do to states.
-    """
+    """Begins and ends steps."""
 
     def __init__(self, spec: OptimizerSpec, planner: Planner, transition: Transition, followed: FollowedStates) -> None:
         self._spec, self._planner, self._transition, self._followed = spec, planner, transition, followed
