@@ -90,7 +90,7 @@ def refuse_stranded(unit: StepUnit, states: MatrixStates, mark: str) -> None:
 
 
 def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection[str]) -> None:
-    """Give what :func:`fetch_kept_states` got back to keepers; a collective if any has ``changed``, on all ranks alike."""
+    """Give back what :func:`fetch_kept_states` got; a collective if anything has ``changed``, alike on all ranks."""
     rank = unit.layout.rank
     leaving = [loan for loan in unit.notes.get(_LOANS) or () if loan.task.key in changed]
     if leaving:
