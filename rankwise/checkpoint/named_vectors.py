@@ -330,12 +330,7 @@ def _counts(stored: NamedVectors) -> dict[str, Tensor]:
 
 
 def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: dist.ProcessGroup | None) -> None:
-    """Continue with the moments of an optimizer with AdamW's states, whatever its layout.
-
-    Args:
-        optimizer: Planned optimizer; its weights are loaded already, its states are replaced.
-        saved: Moments under the names of :func:`saved_vectors`.
-        group: Ranks that call this together.
+    """Continue with the moments of an optimizer with AdamW's states; weights are loaded already.
 
     Raises:
         StorageError: The moments cannot be read.

@@ -43,20 +43,11 @@ class WireFormat:
         return -(-values // self.block) * self.record * self.dtype.itemsize
 
     def back(self, reply: Reply, copied: bool) -> WireFormat:
-        """Format of results.
-
-        Args:
-            reply: What the holders get of the results.
-            copied: Whether several ranks hold the same elements, and must get the same values.
-        """
+        """Format of results; ``copied``: several ranks hold the same elements, and must get the same values."""
         return self
 
     def write(self, values: Tensor) -> Tensor:
-        """Write a message.
-
-        Args:
-            values: Whole blocks of values, 1-D, of the type :attr:`joined`.
-        """
+        """Write a message of whole blocks of values, 1-D, of the type :attr:`joined`."""
         return values
 
     def read(self, message: Tensor) -> Tensor:

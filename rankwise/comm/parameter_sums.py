@@ -25,13 +25,7 @@ class ShardSums:
     """
 
     def __init__(self, layout: Layout, device: torch.device, keys: Collection[str]) -> None:
-        """Plan the message once.
-
-        Args:
-            layout: The common layout.
-            device: Device of the partial sums.
-            keys: Parameters whose sums are wanted; the columns of others stay local.
-        """
+        """Plan the message for the sums of ``keys`` once; the columns of other parameters stay local."""
         self.layout = layout
         self.traffic = Traffic()
         slots = {key: index for index, key in enumerate(key for key in layout.straddlers if key in keys)}

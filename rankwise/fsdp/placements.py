@@ -75,13 +75,7 @@ def _joined(runs: Iterator[tuple[int, int]]) -> Runs:
 
 
 def slices_of(name: str, shape: Sequence[int], held: Sequence[Runs], copy: int) -> tuple[Slice, ...]:
-    """Convert a rank's part of a parameter to runs of the flattened parameter, stored one behind the other.
-
-    Args:
-        name: Name of the parameter.
-        shape: Shape of the parameter.
-        held: Runs of each dimension, see :func:`held_runs`.
-        copy: Number of the copy that it belongs to, of several that ranks hold alike.
+    """Convert a rank's part of a parameter, from :func:`held_runs`, to runs of the flattened parameter.
 
     Raises:
         PlacementError: The columns of this rank do not lie side by side.

@@ -97,12 +97,7 @@ def local_gradients(tensors: Sequence[Any], sharded: Sequence[bool]) -> list[Ten
 
 
 def cut_as(value: Tensor, owner: Tensor) -> Tensor:
-    """Cut a tensor of the owner's shape as the owner is cut; a collective where it must be put together first.
-
-    Args:
-        value: Tensor that is whole on every rank, or a ``DTensor``.
-        owner: Plain tensor, or a ``DTensor``.
-    """
+    """Cut a tensor of the owner's shape as the owner is cut; a collective where it must be put together first."""
     if not is_sharded(owner):
         return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined, no-any-return]
     wanted: Any = owner

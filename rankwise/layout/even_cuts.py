@@ -74,13 +74,7 @@ class _Run(NamedTuple):
 
 
 class EvenLayout(Layout):
-    """A layout of equal cuts that makes shards only when it is asked for them; seen from rank 0.
-
-    Args:
-        cuts: The parameters.
-        whole: Shards of ``cuts.whole()``: contiguous, and one for each key.
-        name_of: Returns the parameter that a key belongs to.
-    """
+    """A layout of equal cuts, made of shards of ``cuts.whole()`` only when it is asked for; seen from rank 0."""
 
     def __init__(self, cuts: EvenCuts, whole: Sequence[Shard], name_of: Callable[[str], str]) -> None:
         runs, base, end = {}, {}, 0

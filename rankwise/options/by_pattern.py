@@ -24,7 +24,7 @@ class Json(dict[str, Any]):
 
 
 class ByPattern(Check):
-    """A dictionary from name patterns to values of one kind, or None.
+    """Accepts a dictionary from name patterns to values of one kind, or None.
 
     Attributes:
         values: Describes the values in a word.
@@ -54,7 +54,7 @@ class ByPattern(Check):
 
 
 class RateScales(ByPattern):
-    """A dictionary from name patterns to numbers above 0, or None."""
+    """Accepts a dictionary from name patterns to numbers above 0, or None."""
 
     values = "multipliers of lr"
     example = 'write e.g. {"*embed*": 0.1}'
@@ -83,11 +83,7 @@ class DType:
 
 
 class StateDtypes(Check):
-    """A type, a dictionary from names of states to types, or None.
-
-    Args:
-        states: Names of the states.
-    """
+    """Accepts a type, a dictionary from names of states to types, or None."""
 
     kind = DType
     optional = True
@@ -128,7 +124,7 @@ _NUMBERS = ("groups", "heads")
 
 
 class BlockLayouts(ByPattern):
-    """A dictionary from name patterns to layouts, or None."""
+    """Accepts a dictionary from name patterns to layouts, or None."""
 
     values = "layouts"
     example = _EXAMPLE

@@ -74,12 +74,7 @@ def _meant(options_type: type[Options], keywords: Iterable[str]) -> str:
 
 
 def described(text: str | None, options_type: type[Options]) -> str | None:
-    """Insert the options into a class's docstring, before the section ``Raises``.
-
-    Args:
-        text: The docstring; None, as under ``python -OO``, stays None.
-        options_type: The options.
-    """
+    """Insert the options into a class's docstring, before the section ``Raises``."""
     if text is None:
         return None
     before, heading, after = inspect.cleandoc(text).partition("\nRaises:\n")

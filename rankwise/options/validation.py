@@ -20,11 +20,7 @@ class OptionError(ValueError):
 
 @contextmanager
 def called(name: str) -> Iterator[None]:
-    """Begin messages about options, and of optimizers that are built in the context, with the name that a user chose.
-
-    Args:
-        name: The ``"type"`` in a JSON, or the name on a command line.
-    """
+    """Begin messages about options, and of optimizers built in the context, with the name that a user chose."""
     token = _called.set(name)
     try:
         yield

@@ -22,15 +22,7 @@ __all__ = ["GroupChanges"]
 
 
 class GroupChanges:
-    """Notices what has changed since the steps were planned.
-
-    Args:
-        spec: Structural options, and the states that depend on them.
-        values: Judges the values that groups set.
-        table: The parameters and their rules.
-        planner: Forgets its plans where a group has changed.
-        matrix_states: The optimizer's matrix states.
-    """
+    """Notices what has changed since the steps were planned."""
 
     def __init__(
         self,
@@ -50,11 +42,6 @@ class GroupChanges:
 
     def follow(self, unit: StepUnit | None, groups: Groups, states: States) -> bool:
         """Follow what may be changed and refuse what may not, before the step changes anything.
-
-        Args:
-            unit: The plan for the present groups; None if there is none.
-            groups: The optimizer's param groups.
-            states: The optimizer's element states.
 
         Returns:
             Whether the plans were forgotten.
@@ -108,10 +95,6 @@ class GroupChanges:
         """Use the sharded parameters that took the places of the optimizer's, as accelerate puts them there.
 
         Names, rules and groups stay.
-
-        Args:
-            groups: The optimizer's param groups.
-            states: The optimizer's element states.
 
         Raises:
             OptionError: The sharded model has one of them under another name.

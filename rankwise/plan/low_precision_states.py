@@ -191,13 +191,7 @@ class LowPrecisionStates:
         return self._all_of(bucket, name, bucket.entries)
 
     def peeked(self, bucket: Bucket, name: str, parts: Sequence[tuple[int, slice]]) -> list[Tensor]:
-        """Read parts of a state in the type of the computation; the entries must be stored as they are.
-
-        Args:
-            bucket: Bucket of the entries.
-            name: Name of the state.
-            parts: Index of each entry in the bucket, and range of its elements.
-        """
+        """Read parts of a state, by entry index and elements, in the computation's type; for stored entries only."""
         if not self.is_narrow(bucket, name):
             views = self.kept(bucket, name)
             return [views[place][part] for place, part in parts]

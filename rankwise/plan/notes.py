@@ -12,11 +12,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Note(Generic[T_co]):
-    """The key of one thing that a module keeps with units; another module's key is never equal to it.
-
-    Args:
-        what: Describes the thing, for whoever looks at a unit.
-    """
+    """The key of one thing, described by ``what``, that a module keeps with units; no other key is equal to it."""
 
     def __init__(self, what: str) -> None:
         self.what = what

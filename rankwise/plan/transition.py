@@ -66,9 +66,6 @@ class Transition:
 
         The change is scaled after the kernels made it. Where the factor is 1, nothing is copied and no bit differs; but
         where the host does not know the step counts, weights are copied at every step.
-
-        Args:
-            buckets: Buckets of the step; their weights are changed inside the context.
         """
         held: list[tuple[Tensor, Tensor, float | Tensor]] = []
         for bucket in buckets if self.length else ():

@@ -38,13 +38,7 @@ def unmatched(patterns: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def refuse_unmatched(owner: str, patterns: Collection[str], names: Sequence[str], key: str = "exclude") -> None:
-    """Refuse patterns without effect.
-
-    Args:
-        owner: Name of the optimizer, for the message.
-        patterns: Patterns of an option.
-        names: Names of all parameters.
-        key: Name of the option.
+    """Refuse patterns of the option ``key`` that match none of the names of all parameters.
 
     Raises:
         OptionError: A pattern matches nothing; the message names it, and similar names.

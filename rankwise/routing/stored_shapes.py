@@ -42,9 +42,6 @@ def parts_by_name(info: ParameterInfo) -> FusedShape | None:
     """The logical matrices of GPT-2's ``c_attn`` and of ``torch.nn.MultiheadAttention``'s ``in_proj_weight``.
 
     They are those that modules would tell, so that plain PyTorch and an engine that sees the model do the same.
-
-    Args:
-        info: A parameter whose module is not known; whether it is transposed is known.
     """
     if info.role is not Role.UNKNOWN or info.fused is not None or len(info.shape) != 2:
         return None

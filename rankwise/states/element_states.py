@@ -102,13 +102,7 @@ def _runs_of_entries(
     first: Callable[[Entry], int],
     kind: Callable[[Entry], torch.dtype | None] = lambda entry: None,
 ) -> _StateRuns:
-    """Plan views of entries.
-
-    Args:
-        entries: Entries in the order of the views.
-        first: Gives the element of its flat tensor at which an entry begins.
-        kind: Gives the type of a tensor at an entry, if the tensor has several.
-    """
+    """Plan views of entries, from ``first`` of their flat tensors; ``kind`` tells types where a tensor has several."""
     tensors: list[tuple[int, torch.dtype | None]] = []
     places: list[list[RunPlace]] = []
     for entry in entries:

@@ -32,12 +32,7 @@ _MOST_ACCEPTED = 64
 
 
 class GroupValues:
-    """Checks the options that param groups set.
-
-    Args:
-        spec: The optimizer's options, and which of them groups may set.
-        defaults: The optimizer's options by name, for groups that do not set them.
-    """
+    """Checks the options that param groups set."""
 
     def __init__(self, spec: OptimizerSpec, defaults: Mapping[str, Any]) -> None:
         self._spec = spec

@@ -62,13 +62,7 @@ class MatrixStates(dict[str, MatrixState]):
     def drop_foreign(
         self, owners: Mapping[str, int], rank: int, keepers: Mapping[tuple[str, str], int] = _NOBODY
     ) -> None:
-        """Drop states of matrices that another rank owns: they would only take memory and go stale.
-
-        Args:
-            owners: Owner ranks of the matrices.
-            rank: This rank.
-            keepers: Ranks that keep a state in its owner's place, by (matrix, state).
-        """
+        """Drop states of matrices that another rank owns: they would only take memory and go stale."""
         if self or self.loaded:
             for key, owner in owners.items():
                 if owner != rank:

@@ -65,12 +65,7 @@ class StateTakeover:
 
 
 def plan_takeover(saved: Mapping[str, Shapes], targets: Mapping[str, TakeoverTarget]) -> StateTakeover:
-    """Compare the saved states with those of the successor.
-
-    Args:
-        saved: Shapes of the saved moments by parameter, named as :data:`MOMENTS`.
-        targets: The parameters of the successor.
-    """
+    """Compare the shapes of saved moments, named as :data:`MOMENTS`, with those of the successor's parameters."""
     carried: dict[str, Mapping[str, str]] = {}
     for name, heir in targets.items():
         shapes = saved.get(name, {})

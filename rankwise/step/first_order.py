@@ -32,14 +32,7 @@ def adamw_step(unit: StepUnit, bucket: Bucket, factors: Tensor | None = None, **
 
 
 def step_and_decay(unit: StepUnit, weights: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
-    """Step along directions, with the decay of the group.
-
-    Args:
-        unit: The unit of the step.
-        weights: Weights that are changed in place.
-        directions: Directions of the same shapes; they may be overwritten.
-        group: The view of the param group that a step reads.
-    """
+    """Step along directions, which may be overwritten, with the decay of the group; weights change in place."""
     scalars = Scalars(lr=group["lr"], weight_decay=group["weight_decay"])
     unit.run(Pass("step", {"grad": directions, "param": weights}, scalars))
 

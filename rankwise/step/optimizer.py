@@ -264,11 +264,7 @@ class ShardedOptimizer(Optimizer, ABC):
     # --- frameworks ---------------------------------------------------------------------------------------------
 
     def attach(self, source: LayoutSource) -> None:
-        """Tell the optimizer how a framework stores the parameters it was constructed with.
-
-        Args:
-            source: Names the parameters in each tensor that ``step()`` will find.
-        """
+        """Tell the optimizer what a framework stores in the tensors that ``step()`` will find."""
         self.planner.attach(source)
 
     @undisturbed

@@ -65,13 +65,6 @@ def health_of(spec: OptimizerSpec) -> Health:
 class Reports:
     """Describes an optimizer, and changes none of it.
 
-    Args:
-        spec: The optimizer's options.
-        table: Its parameters and their rules.
-        planner: Its units and owners.
-        matrix_states: Its matrix states.
-        health: Counters made by :func:`health_of`.
-
     Attributes:
         announce: Called with :meth:`summary` and further lines, once every unit is planned; it logs them, unless a
             framework replaces it.

@@ -93,11 +93,6 @@ def undone_where(
 class Undo:
     """Takes steps back whose gradients are not finite.
 
-    Args:
-        spec: Tells which matrix states the host works with.
-        matrix_states: The optimizer's matrix states.
-        health: Counts the steps taken back.
-
     Attributes:
         unsettled: Counts of the last step of every unit that may have to be taken back.
     """
