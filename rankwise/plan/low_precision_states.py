@@ -1,4 +1,4 @@
-"""Low-precision states during one step: passes take them as they are stored or decoded, and they are stored again."""
+"""Narrow states during one step: passes take them as they are stored, or opened, and they are stored again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PassPart:
 
 @dataclass(slots=True)
 class _Opened:
-    """Decoded elements of a stored entry, in the type of the computation until they are stored again.
+    """Opened elements of a stored entry, in the type of the computation until they are stored again.
 
     Attributes:
         entry: The entry that stores the state.
@@ -82,7 +82,7 @@ class _PassPlan:
 
     # places of entries whose states have no codes, by the types of their states
     kept: dict[tuple[torch.dtype, ...], list[int]] = field(default_factory=dict)
-    spread: list[int] = field(default_factory=list)  # places of entries that are decoded as a whole
+    spread: list[int] = field(default_factory=list)  # places of entries that are opened as a whole
     whole: list[tuple[int, slice, slice]] = field(default_factory=list)  # place, its elements, the stored entry's
     loose: list[tuple[int, slice, int, slice]] = field(default_factory=list)  # place, its elements, run, the run's
 
@@ -108,7 +108,7 @@ _PLANS: Note[_Plans] = Note("how narrow states are cut")
 
 
 class LowPrecisionStates:
-    """The low-precision states of a unit, from the beginning of a step to its end.
+    """The narrow states of a unit, from the beginning of a step to its end.
 
     Args:
         kept: Describes the stored states of every parameter.
@@ -148,7 +148,7 @@ class LowPrecisionStates:
         Args:
             bucket: The bucket.
             names: Names of the states.
-            opened: Decoded states by name; passes take these as they are.
+            opened: Opened states by name; passes take these as they are.
         """
         narrow = tuple(name for name in names if name not in opened)
         plan = bucket.entries.once(("narrow", narrow), lambda entries: self._plan(entries, narrow))
@@ -205,7 +205,7 @@ class LowPrecisionStates:
                 values.append(view[part])
                 continue
             assert entry.stored is None
-            # Decoding can only begin where a block does.
+            # States can only be opened from the beginning of a block.
             before = min(part.start, (entry.shard.start + part.start) % BLOCK)
             runs.append((entry, slice(part.start - before, part.stop)))
             opened.append(torch.empty(before + part.stop - part.start, dtype=self._dtype, device=self._indices.device))
@@ -219,7 +219,7 @@ class LowPrecisionStates:
         return self._kept.views(self._states, name, bucket.entries)
 
     def is_narrow(self, bucket: Bucket, name: str) -> bool:
-        """Whether any entry of a bucket stores a state in low precision."""
+        """Whether any entry of a bucket keeps a state narrow."""
         return bucket.entries.once(("narrow", name), lambda entries: any(self._is_narrow(e, name) for e in entries))
 
     def is_coded(self, bucket: Bucket, name: str) -> bool:
@@ -265,7 +265,7 @@ class LowPrecisionStates:
     # --- the end of a step --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Store all decoded states; a collective that all ranks enter where ranks have blocks in common."""
+        """Store all opened states; a collective that all ranks enter where ranks have blocks in common."""
         self._keep(list(self._opened.values()), agree=True)
         self._opened.clear()
 
@@ -385,7 +385,7 @@ class LowPrecisionStates:
         ]
 
     def _all_of(self, bucket: Bucket, name: str, entries: PlannedEntries) -> list[Tensor]:
-        """The decoded state of entries; of those that store it wide, the stored state itself."""
+        """The opened state of entries; of those that keep it wide, the stored state itself."""
         place_of = {self._stored(entry).index: place for place, entry in enumerate(bucket.entries)}
         narrow = [self._is_narrow(entry, name) for entry in entries]
         stored = {self._stored(entry).index for entry, opens in zip(entries, narrow, strict=True) if opens}
@@ -400,7 +400,7 @@ class LowPrecisionStates:
         ]
 
     def _open(self, bucket: Bucket, name: str, wanted: Sequence[tuple[int, int | None]]) -> None:
-        """Decode runs of the stored entries of a bucket's places that are not decoded yet."""
+        """Open runs of the stored entries of a bucket's places that are not open yet."""
         opened = []
         for place, run in wanted:
             stored = self._stored(bucket.entries[place])

@@ -74,7 +74,7 @@ class Bucket:
 
     Attributes:
         count: The step count that all entries share; None where only the device knows the counts.
-        narrow: The low-precision states.
+        narrow: The narrow states of the unit.
         found: States that have been asked for, in the type of the computation.
     """
 
@@ -94,7 +94,7 @@ class Bucket:
         return self._counts(self.entries) if self.count is None else self.count
 
     def state(self, name: str) -> list[Tensor]:
-        """An element state of the bucket's shards, decoded if it is stored in low precision; decoded once a step."""
+        """An element state of the bucket's shards, opened if it is narrow; it is opened once a step."""
         if name not in self.found:
             self.found[name] = self.narrow.opened(self, name)
         return self.found[name]
@@ -123,7 +123,7 @@ class Bucket:
         *,
         onto: Sequence[Tensor] | None = None,
     ) -> Iterator[Pass]:
-        """Apply a rule to the whole bucket; states are decoded and stored on the way.
+        """Apply a rule to the whole bucket; states are opened and stored on the way.
 
         Args:
             rule: The update of an element.
@@ -323,7 +323,7 @@ class StepUnit:
         return kernels_for(self.device, self.dtype)
 
     def begin(self, states: States) -> LowPrecisionStates:
-        """Begin a step; the result hands out its low-precision states."""
+        """Begin a step; the result hands out its narrow states."""
         self.narrow = LowPrecisionStates(
             self.states, states, self.entries, self.shared, self.indices, self.dtype, self.notes, self.stochastic
         )

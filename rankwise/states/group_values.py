@@ -127,7 +127,7 @@ class GroupValues:
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Check what was written into living groups, before a step changes anything.
 
-        The rate may be anything that torch allows.
+        The range of rates is not checked, because schedules set them, as in torch.
 
         Raises:
             OptionError: A value is outside its range, or may not change any more.

@@ -34,7 +34,7 @@ class MatrixStates(dict[str, MatrixState]):
         return state
 
     def take_up(self, key: str, initial: Callable[[], MatrixState]) -> MatrixState:
-        """Return the states as :meth:`obtain` does, before a step whose changes are watched."""
+        """Return the states as :meth:`obtain` does, but keep no copy for :meth:`watched`."""
         state = self.get(key)
         if state is None:
             state = initial()

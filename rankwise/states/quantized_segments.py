@@ -1,7 +1,7 @@
 """Cuts entries where elements that share an exponent lie in several of them.
 
 A pass takes the whole blocks of an entry as they are stored. A block of which an entry has only a part is *loose*: it
-is decoded for the step, and stored at its end, when the largest of its elements is known.
+is opened for the step, and stored at its end, when the largest of its elements is known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Segments:
     Attributes:
         loose: Elements of each loose run: all that this rank has of its blocks.
         pieces: Segments of each entry that is a piece of the stored one, by its index; empty where an entry has gaps,
-            because the whole state is decoded then.
+            because the whole state is opened then.
     """
 
     loose: list[slice] = field(default_factory=list)
