@@ -202,14 +202,14 @@ class HaloExchange:
         if len(members) == 1 or not len(elements):
             return []
         transfers = []
-        for other in _around(index, members, int(elements.min()), int(elements.max())):
-            positions = other.positions(elements)
-            held = (positions >= 0) & (positions < other.shard.numel)
+        for neighbour in _around(index, members, int(elements.min()), int(elements.max())):
+            positions = neighbour.positions(elements)
+            held = (positions >= 0) & (positions < neighbour.shard.numel)
             if held.any():
                 first, last = int(positions[held].min()), int(positions[held].max())
                 source, filled = (positions[held] - first).to(self._device), slots[held].to(self._device)
-                part, ranks = slice(first, last + 1), (other.rank, member.rank)
-                transfers.append(_Transfer(*ranks, other.shard, member.shard, part, source, filled))
+                part, ranks = slice(first, last + 1), (neighbour.rank, member.rank)
+                transfers.append(_Transfer(*ranks, neighbour.shard, member.shard, part, source, filled))
         return transfers
 
     def _neighbours(self, shard: Shard) -> tuple[Tensor, Tensor]:

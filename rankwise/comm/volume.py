@@ -45,7 +45,7 @@ def batch_volumes(
 ) -> Iterator[BatchVolume]:
     """Bytes of the messages for each batch, in order."""
     for batch in plan.batches:
-        there, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
+        gather, back, answer = Flow({}, {}), Flow({}, {}), reply(batch)
         returning = wire.back(answer, any(_is_copied(layout, part) for task in batch.tasks for part in task.parts))
         for task in batch.tasks:
             owner = plan.owners[task.key]
@@ -53,10 +53,10 @@ def batch_volumes(
             held = added([layout.elements(part) for part in task.parts])
             # Most of many ranks hold the same number of elements, so sizes are computed once for each number.
             sizes = {count: wire.bytes_of(count) for count in set(gathered.values())}
-            _flow(there.sent, there.received, owner, gathered, sizes)
+            _flow(gather.sent, gather.received, owner, gathered, sizes)
             sizes = {count: returning.bytes_of(answer.whole or answer.values * count) for count in set(held.values())}
             _flow(back.received, back.sent, owner, held, sizes)
-        yield BatchVolume(there, back)
+        yield BatchVolume(gather, back)
 
 
 def _is_copied(layout: Layout, part: str) -> bool:

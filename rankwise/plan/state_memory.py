@@ -30,8 +30,8 @@ def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapp
         width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
         elements = unit.layout.elements(key)
         # `by_elements` keeps the objects alive, so that no other gets the same id.
-        _, count, total, others = by_elements.get(id(elements), (elements, 0, 0, 0))
-        by_elements[id(elements)] = (elements, count + 1, total + width, others + coded)
+        _, count, total, coded_total = by_elements.get(id(elements), (elements, 0, 0, 0))
+        by_elements[id(elements)] = (elements, count + 1, total + width, coded_total + coded)
     for elements, count, width, coded in by_elements.values():
         # Every block of codes has an exponent of one byte.
         yield elements, count, {rank: held * width + -(-held // BLOCK) * coded for rank, held in elements.items()}

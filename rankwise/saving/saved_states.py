@@ -208,9 +208,9 @@ class SavedStates:
         states, planner = self._waiting or self._matrix_states.everything(), self._planner
         if not planner.source.saved_by_some or planner.source.group is None:
             return dict(states)
-        mine = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
+        owned = {key: state for key, state in states.items() if planner.owner_of.get(key, planner.rank) == planner.rank}
         kept = {place: states[place[0]][place[1]] for place in kept_by(planner.owner_of, planner.rank, states)}
-        parts = gather_together(lambda: (mine, kept), planner.source.group)
+        parts = gather_together(lambda: (owned, kept), planner.source.group)
         collected = {key: dict(state) for rank_states, _ in reversed(parts) for key, state in rank_states.items()}
         for _, rank_states in parts:
             for (key, name), value in rank_states.items():
@@ -221,7 +221,7 @@ class SavedStates:
     def _places(self) -> dict[int, tuple[StepUnit, int]]:
         """Unit of each planned tensor and index in it, by the tensor's identity."""
         units = self._planner.units.values()
-        return {id(tensor): (unit, at) for unit in units for at, tensor in enumerate(unit.tensors)}
+        return {id(tensor): (unit, index) for unit in units for index, tensor in enumerate(unit.tensors)}
 
     def _layout_records(self, result: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
         """Describe what every tensor stores, in plain data, so that a checkpoint can be read on another layout."""

@@ -108,10 +108,10 @@ def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
     size = -(-whole.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * size, whole.shape[0])
     rows = whole[first : first + size].clone()
-    found: Tensor = DTensor.from_local(
+    sharded: Tensor = DTensor.from_local(
         rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return found
+    return sharded
 
 
 def owned_parts(

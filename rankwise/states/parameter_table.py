@@ -192,16 +192,16 @@ class ParameterTable:
         """Description of the matrix that has states under a key; None for slices, and for unknown keys."""
         name = self.base_name(key)
         info, _ = self.catalog[name]
-        place, *rest = _BRACKETS.findall(key[len(name) :]) or [""]
+        place, *marks = _BRACKETS.findall(key[len(name) :]) or [""]
         blocks = {block.name: block for block in self.blocks.get(name, ())} if self._spec.owns_blocks else {}
         if len(info.shape) > 2:
             if not place.isdecimal():
                 return None
         elif place:
-            rest = [place, *rest]
+            marks = [place, *marks]
         if not blocks:
-            return None if rest else info
-        return block_info(info, blocks[rest[0]]) if len(rest) == 1 and rest[0] in blocks else None
+            return None if marks else info
+        return block_info(info, blocks[marks[0]]) if len(marks) == 1 and marks[0] in blocks else None
 
     def _know_by_name(self, groups: Groups) -> None:
         """Recognise GPT-2's ``Conv1D`` weights, and fused weights, by name where nobody has shown the modules."""
