@@ -37,7 +37,7 @@ class PassPart:
 
     Attributes:
         places: Indices of the entries in the bucket.
-        parts: Elements of each entry; None: all elements of all entries.
+        parts: Elements of each of these entries; None: all of their elements.
         states: What the pass takes as its states, by name.
     """
 

@@ -40,10 +40,11 @@ class ExponentPlace(NamedTuple):
 class SharedExponents:
     """Makes the exponents of cut blocks the largest of their parts: one small message a step.
 
-    layout: What all ranks store.
-    coded: States in codes, by key, for all keys; the same on every rank.
-    indices: Puts indices on the device.
-    traffic: Counts what is sent.
+    Args:
+        layout: What all ranks store.
+        coded: States in codes, by key, for all keys; the same on every rank.
+        indices: Puts indices on the device.
+        traffic: Counts what is sent.
     """
 
     def __init__(
