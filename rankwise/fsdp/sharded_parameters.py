@@ -61,6 +61,7 @@ class ShardedParameters(WholeParameters):
         self._connected = False
         self._devices: set[str] = set()
         self._modules: list[Any] = []
+        self._managed: dict[int, Any] = {}
         self._mesh: Any = None
         self._host: dist.ProcessGroup | None = None
 
@@ -220,6 +221,16 @@ class ShardedParameters(WholeParameters):
     def watch(self, model: nn.Module) -> None:
         """Learn from a model's modules what their gradients are divided by."""
         self._modules = _sharded_modules(model)
+        self._managed = {id(own.sharded_param): own for group in self._modules for own in group.fsdp_params}
+
+    def keeps_gradient(self, parameter: Tensor) -> bool | None:
+        """See the base class; what is not reduced yet lies with the gathered parameter, where no zero_grad() looks."""
+        managed = self._managed.get(id(parameter))
+        if managed is None or parameter.grad is not None:
+            return None
+        gathered = getattr(managed, "_unsharded_param", None)
+        kept = managed.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+        return True if kept else None
 
     def alike(self) -> tuple[int, int]:
         """This rank's place among those that see the same tokens, and their number."""

@@ -164,11 +164,12 @@ class MKOR(ShardedOptimizer):
 
     @undisturbed_anywhere
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; statistics of a step that was skipped are forgotten."""
+        """As in torch; the statistics of gradients that are gone are forgotten."""
         super().zero_grad(set_to_none=set_to_none)
-        self.statistics.clear()
-        # No other ones: a loss may be recorded between the forward pass and this call.
-        self.switch.losses.drop_propagated()
+        if not self.statistics.outlast_zero_grad():
+            self.statistics.clear()
+            # No other ones: a loss may be recorded between the forward pass and this call.
+            self.switch.losses.drop_propagated()
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
         """Called by gradient scalers between the backward pass and the step, of whose skipping they say nothing.

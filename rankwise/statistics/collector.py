@@ -218,6 +218,11 @@ class Collector:
                 return True
         return False
 
+    def outlast_zero_grad(self) -> bool:
+        """Whether a framework keeps gradients where ``zero_grad()`` does not look: the next pass tells which."""
+        keeps = self._planner.source.keeps_gradient
+        return any(keeps(record.parameter) for record in self.records.values())
+
     def _keeps(self, parameter: Tensor) -> bool | None:
         """See :meth:`LayoutSource.keeps_gradient`; a loop that names its windows may move gradients elsewhere."""
         if self._names_window and self._planner.is_plain:

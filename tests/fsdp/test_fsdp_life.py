@@ -201,6 +201,36 @@ def _accumulated(rank: int, world: int) -> bool:
     return _close(model.weights(), plain.weights(), 1e-5)
 
 
+def _zeroed_between(rank: int, world: int) -> dict[str, float]:
+    """How far weights are apart with and without a ``zero_grad()`` after a pass whose gradients are not reduced yet."""
+
+    def trained(kind: Callable[[nn.Module], Any], zeroed: bool) -> dict[str, Tensor]:
+        model = _sharded(world)
+        optimizer = kind(model)
+        for step in range(4):
+            for half in (0, 1):
+                model.set_requires_gradient_sync(half == 1)  # type: ignore[operator]
+                _loss(model, 2 * step + half).backward()
+                if zeroed and half == 0:
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: whole(value) for name, value in model.named_parameters()}
+
+    kinds = {"adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), "mkor": _mkor}
+    apart = {}
+    for name, kind in kinds.items():
+        kept, zeroed = (trained(kind, each) for each in (False, True))
+        apart[name] = max(float((kept[key] - zeroed[key]).abs().max()) for key in kept)
+    return apart
+
+
+def test_gradients_that_are_not_reduced_yet_outlast_zero_grad() -> None:
+    """Torch keeps them where ``zero_grad()`` does not look, and the next pass adds to them."""
+    for apart in run_ranks(2, _zeroed_between):
+        assert set(apart.values()) == {0.0}, apart
+
+
 def _in_bf16(rank: int, world: int) -> bool:
     """The rounding of the computation is there, and no more: AdamW in the same setting is as far from fp32."""
 
