@@ -107,7 +107,7 @@ def register() -> None:
     for spelling in types_by_spelling():
         setattr(torch.optim, spelling, functools.partial(build, spelling))
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.extend(CLASSES)
-    LISTENERS.append(_add_type)
+    LISTENERS.append(_hear_of_type)
     for name, owner in _WRAPPED.items():
         _originals[name] = getattr(owner, name)
     DeepSpeedConfig._initialize_params = _initialize_params
@@ -129,7 +129,7 @@ def unregister() -> None:
     """Undo :func:`register`."""
     if not _originals:
         return
-    LISTENERS.remove(_add_type)
+    LISTENERS.remove(_hear_of_type)
     for name, value in list(vars(torch.optim).items()):
         if isinstance(value, functools.partial) and value.func is build:
             delattr(torch.optim, name)
@@ -146,9 +146,13 @@ def _is_free(name: str) -> bool:
     return found is None or getattr(found, "func", None) is build
 
 
-def _add_type(spelling: str, named: Named) -> None:
-    """Make known to DeepSpeed what is registered later; see :func:`rankwise.names.register`."""
-    names = (spelling, spelling.lower())
+def _hear_of_type(spelling: str, named: Named | None) -> None:
+    """Make known to DeepSpeed what is registered later, or unknown; see :func:`rankwise.names.register`."""
+    names = dict.fromkeys((spelling, spelling.lower()))
+    if named is None:
+        for name in names:
+            delattr(torch.optim, name)
+        return
     if spelling.lower() in DEEPSPEED_OPTIMIZERS or not all(map(_is_free, names)):
         raise OptionError(
             f"register({spelling!r}) is invalid: DeepSpeed or torch.optim has an optimizer of this name; register "

@@ -105,8 +105,8 @@ READY: dict[str, Mapping[str, Any]] = {
 CLASSES: list[type[ShardedOptimizer]] = list(dict.fromkeys(named.optimizer for named in BY_NAME.values()))
 """The classes, each once."""
 
-LISTENERS: list[Callable[[str, Named], None]] = []
-"""Called with every name that is registered, before it is known; they may refuse it."""
+LISTENERS: list[Callable[[str, Named | None], None]] = []
+"""Called with every name that is registered, before it is known, and they may refuse it; with None once it is not."""
 
 _OURS = frozenset(BY_NAME)
 _SPELLING = re.compile(r"[A-Za-z][A-Za-z0-9]*(-[A-Za-z0-9]+)*")
@@ -172,6 +172,8 @@ def unregister(spelling: str) -> None:
         SPELLINGS.pop(spelling, None)
         SPELLINGS.pop(name, None)
         _list_classes()
+        for hear in LISTENERS:
+            hear(spelling, None)
 
 
 def _list_classes() -> None:

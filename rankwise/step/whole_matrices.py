@@ -223,12 +223,13 @@ class _WholeMatrixRule(MatrixRule):
         kept = self._states.obtain(task.key, partial(self._fresh, task, values.device))
         states = {name: how.opened(kept[name], values.dtype) for name, how in signature.states}
         step, group = int(kept[STEP]) + 1, self.groups[signature.group]
-        gradient = values.view(signature.rows, signature.columns)
+        # In memory of its own, of one alignment wherever it lay: libraries round products by how operands are aligned.
+        gradient = values.clone().view(signature.rows, signature.columns)
         direction = self._update(gradient, states, step, group)
-        if direction.shape != gradient.shape:
+        if tuple(direction.shape) != signature[:2]:
             raise RuntimeError(
                 f"update() returned a direction of shape {tuple(direction.shape)} for {task.key!r}, which is invalid: "
-                f"it must be that of the gradient, {tuple(gradient.shape)}"
+                f"it must be that of the gradient, {signature[:2]}"
             )
         for name, how in signature.states:
             self._keep(task.key, name, how, kept[name], states[name], step)
@@ -273,7 +274,7 @@ class MatrixOptimizer(ShardedOptimizer):
         """The direction of one matrix, whose weight becomes ``(1 - lr weight_decay) W - lr direction``.
 
         Args:
-            gradient: (rows, columns), as stored; read only.
+            gradient: (rows, columns), as stored; may be overwritten.
             states: By name, in the type of the computation; changed in place, or replaced by others of equal shape.
             step: Number of this step of the matrix, from 1.
             group: Values of the param group.
