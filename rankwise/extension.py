@@ -6,9 +6,9 @@ name                                     what it promises
 ``Options``, ``option``, ``shared``      a field is a keyword, a JSON key, a flag, a documented and checked value
 ``checks``                               ranges of values: ``Number``, ``Fraction``, ``Integer``, ``Choice``...
 ``options_as_keywords``                  decorates the constructor: keywords, docstring and ``options_type``
-``MatrixOptimizer``                      :meth:`update` gets one whole matrix with its states, on one rank
+``MatrixOptimizer``                      ``update`` gets one whole matrix with its states, on one rank
 ``MatrixSpec``, ``State``                the states of a matrix, declared once
-``ElementOptimizer``, ``ElementSpec``    :meth:`update` gets runs of elements with their states, on every rank its own
+``ElementOptimizer``, ``ElementSpec``    ``update`` gets runs of elements with their states, on every rank its own
 ``register``, ``unregister``             the name, in every framework and command
 ``ParameterInfo``, ``Route``             what a spec's ``adjust_route`` sees and returns
 ``OptionError``                          a refusal: shown to users as it is

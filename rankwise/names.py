@@ -149,6 +149,9 @@ def register(
             "its class has no options or no spec",
             "set spec_class, and decorate __init__ with options_as_keywords",
         )
+    missing = [key for key in optimizer.spec_class.required if key not in optimizer.options_type.names()]
+    if missing:
+        _refuse(spelling, f"its options lack {', '.join(missing)}", "declare them, see rankwise.extension.shared")
     before = BY_NAME.get(name)
     if before is not None and (name in _OURS or _origin(before.optimizer) != _origin(optimizer)):
         where = "rankwise" if name in _OURS else f"module {before.optimizer.__module__!r}"

@@ -41,6 +41,8 @@ class OptimizerSpec(ABC):
         capturable: Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights.
     """
 
+    required: ClassVar[tuple[str, ...]] = ("lr", "skip_nonfinite", "transition_steps")
+    """Options without which nothing works."""
     idle_advice: ClassVar[Mapping[str, str]] = {}
     """Advice for an optimizer whose own rule nothing takes, by a part of the reason for it."""
     matrix_state_names: ClassVar[tuple[str, ...]] = ()

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rankwise.options.validation import OptionError
-from rankwise.states.element_states import StateTypes
-from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.plan.step_unit import Bucket, StepUnit, portions
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.states.element_states import StateTypes
+from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.step.first_order import step_and_decay
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -26,6 +26,7 @@ class ElementSpec(OptimizerSpec):
         states: Names of the states, each with one value per element, which begin as zeros.
     """
 
+    required = (*OptimizerSpec.required, "weight_decay")
     states: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -54,7 +55,7 @@ class ElementSpec(OptimizerSpec):
 class ElementOptimizer(ShardedOptimizer):
     """Base of optimizers that update elements by :meth:`update`.
 
-    Its options must have ``lr``, ``weight_decay`` and ``skip_nonfinite``; ``spec_class`` is an :class:`ElementSpec`.
+    Its options must have those of :attr:`ElementSpec.required`; ``spec_class`` is an :class:`ElementSpec`.
     """
 
     spec: ElementSpec

@@ -16,17 +16,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels.dispatch import quantization_for
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns, is_coded, is_narrow
 from rankwise.kernels.quantization import key_of
+from rankwise.plan.step_costs import ScratchMemory, StepCosts
+from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.packed_states import PackedLayout, StateRun
-from rankwise.plan.step_costs import ScratchMemory, StepCosts
-from rankwise.plan.step_unit import Bucket, StepUnit
-from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
-from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.step.first_order import fallback_step, step_and_decay
 from rankwise.step.matrices import MatrixRule, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
@@ -61,6 +61,7 @@ class MatrixSpec(OptimizerSpec):
         embeddings: Whether embeddings and output heads take the rule, too.
     """
 
+    required = (*OptimizerSpec.required, "weight_decay", "betas", "eps")
     states: ClassVar[tuple[State, ...]] = ()
     embeddings: ClassVar[bool] = False
     owns_blocks = True
@@ -259,8 +260,7 @@ class _WholeMatrixRule(MatrixRule):
 class MatrixOptimizer(ShardedOptimizer):
     """Base of optimizers that update whole matrices by :meth:`update`, see the module.
 
-    Its options must have ``lr``, ``betas``, ``eps`` and ``weight_decay`` (AdamW on the fallback reads all of them) and
-    ``skip_nonfinite``; ``spec_class`` is a :class:`MatrixSpec`.
+    Its options must have those of :attr:`MatrixSpec.required`; ``spec_class`` is a :class:`MatrixSpec`.
 
     Attributes:
         first_update: Number of the first step of a matrix that changes its weight; at earlier ones only states move.

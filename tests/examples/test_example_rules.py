@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rankwise import annotate
 from rankwise.estimate import estimate
 from rankwise.options.validation import OptionError
-from rankwise.planning.checkpoint_mismatch import MisfitError
+from rankwise.plan.checkpoint_mismatch import MisfitError
 
 F64 = torch.float64
 

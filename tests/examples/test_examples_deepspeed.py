@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 import deepspeed_plugin
 from rankwise.options.validation import OptionError
-from rankwise.planning import optimizer_spec
+from rankwise.states import optimizer_spec
 
 STAGES, WORLDS = (0, 1, 2, 3), (2, 3)
 USUAL = ((0, 2), (1, 3), (2, 3), (3, 2))

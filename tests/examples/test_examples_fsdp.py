@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from rankwise.planning import optimizer_spec
+from rankwise.states import optimizer_spec
 
 BEFORE, AFTER = 4, 3
 F64 = torch.float64

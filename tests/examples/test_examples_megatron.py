@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_patches.arguments import add_flags, flags, given_options
 from megatron_patches.cpu import cpu_megatron
-from rankwise.planning import optimizer_spec
+from rankwise.states import optimizer_spec
 
 BEFORE, AFTER = 3, 2
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from example_rules import EXAMPLES, load
 
-from rankwise.extension import MatrixOptimizer, OptionError, register, unregister
+from rankwise.extension import MatrixOptimizer, OptionError, Options, register, shared, unregister
 from rankwise.names import BY_NAME, BY_SPELLING, CLASSES, READY, SPELLINGS
 from rankwise.rule_modules import VARIABLE
 
@@ -35,6 +36,18 @@ def test_a_name_is_everywhere_and_is_forgotten_again() -> None:
     assert "soapy" not in BY_NAME and "Soapy" not in BY_SPELLING and "soapy" not in READY
 
 
+def _without_eps() -> Any:
+    @dataclass(frozen=True)
+    class Fewer(Options):
+        lr: float = shared.lr(1.0)
+        betas: tuple[float, float] = shared.betas((0.9, 0.9), "")
+        weight_decay: float = shared.weight_decay("")
+        skip_nonfinite: bool = shared.skip_nonfinite()
+        transition_steps: int = shared.transition_steps()
+
+    return type("Forgetful", (soap(),), {"options_type": Fewer})
+
+
 @pytest.mark.parametrize(
     ("spelling", "cls", "more", "words"),
     [
@@ -44,13 +57,14 @@ def test_a_name_is_everywhere_and_is_forgotten_again() -> None:
         ("X", int, {}, "it must be of a class that derives from MatrixOptimizer"),
         ("X", MatrixOptimizer, {}, "define update in it"),
         ("X", type("Half", (MatrixOptimizer,), {"update": lambda *a: None}), {}, "its class has no options or no spec"),
+        ("X", _without_eps, {}, "its options lack eps; declare them"),
         ("X", None, {"preset": {"freq": 1}}, "X has no option 'freq'"),
         ("X", None, {"ready": {"lrs": 1}}, "did you mean 'lr'"),
         ("X", None, {"preset": {"precondition_frequency": 0}}, "precondition_frequency=0 is invalid"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(spelling: str, cls: Any, more: Any, words: str) -> None:
-    chosen = soap() if cls is None else load()[1].SignSGD if cls == "signsgd" else cls
+    chosen = cls() if cls is _without_eps else soap() if cls is None else load()[1].SignSGD if cls == "signsgd" else cls
     before = dict(BY_SPELLING)
     with pytest.raises(OptionError, match=words):
         register(spelling, chosen, **more)
@@ -187,4 +201,4 @@ def test_plan_and_explain_know_it(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", *question, "--ranks", "8"])
     assert done.exit_code == 0 and "72 matrices" in done.stdout, done.output
     done = CliRunner().invoke(app, ["explain", *question])
-    assert done.exit_code == 0 and "2304 x 768" in done.stdout, done.output
+    assert done.exit_code == 0 and "768 x 2304" in done.stdout, done.output
