@@ -64,10 +64,14 @@ def add_rule_modules(words: list[str]) -> None:
 def _imported(word: str) -> ModuleType:
     try:
         return _from_file(Path(word)) if word.endswith(".py") else importlib.import_module(word)
+    except OptionError as error:
+        raise OptionError(f"{VARIABLE}: {word!r} is invalid: {error}") from error
     except Exception as error:
+        # Python hides what a class body has raised behind the attribute.
+        told = error.__cause__ if isinstance(error.__cause__, OptionError) else error
         raise OptionError(
             f"{VARIABLE}: {word!r} is invalid: it must be a module that can be imported or the path of a .py file "
-            f"({type(error).__name__}: {error}); correct it, or take it out of {VARIABLE}"
+            f"({type(told).__name__}: {told}); correct it, or take it out of {VARIABLE}"
         ) from error
 
 

@@ -227,24 +227,13 @@ class _WholeMatrixRule(MatrixRule):
         # In memory of its own, of one alignment wherever it lay: libraries round products by how operands are aligned.
         gradient = values.clone().view(signature.rows, signature.columns)
         direction = self._update(gradient, states, step, group)
-        if tuple(direction.shape) != signature[:2]:
-            raise RuntimeError(
-                f"update() returned a direction of shape {tuple(direction.shape)} for {task.key!r}, which is invalid: "
-                f"it must be that of the gradient, {signature[:2]}"
-            )
+        _check(task.key, direction, states, signature)
         for name, how in signature.states:
-            self._keep(task.key, name, how, kept[name], states[name], step)
+            if states[name] is not kept[name]:
+                noisy = step if self.unit.stochastic(name) else None
+                how.keep(kept[name], states[name], key_of(task.key, name), noisy)
         kept[STEP] += 1
         return direction.reshape(-1)
-
-    def _keep(self, key: str, name: str, how: _Kept, kept: Tensor, values: Tensor, step: int) -> None:
-        if tuple(values.shape) != how.shape:
-            raise RuntimeError(
-                f"update() left the state {name!r} of {key!r} in the shape {tuple(values.shape)}, which is invalid: it "
-                f"must stay {how.shape}"
-            )
-        if values is not kept:
-            how.keep(kept, values, key_of(key, name), step if self.unit.stochastic(name) else None)
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Decay and step a batch's weights."""
@@ -255,6 +244,23 @@ class _WholeMatrixRule(MatrixRule):
             weights = [weight for weight, _ in pairs]
             directions = [direction.view(weight.shape) for weight, direction in pairs]
             step_and_decay(self.unit, weights, directions, self.groups[batch.signature.group])
+
+
+def _check(key: str, direction: Tensor, states: Mapping[str, Tensor], signature: _MatrixSignature) -> None:
+    """Refuse what a function returns of other shapes, before any state is kept.
+
+    Raises:
+        RuntimeError: The direction or a state has another shape, or a state has gone or come.
+    """
+    shapes = {"direction": signature[:2], **{name: how.shape for name, how in signature.states}}
+    found = {"direction": tuple(direction.shape), **{name: tuple(value.shape) for name, value in states.items()}}
+    if found != shapes:
+        wrong = [
+            f"{name} is {found.get(name, 'gone')} and must be {shapes.get(name, 'declared in the states of the spec')}"
+            for name in {**shapes, **found}
+            if found.get(name) != shapes.get(name)
+        ]
+        raise RuntimeError(f"update() is invalid for {key!r}: {'; '.join(wrong)}")
 
 
 class MatrixOptimizer(ShardedOptimizer):

@@ -189,6 +189,25 @@ def test_an_element_wise_rule_has_no_fallback() -> None:
         classes()["signsgd"]([{"params": list(model.named_parameters()), "fallback": True}])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda g, s: g[0], r"direction is \(12,\) and must be \(12, 12\)"),
+        (lambda g, s: s.update(L=g[:3]) or g, r"L is \(3, 12\) and must be \(12, 12\)"),
+        (lambda g, s: s.update(l=g) or g, r"l is \(12, 12\) and must be declared in the states of the spec"),
+        (lambda g, s: s.pop("L") * 0, r"L is gone and must be \(12, 12\)"),
+    ],
+)
+def test_what_a_function_must_not_return_is_refused_by_name(wrong: Any, words: str) -> None:
+    model = network()
+    optimizer = classes()["soap"](model.named_parameters())
+    optimizer.update = lambda gradient, states, step, group: wrong(gradient, states)
+    give(model, 0)
+    with pytest.raises(RuntimeError, match=f"^update\\(\\) is invalid for '0.weight': .*{words}"):
+        optimizer.step()
+    assert int(optimizer.matrix_states["0.weight"]["step"]) == 0
+
+
 def test_nonfinite_steps_are_undone() -> None:
     model = network(torch.float32, (72, 72, 80))
     optimizer = classes()["soap"](model.named_parameters(), skip_nonfinite=True, state_dtype="int8")

@@ -99,6 +99,13 @@ def test_modules_are_found_by_the_variable_and_by_entry_points(tmp_path: Path) -
     [
         ("nothere.py", None, "'nothere.py' is invalid: it must be a module that can be imported or the path of a .py"),
         ("nothere", None, "'nothere' is invalid: .*No module named 'nothere'"),
+        (
+            "plain.py",
+            "from dataclasses import dataclass\nfrom rankwise.extension import Options, options_as_keywords\n"
+            "@dataclass(frozen=True)\nclass Mine(Options):\n    rate: float = 1.0\n"
+            "class Rule:\n    \"One.\"\n    @options_as_keywords(Mine)\n    def __init__(self, params, options): ...\n",
+            "'plain.py' is invalid: .*Mine.rate is invalid: a field must be an option; write rate = option",
+        ),
         ("broken.py", "import nothing_such", "'broken.py' is invalid: .*No module named 'nothing_such'"),
         ("json.py", "", "'json.py' is invalid: .*a module 'json' is imported already, .*rename the file"),
     ],
@@ -135,7 +142,10 @@ for step in range(3):
     engine.backward((engine(inputs) - inputs).square().mean())
     engine.step()
 inner = engine.basic_optimizer
+torch.distributed.barrier()
 open(f"rank{engine.global_rank}.txt", "w").write(f"{type(inner).__name__} {sorted(inner.owners())}")
+engine.destroy()
+torch.distributed.destroy_process_group()
 """
 
 
