@@ -159,8 +159,7 @@ def register(
     named = Named(optimizer, MappingProxyType(dict(preset)))
     check_keys([*preset, *ready], optimizer.options_type.names(), spelling)
     optimizer.options_type(**preset)
-    for hear in LISTENERS:
-        hear(spelling, named)
+    _tell(spelling, named)
     BY_SPELLING[spelling] = BY_NAME[name] = named
     SPELLINGS.update({spelling: spelling, name: spelling})
     READY[name] = {"lr": optimizer.options_type.table()["lr"].default, **ready}
@@ -175,8 +174,19 @@ def unregister(spelling: str) -> None:
         SPELLINGS.pop(spelling, None)
         SPELLINGS.pop(name, None)
         _list_classes()
+        _tell(spelling, None)
+
+
+def _tell(spelling: str, named: Named | None) -> None:
+    told = []
+    try:
         for hear in LISTENERS:
+            hear(spelling, named)
+            told.append(hear)
+    except BaseException:
+        for hear in told:
             hear(spelling, None)
+        raise
 
 
 def _list_classes() -> None:

@@ -179,4 +179,6 @@ def test_what_is_registered_later_is_known_and_forgotten_again() -> None:
     assert not hasattr(torch.optim, "Late-SOAP")
     with pytest.raises(OptionError, match="DeepSpeed or torch.optim has an optimizer of this name"):
         register("Adagrad", BY_NAME["soap"].optimizer)
-    assert "adagrad" not in BY_NAME
+    from rankwise.configs import OPTIMIZERS
+
+    assert "adagrad" not in BY_NAME and "adagrad" not in OPTIMIZERS and OPTIMIZERS["soap"] == "SOAP"

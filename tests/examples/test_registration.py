@@ -103,7 +103,7 @@ def test_modules_are_found_by_the_variable_and_by_entry_points(tmp_path: Path) -
             "plain.py",
             "from dataclasses import dataclass\nfrom rankwise.extension import Options, options_as_keywords\n"
             "@dataclass(frozen=True)\nclass Mine(Options):\n    rate: float = 1.0\n"
-            "class Rule:\n    \"One.\"\n    @options_as_keywords(Mine)\n    def __init__(self, params, options): ...\n",
+            'class Rule:\n    "One."\n    @options_as_keywords(Mine)\n    def __init__(self, params, options): ...\n',
             "'plain.py' is invalid: .*Mine.rate is invalid: a field must be an option; write rate = option",
         ),
         ("broken.py", "import nothing_such", "'broken.py' is invalid: .*No module named 'nothing_such'"),
