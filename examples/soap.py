@@ -86,7 +86,9 @@ def soap(G: Tensor, state: dict[str, Tensor], t: int, betas: tuple[float, float]
         if basis not in state:
             continue
         if t == 0:
-            state[basis].copy_(torch.linalg.eigh(state[statistic]).eigenvectors.flip(1))
+            # Solvers of some devices raise on what is not finite, on one rank alone; the statistics keep it.
+            finite = state[statistic].nan_to_num(0.0, 0.0, 0.0)
+            state[basis].copy_(torch.linalg.eigh(finite).eigenvectors.flip(1))
         elif t % frequency == 0:
             refresh_(state[basis], state[statistic], V, axis)
     return N
