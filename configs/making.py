@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankwise.names import BY_NAME, BY_SPELLING, READY
+from rankwise.names import BY_NAME, BY_SPELLING, LISTENERS, READY, Named
 
 __all__ = ["OPTIMIZERS", "STAGES", "VALUES", "contents", "write"]
 
 OPTIMIZERS: dict[str, str] = {"adamw": "AdamW", **{spelling.lower(): spelling for spelling in BY_SPELLING}}
 """File stem -> DeepSpeed ``"type"``. ``adamw`` is DeepSpeed's own baseline, the rest are ours."""
 
+
+def _hear_of_name(spelling: str, named: Named | None) -> None:
+    """Know what is registered later, or forget it; see :func:`rankwise.names.register`."""
+    OPTIMIZERS.pop(spelling.lower(), None)
+    if named is not None:
+        OPTIMIZERS[spelling.lower()] = spelling
+
+
+LISTENERS.append(_hear_of_name)
+
 STAGES: tuple[int, ...] = (0, 1, 2, 3)
 """The ZeRO stages there is a folder for."""
 
-VALUES: Mapping[str, Mapping[str, Any]] = {
-    "adamw": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1, "torch_adam": True},
-    **READY,
-}
+_ADAMW = {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1, "torch_adam": True}
+VALUES: Mapping[str, Mapping[str, Any]] = ChainMap({"adamw": _ADAMW}, READY)
 """Options of each optimizer, for the small model of ``rankwise train``."""
 
 _CLIP = 1.0

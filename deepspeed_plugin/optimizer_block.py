@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-from rankwise.names import BY_SPELLING, Named
+from rankwise.names import BY_SPELLING, SPELLINGS, Named
 from rankwise.options.hints import nearest, shown
 from rankwise.options.validation import OptionError, called, check_given
+from rankwise.rule_modules import VARIABLE
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = [
@@ -37,10 +37,9 @@ _AUTO_KEYS = ("lr", "betas", "eps", "weight_decay")
 _BLOCK_KEYS = ("type", "params", "legacy_fusion")
 
 
-@cache
 def types_by_spelling() -> dict[str, str]:
     """The type's own spelling by each that is accepted."""
-    return {spelling: name for name in JSON_TYPES for spelling in (name, name.lower())}
+    return SPELLINGS
 
 
 def validate_config(config: str | Path | Mapping[str, Any]) -> None:
@@ -165,7 +164,7 @@ def unknown_type(name: str) -> str:
     """The message about a type nobody knows."""
     spellings = [*JSON_TYPES, *DEEPSPEED_OPTIMIZERS]
     near = nearest(name, spellings)
-    hint = f"did you mean '{near}'?" if near else f"rankwise adds {', '.join(JSON_TYPES)}."
+    hint = f"did you mean '{near}'?" if near else f"rankwise adds {', '.join(JSON_TYPES)}, and what {VARIABLE} names."
     return f"optimizer.type={shown(name)} is invalid: neither DeepSpeed, torch.optim nor rankwise has it; {hint}"
 
 

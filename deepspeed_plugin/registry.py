@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -34,7 +34,7 @@ from deepspeed_plugin.sub_groups import sub_groups_of
 from deepspeed_plugin.support import refuse_replaced, refuse_settings
 from deepspeed_plugin.trainer_defaults import stop_watching, watch
 from rankwise.abandoned_locks import unwatch_builds, watch_builds
-from rankwise.names import CLASSES
+from rankwise.names import CLASSES, LISTENERS, Named
 from rankwise.options.validation import OptionError, called
 from rankwise.routing.patterns import checked_later
 from rankwise.states.parameter_table import idle_allowed
@@ -100,13 +100,14 @@ def register() -> None:
     if _originals:
         return
     for spelling in types_by_spelling():
-        if getattr(torch.optim, spelling, None) is not None:
+        if not _is_free(spelling):
             raise RuntimeError(
                 f"torch.optim.{spelling} exists already; another package claims this name. Import only one of them."
             )
     for spelling in types_by_spelling():
         setattr(torch.optim, spelling, functools.partial(build, spelling))
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.extend(CLASSES)
+    LISTENERS.append(_hear_of_type)
     for name, owner in _WRAPPED.items():
         _originals[name] = getattr(owner, name)
     DeepSpeedConfig._initialize_params = _initialize_params
@@ -128,14 +129,39 @@ def unregister() -> None:
     """Undo :func:`register`."""
     if not _originals:
         return
-    for spelling in types_by_spelling():
-        delattr(torch.optim, spelling)
-    for cls in CLASSES:
-        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
+    LISTENERS.remove(_hear_of_type)
+    for name, value in list(vars(torch.optim).items()):
+        if isinstance(value, functools.partial) and value.func is build:
+            delattr(torch.optim, name)
+    supported = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+    supported[:] = [cls for cls in supported if not issubclass(cls, ShardedOptimizer)]
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))
     unwatch_builds()
     stop_watching()
+
+
+def _is_free(name: str) -> bool:
+    found = getattr(torch.optim, name, None)
+    return found is None or getattr(found, "func", None) is build
+
+
+def _hear_of_type(spelling: str, named: Named | None) -> None:
+    """Make known to DeepSpeed what is registered later, or unknown; see :func:`rankwise.names.register`."""
+    names = dict.fromkeys((spelling, spelling.lower()))
+    if named is None:
+        for name in names:
+            delattr(torch.optim, name)
+        return
+    if spelling.lower() in DEEPSPEED_OPTIMIZERS or not all(map(_is_free, names)):
+        raise OptionError(
+            f"register({spelling!r}) is invalid: DeepSpeed or torch.optim has an optimizer of this name; register "
+            "yours under another one"
+        )
+    for name in names:
+        setattr(torch.optim, name, functools.partial(build, name))
+    if named.optimizer not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
+        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(named.optimizer)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

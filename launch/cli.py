@@ -14,6 +14,7 @@ from rankwise.launch.settings import Form, Place, Ranks, Settings
 from rankwise.launch.terminal import complain, console, say
 from rankwise.launch.typed_options import bad_usage, count, takes_dataclasses
 from rankwise.names import CLASSES
+from rankwise.rule_modules import VARIABLE, add_rule_modules
 from rankwise.version import __version__
 
 __all__ = ["app"]
@@ -38,11 +39,24 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _add_rules(words: list[str] | None) -> None:
+    with bad_usage():
+        add_rule_modules(words or [])
+
+
 @app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=_add_rules,
+            metavar="MODULE",
+            help=f"Module or .py file with optimizers of your own, for this command and its ranks, as {VARIABLE}.",
+        ),
+    ] = None,
 ) -> None:
     """Keeps ``rankwise train`` a subcommand whatever commands there are."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_patches.norms import BY
@@ -61,7 +60,6 @@ class OptionFlag(NamedTuple):
         return self.option.removeprefix("--").replace("-", "_")
 
 
-@cache
 def flags() -> tuple[OptionFlag, ...]:
     """Every option of every optimizer, prefixed with the name of its class."""
     classes = dict.fromkeys(named.optimizer for named in NAMES.values())
@@ -92,13 +90,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser: Megatron's parser. A wrong value ends it as argparse's own errors do, with the flag and the rule.
     """
     chooser = parser._option_string_actions["--optimizer"]
-    chooser.choices = [*(chooser.choices or ()), *NAMES]
+    theirs = tuple(chooser.choices or ())
+    chooser.choices = [*theirs, *(name for name in NAMES if name not in theirs)]
     group = parser.add_argument_group(
         title="rankwise",
         description=f"Options of --optimizer {', '.join(NAMES)}; each flag belongs to the optimizers that begin as it "
         "does. Learning rate, weight decay and clipping are Megatron's own flags.",
     )
     for flag in flags():
+        if flag.option in parser._option_string_actions:
+            parser.error(
+                f"{flag.option} of --optimizer {', '.join(flag.names)} is a flag of Megatron's own: give the options "
+                "another owner, with which their flags begin"
+            )
         group.add_argument(flag.option, dest=flag.dest, default=argparse.SUPPRESS, **_parsing(flag))
     group.add_argument(
         LAYER_WISE,
@@ -116,6 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         namespace, rest = parse(*args, **kwargs)
+        _refuse_taken(parser, namespace.optimizer, theirs)
         _settle(parser, namespace)
         return namespace, rest
 
@@ -123,6 +128,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 # --- after parsing ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_taken(parser: argparse.ArgumentParser, name: str, theirs: Collection[str]) -> None:
+    """Refuse a registered name that means an optimizer of Megatron's, too."""
+    if name in NAMES and name in theirs:
+        others = [other for other, named in NAMES.items() if named == NAMES[name] and other not in theirs]
+        fix = f"use --optimizer {others[0]}" if others else "register yours under another name"
+        parser.error(
+            f"argument --optimizer: {name!r} is ambiguous: Megatron has an optimizer of this name, and "
+            f"{NAMES[name].optimizer.__module__} has registered another; {fix}"
+        )
 
 
 def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from torchtitan.trainer import Trainer
 
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import is_sharded
-from rankwise.names import BY_SPELLING
+from rankwise.names import BY_SPELLING, SPELLINGS
 from rankwise.options.hints import nearest, shown
 from rankwise.options.validation import OptionError, called, check_given
 from rankwise.routing.patterns import checked_later, refuse_unmatched
@@ -28,7 +28,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["OPTIMIZER_NAMES", "build", "is_registered", "register", "unregister"]
 
-OPTIMIZER_NAMES: Mapping[str, str] = {spelling: name for name in BY_SPELLING for spelling in (name, name.lower())}
+OPTIMIZER_NAMES: Mapping[str, str] = SPELLINGS
 """The optimizer's own spelling by each that is accepted."""
 
 _THEIRS = ("Adam", "AdamW", "DistMuon")

@@ -91,8 +91,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise": (*PAPERS, *ROOMS, "rankwise.estimate", "rankwise.frameworks", "rankwise.fsdp"),
     # A front end, for what torch itself does: imported by its users, and once so that the core can call it.
     "rankwise.fsdp": ("rankwise.fsdp", *ROOMS),
+    # Finds optimizers of users' own, before names are read.
+    "rankwise.rule_modules": ("rankwise.options",),
     # The one table of names.
-    "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.step"),
+    "rankwise.names": (*PAPERS, "rankwise.options", "rankwise.rule_modules", "rankwise.step"),
+    # What optimizers of users' own may import.
+    "rankwise.extension": ("rankwise.names", *ROOMS),
     # For one framework; imported by nobody but its users.
     "rankwise.hf": (*PAPERS, "rankwise.names", "rankwise.options", "rankwise.routing", "rankwise.statistics"),
     "rankwise.torchtitan": ("rankwise.names", *ROOMS),

@@ -46,49 +46,28 @@ def test_python_runs_as_it_stands(section: str, tmp_path: Path) -> None:
     assert run_ranks(1, _executed, tmp_path, section) == [True]
 
 
-_OF_EXTENDING = """
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-import torch
-from torch import Tensor, nn
-from rankwise.kernels.dispatch import newton_schulz_for
-from rankwise.kernels.lists import decay_, subtract_scaled_
-from rankwise.kernels.passes import Pass, Scalars
-from rankwise.options import shared
-from rankwise.options.checks import Fraction
-from rankwise.options.constructor import options_as_keywords
-from rankwise.options.fields import Options, option
-from rankwise.states.element_states import StateTypes
-from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.plan.step_unit import Bucket, StepUnit
-from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
-from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.step.first_order import fallback_step
-from rankwise.step.matrices import MatrixRule, step_matrices
-from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.updates.adamw import decoupled_step
-from rankwise.updates.newton_schulz import newton_schulz
-"""
-
-
 def test_the_optimizer_of_the_page_on_extending_trains() -> None:
     page = (ROOT / "docs/extending.md").read_text()
-    files = re.findall(r"```python\n(# rankwise/muon/\w+\.py\n.*?)```", page, re.DOTALL)
-    assert len(files) == 5
-    room: dict[str, Any] = {"__name__": "__main__"}
-    for code in (_OF_EXTENDING, *files):
+    (code,) = re.findall(r"```python\n(# my_muon.py\n.*?)```", page, re.DOTALL)
+    from rankwise.extension import unregister
+    from rankwise.names import BY_NAME
+
+    room: dict[str, Any] = {"__name__": "my_muon"}
+    try:
         exec(compile(code, "docs/extending.md", "exec", dont_inherit=True), room)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32))
-    optimizer, given = room["MuonRW"](model.named_parameters(), lr=0.02), torch.randn(16, 64)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        losses.append((model(given) - 1.0).square().mean())
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1].item() < 0.1 * losses[0].item()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32))
+        optimizer, given = room["MyMuon"](model.named_parameters()), torch.randn(16, 64)
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            losses.append((model(given) - 1.0).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1].item() < 0.1 * losses[0].item()
+        assert BY_NAME["mymuon"].optimizer is room["MyMuon"]
+    finally:
+        unregister("MyMuon")
 
 
 @pytest.mark.slow

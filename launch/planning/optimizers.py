@@ -80,7 +80,7 @@ def _of_flags(words: list[str], optimizer: str | None, typed: list[str]) -> Chos
     # A file's are those of the optimizer that it names.
     of_it = words if optimizer is None or flag_value(words, "--optimizer") == optimizer else typed
     table = BY_NAME[name.lower()].optimizer.options_type.table()
-    prefix = f"--{BY_NAME[name.lower()].optimizer.__name__.lower()}-"
+    prefix = f"--{BY_NAME[name.lower()].optimizer.options_type.flag('')}"
     ours = [word.partition("=")[0] for word in of_it if word.startswith(prefix)]
     check_keys([word.removeprefix(prefix).replace("-", "_") for word in ours], list(table), name)
     for key in table:

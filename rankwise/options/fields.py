@@ -83,6 +83,12 @@ class Options(_Common):
     @cache
     def table(cls) -> Mapping[str, Option]:
         """All options by name, in the order of the constructor."""
+        for known in fields(cls):
+            if _KEY not in known.metadata:
+                raise OptionError(
+                    f"{cls.__name__}.{known.name} is invalid: a field must be an option; write {known.name} = "
+                    "option(default, check, text), or take it from shared"
+                )
         return {known.name: Option(known.name, known.default, *known.metadata[_KEY]) for known in fields(cls)}
 
     @classmethod

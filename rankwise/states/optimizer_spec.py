@@ -41,6 +41,8 @@ class OptimizerSpec(ABC):
         capturable: Whether steps can be captured in a CUDA graph; their counts then lie on the device of the weights.
     """
 
+    required: ClassVar[tuple[str, ...]] = ("lr", "skip_nonfinite", "transition_steps")
+    """Options without which nothing works."""
     idle_advice: ClassVar[Mapping[str, str]] = {}
     """Advice for an optimizer whose own rule nothing takes, by a part of the reason for it."""
     matrix_state_names: ClassVar[tuple[str, ...]] = ()
@@ -116,20 +118,29 @@ class OptimizerSpec(ABC):
             info: The parameter.
             own: Types that other options ask for, by name of the state.
         """
-        return {name: self._type(name, own.get(name) or self.asked_type(name), info) for name in states}
+        numel = prod(info.shape)
+        return {name: self.type_of(name, numel, own.get(name)) for name in states}
+
+    def type_of(self, name: str, numel: int, own: str | None = None) -> torch.dtype | None:
+        """The type in which a state of one value per element is kept; None: that of the computation.
+
+        Args:
+            name: Name of the state.
+            numel: Elements of the parameter.
+            own: Type that another option than ``state_dtype`` asks for.
+        """
+        asked = own or self.asked_type(name)
+        if asked != "int8":
+            return None if asked is None else getattr(torch, asked)
+        if numel < FEWEST_CODED and name not in self.always_coded:
+            return None
+        return self.codes.get(name, SIGNED)
 
     def asked_type(self, state: str) -> str | None:
         """Type that the option ``state_dtype`` names for a state; None: the type of the computation."""
         wish = getattr(self.options, "state_dtype", None)
         word = wish.get(state.rstrip("_0123456789")) if isinstance(wish, Mapping) else wish
         return None if word == "float32" else word
-
-    def _type(self, name: str, asked: str | None, info: ParameterInfo) -> torch.dtype | None:
-        if asked != "int8":
-            return None if asked is None else getattr(torch, asked)
-        if prod(info.shape) < FEWEST_CODED and name not in self.always_coded:
-            return None
-        return self.codes.get(name, SIGNED)
 
     def rounds_stochastically(self, state: str) -> bool:
         """Whether an element state is rounded stochastically where it is narrow."""
