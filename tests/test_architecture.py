@@ -148,6 +148,26 @@ def test_imports_point_downwards(part: str) -> None:
     assert [line for path in files for line in violations(module_name(path), imports_of(path))] == []
 
 
+def circles(imported: dict[str, set[str]]) -> set[str]:
+    """Modules from which imports lead back to themselves: what is left once all that import nothing left are gone."""
+    left = {module: set(names) for module, names in imported.items()}
+    while gone := [module for module, names in left.items() if not names & left.keys()]:
+        for module in gone:
+            del left[module]
+    return set(left)
+
+
+def test_no_module_of_the_core_imports_itself_in_a_circle() -> None:
+    """Not for types alone either."""
+    paths = {module_name(path): path for path in sources("rankwise")}
+    imported = {}
+    for module, path in paths.items():
+        names = {name for _, name in imports_of(path)}
+        imported[module] = {name if name in paths else name.rpartition(".")[0] for name in names}
+    assert circles(imported) == set()
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+
+
 @pytest.mark.parametrize(
     ("module", "source", "forbidden"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +22,21 @@ from rankwise.states.quantized_segments import Segments, part_in_stored, segment
 from rankwise.states.shared_exponents import SharedExponents
 from rankwise.updates.adamw import Step
 
-if TYPE_CHECKING:
-    from rankwise.plan.step_unit import Bucket
-
 __all__ = ["LowPrecisionStates", "PassPart"]
 
 # Sets of parameters that have gradients can differ at every step; the plans made for them are bounded.
 _MOST_PLANS = 4096
+
+
+class RuleBucket(Protocol):
+    """What is asked of a :class:`rankwise.plan.step_unit.Bucket`."""
+
+    entries: PlannedEntries
+    grads: list[Tensor]
+
+    @property
+    def step(self) -> Step:
+        """The number of this step, or (entries,) numbers on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,9 @@ class LowPrecisionStates:
 
     # --- what a step reads --------------------------------------------------------------------------------------
 
-    def passes(self, bucket: Bucket, names: Sequence[str], opened: Mapping[str, list[Tensor]]) -> Iterator[PassPart]:
+    def passes(
+        self, bucket: RuleBucket, names: Sequence[str], opened: Mapping[str, list[Tensor]]
+    ) -> Iterator[PassPart]:
         """Cut a bucket into parts that have their states in one form each.
 
         Args:
@@ -181,7 +191,7 @@ class LowPrecisionStates:
             fields[name] = part.cut(tensors)
         return part
 
-    def opened(self, bucket: Bucket, name: str) -> list[Tensor]:
+    def opened(self, bucket: RuleBucket, name: str) -> list[Tensor]:
         """A state of a bucket's entries in the type of the computation; changes are stored at the end of the step.
 
         Tensors are 1-D, or (parts, elements) where an entry is stored with gaps.
@@ -190,7 +200,7 @@ class LowPrecisionStates:
             return self._kept.views(self._states, name, bucket.entries)
         return self._all_of(bucket, name, bucket.entries)
 
-    def peeked(self, bucket: Bucket, name: str, parts: Sequence[tuple[int, slice]]) -> list[Tensor]:
+    def peeked(self, bucket: RuleBucket, name: str, parts: Sequence[tuple[int, slice]]) -> list[Tensor]:
         """Read parts of a state, by entry index and elements, in the computation's type; for stored entries only."""
         if not self.is_narrow(bucket, name):
             views = self.kept(bucket, name)
@@ -214,21 +224,21 @@ class LowPrecisionStates:
             self._form.decode_(opened, self._narrow(name, runs))
         return values
 
-    def kept(self, bucket: Bucket, name: str) -> list[Tensor]:
+    def kept(self, bucket: RuleBucket, name: str) -> list[Tensor]:
         """A state of a bucket's entries as it is stored, which must not be in codes."""
         return self._kept.views(self._states, name, bucket.entries)
 
-    def is_narrow(self, bucket: Bucket, name: str) -> bool:
+    def is_narrow(self, bucket: RuleBucket, name: str) -> bool:
         """Whether any entry of a bucket keeps a state narrow."""
         return bucket.entries.once(("narrow", name), lambda entries: any(self._is_narrow(e, name) for e in entries))
 
-    def is_coded(self, bucket: Bucket, name: str) -> bool:
+    def is_coded(self, bucket: RuleBucket, name: str) -> bool:
         """Whether any entry of a bucket stores a state in codes."""
         return bucket.entries.once(
             ("coded", name), lambda entries: any(is_coded(self._kept.type_of(name, self._stored(e))) for e in entries)
         )
 
-    def open_onto(self, bucket: Bucket, name: str, spends: Any) -> list[Tensor]:
+    def open_onto(self, bucket: RuleBucket, name: str, spends: Any) -> list[Tensor]:
         """Add a state to the gradients; the sums become the state at the end of the step.
 
         Args:
@@ -361,14 +371,19 @@ class LowPrecisionStates:
         return entry if entry.stored is None else entry.stored
 
     def _whole(
-        self, bucket: Bucket, name: str, places: Sequence[int], parts: Sequence[tuple[Entry, slice]], own: list[slice]
+        self,
+        bucket: RuleBucket,
+        name: str,
+        places: Sequence[int],
+        parts: Sequence[tuple[Entry, slice]],
+        own: list[slice],
     ) -> Field:
         if is_narrow(self._kept.type_of(name, parts[0][0])):
             return replace(self._narrow(name, parts), step=self._step(bucket, name, places))
         views = self._kept.views(self._states, name, bucket.entries.only(places))
         return [view[part] for view, part in zip(views, own, strict=True)]
 
-    def _loose(self, bucket: Bucket, name: str, pieces: Sequence[tuple[int, slice, int, slice]]) -> Field:
+    def _loose(self, bucket: RuleBucket, name: str, pieces: Sequence[tuple[int, slice, int, slice]]) -> Field:
         entries = bucket.entries
         places = [place for place, *_ in pieces]
         if not is_coded(self._kept.type_of(name, self._stored(entries[places[0]]))):
@@ -384,7 +399,7 @@ class LowPrecisionStates:
             for place, _, run, within in pieces
         ]
 
-    def _all_of(self, bucket: Bucket, name: str, entries: PlannedEntries) -> list[Tensor]:
+    def _all_of(self, bucket: RuleBucket, name: str, entries: PlannedEntries) -> list[Tensor]:
         """The opened state of entries; of those that keep it wide, the stored state itself."""
         place_of = {self._stored(entry).index: place for place, entry in enumerate(bucket.entries)}
         narrow = [self._is_narrow(entry, name) for entry in entries]
@@ -399,7 +414,7 @@ class LowPrecisionStates:
             for entry, opens in zip(entries, narrow, strict=True)
         ]
 
-    def _open(self, bucket: Bucket, name: str, wanted: Sequence[tuple[int, int | None]]) -> None:
+    def _open(self, bucket: RuleBucket, name: str, wanted: Sequence[tuple[int, int | None]]) -> None:
         """Open runs of the stored entries of a bucket's places that are not open yet."""
         opened = []
         for place, run in wanted:
@@ -435,7 +450,7 @@ class LowPrecisionStates:
         firsts = [entry.shard.start + part.start for entry, part in parts]
         return plan, firsts, [key_of(entry.key, name) for entry, _ in parts]
 
-    def _as_kept(self, bucket: Bucket, name: str, places: Sequence[int]) -> Field:
+    def _as_kept(self, bucket: RuleBucket, name: str, places: Sequence[int]) -> Field:
         """The state of entries whose state has no codes."""
         entries = bucket.entries if len(places) == len(bucket.entries) else bucket.entries.only(places)
         views = self._kept.views(self._states, name, entries)
@@ -445,7 +460,7 @@ class LowPrecisionStates:
         keys = [key_of(self._stored(entry).key, name) for entry in entries]
         return LowPrecisionRuns(views, (), firsts, keys, self._step(bucket, name, places))
 
-    def _step(self, bucket: Bucket, name: str, places: Sequence[int]) -> Step | None:
+    def _step(self, bucket: RuleBucket, name: str, places: Sequence[int]) -> Step | None:
         if not self._stochastic(name):
             return None
         step = bucket.step
@@ -458,7 +473,7 @@ class LowPrecisionStates:
 _Found = tuple[list[_Opened], LowPrecisionRuns, Tensor]
 
 
-def _step_of(bucket: Bucket, place: int) -> int | Tensor:
+def _step_of(bucket: RuleBucket, place: int) -> int | Tensor:
     step = bucket.step
     return step[place] if isinstance(step, Tensor) else step
 
