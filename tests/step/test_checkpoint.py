@@ -295,7 +295,8 @@ def test_hybrid_switch_is_part_of_the_checkpoint() -> None:
     model, optimizer = setup(case)
     advance(model, optimizer, range(3))
     before = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    optimizer.switch.detector._state["slow_steps"] = 100  # the next check finds the knee
+    detector = optimizer.switch.detector
+    detector._knee = detector._knee._replace(slow_steps=100)  # the next check finds the knee
     optimizer.switch.detector.beta = 1e9
     advance(model, optimizer, range(3, 6))
     assert optimizer.switched
