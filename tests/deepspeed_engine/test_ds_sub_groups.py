@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed_plugin import registry
 from deepspeed_plugin.sub_groups import sub_groups_with_whole_layers
 from rankwise.layout.layout import LayoutError
-from rankwise.mkor import rule
+from rankwise.mkor import preconditioned_matrices as rule
 from rankwise.plan.checkpoint_mismatch import MisfitError
 from rankwise.routing.roles import ParameterInfo, annotate, attach_info
 
