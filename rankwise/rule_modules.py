@@ -57,6 +57,8 @@ def add_rule_modules(words: list[str]) -> None:
     named = [str(Path(word).resolve()) if word.endswith(".py") else word for word in words]
     for word in named:
         _imported(word)
+    if not named:
+        return
     known = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
     os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*known, *named]))
 

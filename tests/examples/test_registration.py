@@ -15,7 +15,7 @@ from example_rules import EXAMPLES, load
 
 from rankwise.extension import MatrixOptimizer, OptionError, Options, register, shared, unregister
 from rankwise.names import BY_NAME, BY_SPELLING, CLASSES, READY, SPELLINGS
-from rankwise.rule_modules import VARIABLE
+from rankwise.rule_modules import VARIABLE, add_rule_modules
 
 ROOT = EXAMPLES.parent
 
@@ -75,6 +75,12 @@ def run(code: str, folder: Path, **variables: str) -> subprocess.CompletedProces
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_command_without_modules_leaves_the_environment_alone() -> None:
+    """The fixture of this folder finds what a command in this process would have left."""
+    add_rule_modules([])
+    assert VARIABLE not in os.environ
 
 
 def test_modules_are_found_by_the_variable_and_by_entry_points(tmp_path: Path) -> None:
