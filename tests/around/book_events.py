@@ -10,12 +10,13 @@ import copy
 import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from book_runs import Run, through_a_file
+from surrounding_kinds import default_device, default_dtype, deterministic
 from torch import nn
 
 __all__ = ["EVENTS", "HOMES", "WORDS", "Event", "events_of"]
@@ -389,34 +390,6 @@ def _built_and_dropped(run: Run) -> None:
 
 
 # --- around a step ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def default_device(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -15,7 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["FORBIDDEN", "SURROUNDINGS", "Around", "in_another_thread"]
+__all__ = [
+    "FORBIDDEN",
+    "SURROUNDINGS",
+    "Around",
+    "default_device",
+    "default_dtype",
+    "deterministic",
+    "in_another_thread",
+]
 
 Around = Callable[[], AbstractContextManager[Any]]
 
