@@ -96,7 +96,8 @@ def _end_of(said: bytes) -> str:
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
     # What started the ranks ends with an error, too, which says no more than that a rank has failed.
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (errors or lines or [f"{sys.executable} -m torch.distributed.run said nothing"])[-1][-500:]
+    signals = [line.strip() for line in lines if " (SIG" in line and "SIGTERM" not in line]
+    return (errors or signals or lines or [f"{sys.executable} -m torch.distributed.run said nothing"])[-1][-500:]
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from rankwise.abandoned_locks import watch_builds
 
-__all__ = ["available_cores", "missing_build_tools", "prepare_shm_build", "rank_environment"]
+__all__ = ["available_cores", "leave_groups", "missing_build_tools", "prepare_shm_build", "rank_environment"]
 
 
 def available_cores() -> int:
@@ -42,6 +43,19 @@ def rank_environment(ranks: int, cpu: bool, base: Mapping[str, str] | None = Non
         checkout = str(Path(package.__path__[0]).resolve().parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), checkout]))
     return environment
+
+
+def leave_groups() -> None:
+    """Destroys all process groups, and waits for their threads.
+
+    What refers to a group keeps its threads, and gloo's abort the process if they free a tensor while the interpreter
+    ends. So drop optimizers and engines first; cycles are collected here.
+    """
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def missing_build_tools() -> list[str]:

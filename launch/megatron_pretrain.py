@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.launch.data import load_corpus, load_tokenizer
+from rankwise.launch.environment import leave_groups
 from rankwise.launch.loop import Loop, learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.settings import Settings
 
@@ -44,7 +45,7 @@ def run(settings: Settings) -> None:
         else:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("gloo" if cpu else "nccl")
-        stack.callback(dist.destroy_process_group)
+        stack.callback(leave_groups)
         _train(settings)
         # A rank that closes its connections while a peer still uses them makes that peer abort.
         dist.barrier()

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from rankwise.launch.data import Corpus, load_corpus, load_tokenizer
-from rankwise.launch.environment import prepare_shm_build
+from rankwise.launch.environment import leave_groups, prepare_shm_build
 from rankwise.launch.loop import Loop, learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.models import build_model
 from rankwise.launch.sampler import WindowSampler
@@ -92,8 +91,8 @@ def run(settings: Settings) -> None:
         comm.barrier()
     finally:
         engine.destroy()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    del engine, trained
+    leave_groups()
 
 
 class _DeepSpeed:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankwise.launch.environment import leave_groups
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.names import BY_NAME
 
@@ -157,7 +158,7 @@ def _main(target: Path) -> None:
     found = {name: trajectory(name, dist.get_rank(), dist.get_world_size()) for name in OPTIONS}
     if dist.get_rank() == 0:
         target.write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    leave_groups()
 
 
 if __name__ == "__main__":

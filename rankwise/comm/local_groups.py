@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Torch imports this with the first optimizer, and its default arguments then hold the default group for ever. A group
+# that outlives its destruction has threads that outlive the interpreter, and an abort (SIGABRT) at the process's end.
+import torch.distributed.nn.functional
+
 __all__ = ["host_group", "local_group"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,20 @@ def test_a_sound_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert found["compiled extensions"]["status"] == "ok"
 
 
+@pytest.fixture
+def _foreign_apex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An apex that is not NVIDIA's can be imported; what was imported beside it is forgotten."""
+    (tmp_path / "site" / "apex").mkdir(parents=True)
+    (tmp_path / "site" / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("apex", "megatron"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_foreign_apex")
 def test_what_keeps_things_from_working_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A torch below the range, a lock whose owner is gone, an apex that is not NVIDIA's, megatron-core out of range."""
     versions = {"torch": "2.1.0", "megatron-core": "0.4.0"}
@@ -47,9 +63,6 @@ def test_what_keeps_things_from_working_fails(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "extensions" / "fused" / "lock").parent.mkdir(parents=True)
     (tmp_path / "extensions" / "fused" / "lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    (tmp_path / "site" / "apex").mkdir(parents=True)
-    (tmp_path / "site" / "apex" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
     status, found = examined()
     assert status == 1
     assert found["torch"]["status"] == "fail" and "torch>=2.6" in found["torch"]["advice"]
@@ -98,5 +111,8 @@ def test_two_ranks_follow_and_a_rank_that_cannot_start_is_told(monkeypatch: pyte
     told = "print('OSError: no network', flush=True); raise type('ChildFailedError', (Exception,), {})"
     monkeypatch.setattr(command, lambda *_: ["python", "-c", told])
     assert doctor.run_self_test(60).advice == "OSError: no network"
+    killed = "print('traceback : Signal 6 (SIGABRT) received by PID 7\\n====', flush=True); raise SystemExit(1)"
+    monkeypatch.setattr(command, lambda *_: ["python", "-c", killed])
+    assert doctor.run_self_test(60).advice == "traceback : Signal 6 (SIGABRT) received by PID 7"
     monkeypatch.setattr(command, lambda *_: ["sleep", "60"])
     assert doctor.run_self_test(0.2).value == "no end after 0 s"
