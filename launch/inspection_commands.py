@@ -153,13 +153,11 @@ def compare(
 
 
 def list_types(
-    markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/choose.md.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help="All that is known of each type.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The tables of docs/choose.md.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Every optimizer type: what for and when not, learning rate over AdamW's, memory, traffic, maturity.
-
-    Bytes and operations are computed from what the types declare: a Llama of 1.2 B parameters, 64 ranks, stage 3.
-    """
+    """Every optimizer type, the lowest loss first: learning rate over AdamW's, memory, time, and what it is for."""
     from rankwise.launch import optimizer_guide as choices
 
     if markdown:
@@ -168,8 +166,8 @@ def list_types(
     if as_json:
         tell_programs([row._asdict() for row in choices.rows()])
         return
-    console.print(choices.shown(console.width))
-    console.print(f"Maturity of all: {choices.MATURITY}. docs/choose.md has recipes, docs/evidence.md what was tried.")
+    console.print(choices.shown(console.width, whole))
+    console.print("docs/choose.md has recipes, docs/evidence.md what was tried; --all says more of each.")
 
 
 def explain(
