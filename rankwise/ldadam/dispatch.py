@@ -17,6 +17,7 @@ from rankwise.ldadam.low_rank_products import Subtract, subtract_product_
 
 __all__ = [
     "Moments",
+    "computes_stacks",
     "moments_for",
     "shards_step_for",
     "step_for",
@@ -100,13 +101,23 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
     """
     chosen = kernels_for(device, dtype)
     if chosen is native:
-        return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place, in_stacks=False)
+        return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place)
     if chosen is not triton:
         return None
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
 
     step = partial(ldadam_matrices_, precision=_precision(device))
-    return StepsInPlace(takes_matrices, step, in_stacks=True)
+    return StepsInPlace(takes_matrices, step)
+
+
+def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices are computed in stacks. On CPUs products of stacks are slower, and round otherwise.
+
+    Args:
+        device: Device of the matrices.
+        dtype: Type of the matrices.
+    """
+    return device.type != "cpu" or kernels_for(device, dtype) is triton
 
 
 def _precision(device: torch.device) -> str:

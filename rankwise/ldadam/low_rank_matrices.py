@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import BATCH_ELEMENTS, Batch, MatrixTask, Reply
 from rankwise.kernels.lists import decay_
-from rankwise.ldadam.dispatch import steps_in_place_for
+from rankwise.ldadam.dispatch import computes_stacks, steps_in_place_for
 from rankwise.ldadam.in_place import LowRankStep, StepsInPlace
 from rankwise.ldadam.signature import LowRankSignature, in_reply, reply_of
 from rankwise.ldadam.sliced_formulas import Holders
@@ -22,6 +23,9 @@ from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
 
 __all__ = ["LDAdamRule"]
+
+_Matrix = tuple[MatrixTask, int]
+"""A matrix that lies whole here, and the index of its shard."""
 
 
 class LDAdamRule(MatrixRule):
@@ -50,10 +54,7 @@ class LDAdamRule(MatrixRule):
         self._shards = WorkingShards(unit)
         # Cautious decay has to know the directions.
         self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
-        # Products of stacks round otherwise.
-        self.separately = self._steps_in_place is None or not self._steps_in_place.in_stacks
-        self._taken: list[tuple[MatrixTask, int, LowRankStep]] = []
-        self._others: dict[LowRankSignature, list[tuple[MatrixTask, int]]] = {}
+        self._in_stacks = computes_stacks(unit.device, unit.dtype)
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """``C``, the gradient with what is left of earlier ones; the weights have decayed then, unless cautiously."""
@@ -69,66 +70,67 @@ class LDAdamRule(MatrixRule):
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """Move bases and moments of matrices, or of slices together with the owners of the others."""
-        if batch.partners:
-            factors = self._step_slices(batch, tasks, stack)
-        else:
-            factors = self._subspaces.advance(tasks, stack)
-        return in_reply(factors, batch.signature, self.reply(batch))
+        if len(tasks) > 1 and not batch.partners and not self._in_stacks:
+            rows = zip(tasks, stack.split(1), strict=True)
+            return torch.cat([self.update(batch, [task], row) for task, row in rows])
+        advanced = self._step_slices(batch, tasks, stack) if batch.partners else self._subspaces.advance(tasks, stack)
+        return in_reply(advanced, batch.signature, self.reply(batch))
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Subtract a shard's elements of the products from its weights and its error buffer."""
         self._step(batch.signature, indices, results, self.reply(batch).whole is not None)
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        """Where there is a form that steps many matrices at once, from their second step on."""
-        if self._steps_in_place is None:
-            return False
-        (index,), (source,) = indices, values
-        state, group = self._subspaces.obtain(task, source), self.groups[task.signature.group]
-        count = int(state["step"])
-        ready = None
+    def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """Where there is a form that steps many at once: by it from their second step on, else in the way of others."""
+        form = self._steps_in_place
+        if form is None:
+            return matrices
+        others: dict[LowRankSignature, list[_Matrix]] = {}
+        jobs: list[tuple[_Matrix, LowRankStep]] = []
+        for plan in matrices:
+            matrix = plan.owned[0], plan.local[0].shard
+            job = self._job(*matrix, form)
+            if job is not None:
+                jobs.append((matrix, job))
+            else:
+                others.setdefault(plan.batch.signature, []).append(matrix)
+        if jobs:
+            for matrix in self._step_jobs(jobs, form):
+                others.setdefault(matrix[0].signature, []).append(matrix)
+        for signature, alike in others.items():
+            most = BATCH_ELEMENTS // (signature.rows * signature.columns) if self._in_stacks else 1
+            for first in range(0, len(alike), max(1, most)):
+                self._step_others(alike[first : first + max(1, most)])
+        return ()
+
+    def _job(self, task: MatrixTask, index: int, form: StepsInPlace) -> LowRankStep | None:
+        """What is to be done with a matrix, if the form takes it; else its gradient is in its source then."""
+        state = self._subspaces.obtain(task, self._shards.source(index))
+        count, group, job = int(state["step"]), self.groups[task.signature.group], None
         # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
         if count and (not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]):
-            takes = self._steps_in_place.takes
-            ready = self._shards.in_place(index, task.signature, state, count + 1, group, takes)
-        if ready is not None:
-            self._taken.append((task, index, ready))
-            return True
-        self._shards.complete(index)
-        if self.separately:
-            self._step_others([(task, index)])
-        else:
-            self._others.setdefault(task.signature, []).append((task, index))
-        return True
+            job = self._shards.in_place(index, task.signature, state, count + 1, group, form.takes)
+        if job is None:
+            self._shards.complete(index)
+        return job
 
-    def finish(self) -> None:
-        """Step what has been taken."""
-        if self._steps_in_place is not None and self._taken:
-            self._step_taken(self._steps_in_place)
-        for signature, others in self._others.items():
-            chunk = max(1, BATCH_ELEMENTS // (signature.rows * signature.columns))
-            for first in range(0, len(others), chunk):
-                self._step_others(others[first : first + chunk])
-
-    def _step_taken(self, form: StepsInPlace) -> None:
-        keys, jobs = [task.key for task, *_ in self._taken], [ready for *_, ready in self._taken]
-        outcome = self._subspaces.narrow.step_in_place(keys, jobs, form)
+    def _step_jobs(self, jobs: Sequence[tuple[_Matrix, LowRankStep]], form: StepsInPlace) -> list[_Matrix]:
+        """Step matrices by a form; returns those that it leaves."""
+        keys, described = [task.key for (task, _), _ in jobs], [job for _, job in jobs]
+        outcome = self._subspaces.narrow.step_in_place(keys, described, form)
         left = set(outcome.left)
-        stepped = [ready for place, (_, _, ready) in enumerate(self._taken) if place not in left]
+        stepped = [job for place, job in enumerate(described) if place not in left]
         if stepped:
-            torch._foreach_add_([ready.state["step"] for ready in stepped], 1)
-        for ready in stepped:
+            torch._foreach_add_([job.state["step"] for job in stepped], 1)
+            self.health.add("subspace_rotation", outcome.rotation, len(stepped))
+        for job in stepped:
             # With error feedback only matrices are taken that have it already.
-            if not ready.group["error_feedback"]:
-                ready.state["beta1"].fill_(ready.group["betas"][0])
-        for place in sorted(left):
-            task, index, _ = self._taken[place]
-            self._step_others([(task, index)])
-        if len(left) < len(self._taken):
-            self.health.add("subspace_rotation", outcome.rotation, len(self._taken) - len(left))
+            if not job.group["error_feedback"]:
+                job.state["beta1"].fill_(job.group["betas"][0])
         self.health.add("kept_bases", outcome.kept)
+        return [jobs[place][0] for place in sorted(left)]
 
-    def _step_others(self, matrices: Sequence[tuple[MatrixTask, int]]) -> None:
+    def _step_others(self, matrices: Sequence[_Matrix]) -> None:
         """Matrices of one signature that lie whole here, in the way of those that travel."""
         tasks, indices = [task for task, _ in matrices], [index for _, index in matrices]
         sources = [self._shards.source(index) for index in indices]

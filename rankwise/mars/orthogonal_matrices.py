@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels.dispatch import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
 from rankwise.kernels.lists import decay_, subtract_scaled_
@@ -73,7 +74,6 @@ class MARSRule(MatrixRule):
         self._variant: formulas.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: formulas.Scale = options.scale  # type: ignore[assignment]
         self._steps_in_place = steps_in_place(unit, product)
-        self._taken: list[OrthogonalStep] = []
         self._numbers: dict[MomentumSignature, tuple[float, float]] = {}
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
@@ -83,7 +83,8 @@ class MARSRule(MatrixRule):
             pairs = zip(bucket.entries, bucket.weights, strict=True)
             weights = [weight for entry, weight in pairs if entry.index not in later]
             decay_(weights, bucket.group["lr"], bucket.group["weight_decay"])
-        return self.state_by_shard("exp_avg")
+        self._momenta = self.by_shard(lambda bucket: bucket.state("exp_avg"))
+        return self.listed(self._momenta)
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The directions of a stack of momenta."""
@@ -95,16 +96,16 @@ class MARSRule(MatrixRule):
         directions = [result.view(weight.shape) for weight, result in zip(weights, results, strict=True)]
         self._descend(weights, directions, batch.signature)
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        """All of them; together at the end, where there is a form that steps many at once."""
-        (index,), (exp_avg,) = indices, values
-        weight, signature = self.weights[index], task.signature
+    def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """All of them; together, where there is a form that steps many at once."""
+        found = [(plan.batch.signature, plan.local[0].shard) for plan in matrices]
         if self._steps_in_place is not None:
-            self._taken.append(self._in_place(signature, exp_avg, weight))
-        else:
-            direction = self._directions(signature, exp_avg.view(1, -1))[0]
-            self._descend([weight], [direction], signature)
-        return True
+            self._steps_in_place([self._in_place(signature, index) for signature, index in found])
+            return ()
+        for signature, index in found:
+            direction = self._directions(signature, self._momenta[index].view(1, -1))[0]
+            self._descend([self.weights[index]], [direction], signature)
+        return ()
 
     def _descend(self, weights: list[Tensor], directions: list[Tensor], signature: MomentumSignature) -> None:
         group = self.groups[signature.group]
@@ -112,11 +113,6 @@ class MARSRule(MatrixRule):
             step_and_decay(self.unit, weights, directions, group)
         else:
             subtract_scaled_(weights, directions, group["lr"])
-
-    def finish(self) -> None:
-        """Step what has been taken."""
-        if self._steps_in_place is not None:
-            self._steps_in_place(self._taken)
 
     def _directions(self, signature: MomentumSignature, exp_avgs: Tensor) -> Tensor:
         """Orthogonal directions of a stack of momenta, (matrices, elements)."""
@@ -135,13 +131,13 @@ class MARSRule(MatrixRule):
             self._numbers[signature] = eps, formulas.shape_factor(self._variant, *signature.logical, self._scaled_as)
         return self._numbers[signature]
 
-    def _in_place(self, signature: MomentumSignature, exp_avg: Tensor, weight: Tensor) -> OrthogonalStep:
+    def _in_place(self, signature: MomentumSignature, index: int) -> OrthogonalStep:
         group, shape = self.groups[signature.group], (signature.rows, signature.columns)
         eps, factor = self._numbers_of(signature)
         return OrthogonalStep(
             shape,
-            exp_avg,
-            weight,
+            self._momenta[index],
+            self.weights[index],
             eps=eps,
             factor=factor,
             lr=group["lr"],

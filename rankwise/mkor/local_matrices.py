@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rankwise.comm.owner_plan import MatrixTask
+from rankwise.comm.batch_messages import BatchPlan
 from rankwise.kernels.run_views import RunPlace, RunPlan
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.product_groups import GradientForm, ProductGroups
@@ -16,22 +17,7 @@ from rankwise.states.element_states import EntryRuns
 from rankwise.states.entries import Entry
 from rankwise.states.matrix_states import MatrixState
 
-__all__ = ["LocalMatrix", "LocalMatrixPlan"]
-
-
-class LocalMatrix(NamedTuple):
-    """A matrix that is to be stepped where it lies; see :meth:`rankwise.step.matrices.MatrixRule.take`."""
-
-    task: MatrixTask
-    indices: Sequence[int]
-
-
-class _PartRun(NamedTuple):
-    """Some elements of a shard, by its index, which is that of so many parts."""
-
-    shard: int
-    part: int
-    own: slice
+__all__ = ["LocalMatrixPlan"]
 
 
 class _Factored(NamedTuple):
@@ -47,8 +33,9 @@ class LocalMatrixPlan:
     """Plan of matrices that are stepped where they lie.
 
     Args:
-        taken: The matrices.
+        matrices: The matrices, as :meth:`rankwise.step.matrices.MatrixRule.step_in_place` gets them.
         states: States of the matrices: which sides have factors.
+        entries: The unit's shards.
 
     Attributes:
         tasks: Tasks of the matrices.
@@ -58,33 +45,28 @@ class LocalMatrixPlan:
         arrangement: Arrangement of their gradients.
     """
 
-    def __init__(self, taken: Sequence[LocalMatrix], states: Sequence[MatrixState]) -> None:
-        self.tasks = [each.task for each in taken]
-        self.weights = [each.indices[0] for each in taken]
+    def __init__(self, matrices: Sequence[BatchPlan], states: Sequence[MatrixState], entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self.tasks = [matrix.owned[0] for matrix in matrices]
+        self.weights = [matrix.local[0].shard for matrix in matrices]
         self.alike: dict[Any, list[int]] = {}
         for place, task in enumerate(self.tasks):
             self.alike.setdefault(task.signature, []).append(place)
         self._gradients: list[_Factored] = []
-        self._runs: list[_PartRun] = []
-        first = 0
-        for place, (each, state) in enumerate(zip(taken, states, strict=True)):
-            for gradient, parts in _gradients_of(each.task.signature, place, state):
+        self.runs: list[tuple[int, slice]] = []
+        for place, (matrix, state) in enumerate(zip(matrices, states, strict=True)):
+            for gradient, parts in _gradients_of(self.tasks[place].signature, place, state):
                 self._gradients.append(gradient)
-                self._runs += [_PartRun(each.indices[part], first + part, own) for part, own in parts]
-            first += len(each.indices)
-        self.runs = [(run.shard, run.own) for run in self._runs]
+                self.runs += [(matrix.local[part].shard, own) for part, own in parts]
         self.arrangement = ProductGroups([gradient.form for gradient in self._gradients])
 
-    def values(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The runs of the parts of all matrices."""
-        return [parts[run.part] if run.own == WHOLE else parts[run.part][run.own] for run in self._runs]
-
-    def places(self, entries: Sequence[Entry]) -> EntryRuns:
+    @cached_property
+    def places(self) -> EntryRuns:
         """Where the runs lie in the unit's weights and gradients."""
         tensors: list[int] = []
         places: list[list[RunPlace]] = []
         for index, own in self.runs:
-            shard = entries[index].shard
+            shard = self._entries[index].shard
             if not tensors or tensors[-1] != shard.tensor:
                 tensors.append(shard.tensor)
                 places.append([])

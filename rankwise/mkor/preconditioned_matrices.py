@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
@@ -15,14 +16,14 @@ from rankwise.kernels.run_views import RunViews, chosen_of
 from rankwise.layout.layout import LayoutError
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
-from rankwise.mkor.local_matrices import LocalMatrix, LocalMatrixPlan
+from rankwise.mkor.local_matrices import LocalMatrixPlan
 from rankwise.mkor.preconditioning import Preconditioned
 from rankwise.mkor.sketches import Sketches
 from rankwise.mkor.workspace import SPACE, Workspace
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import WHOLE, Bucket, StepUnit
-from rankwise.states.element_states import EntryRuns, offset_runs
+from rankwise.states.element_states import offset_runs
 from rankwise.states.entries import Entry
 from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.parameter_table import ParameterTable
@@ -30,7 +31,7 @@ from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step
 from rankwise.step.health import Health
-from rankwise.step.matrices import MatrixRule, profiled
+from rankwise.step.matrices import MatrixRule
 
 __all__ = ["TAKEN", "MKORRule", "matrix_tasks", "uncaptured_tasks"]
 
@@ -43,12 +44,12 @@ class _InPlace(NamedTuple):
 
     Attributes:
         matrices: All of them.
-        plans: Of those that are stepped together, with where their gradients lie; a plan for as many as are at a time.
+        plans: Of those that are stepped together, a plan for as many as are at a time.
         rest: The others.
     """
 
     matrices: Sequence[BatchPlan]
-    plans: list[tuple[LocalMatrixPlan, EntryRuns]]
+    plans: list[LocalMatrixPlan]
     rest: list[BatchPlan]
 
 
@@ -85,9 +86,6 @@ class MKORRule(MatrixRule):
         self._product = factors.product_type(unit.device, unit.dtype)
         self._singly = factors.computes_singly(unit.device, unit.dtype)
         self._together = factors.together(unit.device, unit.dtype, self._product)
-        self._taken: list[LocalMatrix] = []
-        self._values: list[Tensor] = []
-        self._taken_elements = 0
         self._space = unit.notes.obtain(SPACE, Workspace)
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -116,25 +114,33 @@ class MKORRule(MatrixRule):
         for index, result in zip(indices, results, strict=True):
             self._keep(index, result)
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        """Where matrices are preconditioned in place, each for itself or many together."""
+    def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """Where gradients are preconditioned in place: many together, for AdamW, or each for itself."""
         if self._together is not None:
-            return self._take_along(LocalMatrix(task, indices), values)
+            return self._step_together(matrices) if self._first_order.is_adamw else matrices
         if not self._singly:
-            return False
-        (state,), sizes = self._moved([task], lambda _: values[0]), task.signature.sizes
+            return matrices
+        for plan in matrices:
+            self._step_singly(plan)
+        return ()
+
+    def _step_singly(self, matrix: BatchPlan) -> None:
+        task, indices = matrix.owned[0], [piece.shard for piece in matrix.local]
+        values, sizes = [self._gradient_of(index) for index in indices], task.signature.sizes
+        (state,) = self._moved([task], lambda _: values[0])
         results = self._space.take("result", (sum(sizes),), self.unit.dtype).split(sizes)
         self._factors.apply_to_one(task.signature, state, values, results, self._product, self._space)
-        for index, result in zip(indices, results, strict=True):
-            # A part without a gradient counted as zero, and stays where it is.
-            if self._gradients[index] is not None:
-                self._step_at_once(index, result)
-        return True
+        # A part without a gradient counted as zero, and stays where it is.
+        places = [place for place, index in enumerate(indices) if self._gradients[index] is not None]
+        self.step(matrix.batch, [indices[place] for place in places], [results[place] for place in places])
 
-    def finish(self) -> None:
-        """Step what has been taken."""
-        if self._taken:
-            self._step_taken()
+    def _gradient_of(self, index: int, own: slice = WHOLE) -> Tensor:
+        """The gradient of some elements of a shard; zeros where it has none."""
+        gradient = self._gradients[index]
+        if gradient is None:
+            numel = self.unit.entries[index].shard.numel
+            gradient = torch.zeros(numel, dtype=self.unit.dtype, device=self.unit.device)
+        return gradient if own == WHOLE else gradient[own]
 
     def remaining(self) -> list[Bucket]:
         """What the first-order rule has yet to step."""
@@ -179,16 +185,21 @@ class MKORRule(MatrixRule):
 
     # --- many together ------------------------------------------------------------------------------------------
 
-    def take_all(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
-        """Where many are preconditioned together; what follows from which they are is known from the last time."""
-        flats = self._flat_gradients() if self._together is not None and self._first_order.is_adamw else None
-        if flats is None:
-            return matrices
-        planned = self.unit.notes.get(TAKEN)
+    def _step_together(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """What follows from which they are is known from the last time, where that has been the same list."""
+        planned, flats = self.unit.notes.get(TAKEN), self._flat_gradients()
         if planned is None or planned.matrices is not matrices:
-            planned = self.unit.notes[TAKEN] = self._planned(matrices)
-        for plan, (tensors, runs) in planned.plans:
-            with profiled("rankwise: compute in place"):
+            planned = self._planned(matrices)
+            if any(self._gradients[piece.shard] is None for plan in matrices for piece in plan.local):
+                flats = None
+            else:
+                self.unit.notes[TAKEN] = planned
+        for plan in planned.plans:
+            if flats is None:
+                values = [self._gradient_of(*run) for run in plan.runs]
+                self._step_runs(plan.runs, self._preconditioned(plan, values))
+            else:
+                tensors, runs = plan.places
                 self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))
         return planned.rest
 
@@ -198,9 +209,7 @@ class MKORRule(MatrixRule):
         for bucket in self.buckets:
             positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
             if pieces:
-                self._step_pieces(
-                    self._pieces(bucket, pieces, chosen_of(preconditioned.runs, positions)), preconditioned, positions
-                )
+                self._step_pieces(bucket, pieces, preconditioned, positions)
         self._stepped.update(index for index, _ in plan.runs)
 
     def _flat_gradients(self) -> dict[int, Tensor] | None:
@@ -214,41 +223,26 @@ class MKORRule(MatrixRule):
         return flats
 
     def _planned(self, matrices: Sequence[BatchPlan]) -> _InPlace:
-        rest = [plan for plan in matrices if not _takes(plan.owned[0].signature)]
-        chunks: list[list[LocalMatrix]] = []
+        chunks: list[list[BatchPlan]] = []
+        rest: list[BatchPlan] = []
         elements = 0
-        for plan in matrices:
-            task = plan.owned[0]
-            if _takes(task.signature):
-                if not chunks or elements + plan.length > self._at_once:
-                    chunks.append([])
-                    elements = 0
-                chunks[-1].append(LocalMatrix(task, [piece.shard for piece in plan.local]))
-                elements += plan.length
-        plans = [LocalMatrixPlan(chunk, [self._state_of(matrix.task) for matrix in chunk]) for chunk in chunks]
-        return _InPlace(matrices, [(plan, plan.places(self.unit.entries)) for plan in plans], rest)
+        for matrix in matrices:
+            if not _takes(matrix.batch.signature):
+                rest.append(matrix)
+                continue
+            if not chunks or elements + matrix.length > self._at_once:
+                chunks.append([])
+                elements = 0
+            chunks[-1].append(matrix)
+            elements += matrix.length
+        states = ([self._state_of(matrix.owned[0]) for matrix in chunk] for chunk in chunks)
+        plans = [LocalMatrixPlan(chunk, own, self.unit.entries) for chunk, own in zip(chunks, states, strict=True)]
+        return _InPlace(matrices, plans, rest)
 
     @property
     def _at_once(self) -> int:
         assert self._together is not None
         return int(self._together.AT_ONCE)
-
-    def _take_along(self, taken: LocalMatrix, values: Sequence[Tensor]) -> bool:
-        if not self._first_order.is_adamw or not _takes(taken.task.signature):
-            return False
-        elements = sum(taken.task.signature.sizes)
-        if self._taken and self._taken_elements + elements > self._at_once:
-            self._step_taken()
-        self._taken.append(taken)
-        self._values += values
-        self._taken_elements += elements
-        return True
-
-    def _step_taken(self) -> None:
-        """Precondition what has been taken, and step with what comes of it, in the type of the products."""
-        plan = LocalMatrixPlan(self._taken, [self._state_of(matrix.task) for matrix in self._taken])
-        values, self._taken, self._values, self._taken_elements = plan.values(self._values), [], [], 0
-        self._step_runs(plan.runs, self._preconditioned(plan, values))
 
     def _preconditioned(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> Preconditioned:
         states: list[MatrixState] = [{}] * len(plan.tasks)
@@ -262,9 +256,7 @@ class MKORRule(MatrixRule):
         return self._factors.precondition(plan.arrangement, values, *factors, self._together, self._product)
 
     def _gradient_at(self, shards: Sequence[int], place: int) -> Tensor:
-        gradient = self._gradients[shards[place]]
-        assert gradient is not None
-        return gradient
+        return self._gradient_of(shards[place])
 
     def _step_runs(self, runs: Sequence[tuple[int, slice]], preconditioned: Preconditioned) -> None:
         """Step some elements of shards: AdamW, or anything element-wise where there are no factors."""
@@ -276,17 +268,17 @@ class MKORRule(MatrixRule):
         for positions in by_bucket.values():
             bucket = self._places[runs[positions[0]][0]][0]
             pieces = [(self._places[index][1], own) for index, own in (runs[position] for position in positions)]
-            self._step_pieces(
-                self._pieces(bucket, pieces, [preconditioned.runs[position] for position in positions]),
-                preconditioned,
-                positions,
-            )
+            self._step_pieces(bucket, pieces, preconditioned, positions)
         self._stepped.update(index for index, _ in runs)
 
-    def _pieces(self, bucket: Bucket, runs: Sequence[tuple[int, slice]], gradients: list[Tensor]) -> Bucket:
-        return bucket.pieces(runs, gradients, self._first_order.states)
-
-    def _step_pieces(self, pieces: Bucket, preconditioned: Preconditioned, positions: Sequence[int]) -> None:
+    def _step_pieces(
+        self,
+        bucket: Bucket,
+        runs: Sequence[tuple[int, slice]],
+        preconditioned: Preconditioned,
+        positions: Sequence[int],
+    ) -> None:
+        pieces = bucket.pieces(runs, chosen_of(preconditioned.runs, positions), self._first_order.states)
         if preconditioned.factors is None:
             self._first_order.apply(self.unit, [pieces])
         else:
@@ -297,18 +289,6 @@ class MKORRule(MatrixRule):
         if last - first + 1 == len(positions):
             return factors[first : last + 1]
         return factors.index_select(0, self.unit.indices.of(tuple(positions)))
-
-    # --- one by one ---------------------------------------------------------------------------------------------
-
-    def _step_at_once(self, index: int, gradient: Tensor) -> None:
-        if not self._first_order.is_elementwise:
-            self._keep(index, gradient)
-            return
-        bucket, place = self._places[index]
-        single = bucket.only([place])
-        single.grads[0] = gradient
-        self._first_order.apply(self.unit, [single])
-        self._stepped.add(index)
 
     def _keep(self, index: int, gradient: Tensor) -> None:
         bucket, place = self._places[index]

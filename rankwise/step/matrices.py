@@ -8,12 +8,11 @@ batch *k* as ``rankwise: gather k``, ``compute k``, ``return k`` and ``deliver k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
@@ -24,7 +23,7 @@ from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.step.health import Health
 
-__all__ = ["MatrixRule", "phases", "profiled", "step_matrices"]
+__all__ = ["MatrixRule", "phases", "step_matrices"]
 
 
 _NOTHING = nullcontext()
@@ -43,10 +42,6 @@ class MatrixRule(ABC):
         health: Counts the matrices that were updated, and what the rule itself reports.
     """
 
-    separately: bool = False
-    """For rules that round a matrix otherwise in a stack: where matrices are computed one by one, those that have
-    travelled together are, too."""
-
     def __init__(
         self, unit: StepUnit, buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], health: Health
     ) -> None:
@@ -55,18 +50,21 @@ class MatrixRule(ABC):
     @cached_property
     def weights(self) -> dict[int, Tensor]:
         """The weights of the shards, by their index."""
+        return self.by_shard(lambda bucket: bucket.weights)
+
+    def by_shard(self, values_of: Callable[[Bucket], Sequence[Tensor]]) -> dict[int, Tensor]:
+        """What a function has for the shards of each bucket, by the shards' index."""
         return {
-            entry.index: weight
+            entry.index: value
             for bucket in self.buckets
-            for entry, weight in zip(bucket.entries, bucket.weights, strict=True)
+            for entry, value in zip(bucket.entries, values_of(bucket), strict=True)
         }
 
-    def state_by_shard(self, name: str) -> list[Tensor | None]:
-        """An element state of the buckets' shards, as :meth:`gather` may return it."""
+    def listed(self, values: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Values by shard as :meth:`gather` may return them."""
         found: list[Tensor | None] = [None] * len(self.unit.entries)
-        for bucket in self.buckets:
-            for entry, value in zip(bucket.entries, bucket.state(name), strict=True):
-                found[entry.index] = value
+        for index, value in values.items():
+            found[index] = value
         return found
 
     @abstractmethod
@@ -74,7 +72,7 @@ class MatrixRule(ABC):
         """What the owners need of every shard; asked first, so that weights can be prepared.
 
         Args:
-            in_place: The shards of matrices that :meth:`take` will be asked about.
+            in_place: The shards of matrices that :meth:`step_in_place` will be asked about.
 
         Returns:
             Per local shard its 1-D values, which must stay as they are; None for shards of no matrix, and for
@@ -109,33 +107,17 @@ class MatrixRule(ABC):
             results: What :meth:`reply` says, for each; valid during the call only.
         """
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        """Step a matrix that this rank alone has where it lies, now or in :meth:`finish`.
+    def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        """Update and step matrices that this rank alone has where they lie.
 
         Args:
-            task: The matrix.
-            indices: Indices of its shards, part by part; each has the whole part.
-            values: What was gathered of them; zeros for a part without values.
+            matrices: At least one. Each is the one task of its batch; its ``local`` pieces are its shards, part by
+                part, of which some have values. The same list object at every step at which no shard lacks them.
 
         Returns:
-            False: it is to be updated and stepped like all others.
-        """
-        return False
-
-    def take_all(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
-        """Step many matrices that this rank alone has, and that have all of their values, where they lie.
-
-        Args:
-            matrices: The matrices; the same list object at every step that finds the same ones.
-
-        Returns:
-            Those that :meth:`take` is yet to be asked about.
+            Those that are to be updated and stepped like all others.
         """
         return matrices
-
-    def finish(self) -> None:
-        """Called when everything else has been done."""
-        return
 
 
 def step_matrices(rule: MatrixRule) -> None:
@@ -179,7 +161,7 @@ class _MatrixStep:
     """One run of a rule over the batches of an exchange, which come in one order on all ranks."""
 
     def __init__(self, exchange: MatrixExchange, rule: MatrixRule) -> None:
-        self._exchange, self._rule, self._taken = exchange, rule, 0
+        self._exchange, self._rule = exchange, rule
         self._sources = rule.gather(exchange.in_place_shards)
         self._missing = rule.unit.missing()
 
@@ -199,7 +181,6 @@ class _MatrixStep:
                 returning[number] = self._return(batches[number], results.pop(number))
             else:
                 self._deliver(returning.pop(number))
-        self._rule.finish()
 
     def _gather(self, plan: BatchPlan) -> Gather:
         with _phase(plan, "gather"):
@@ -228,11 +209,7 @@ class _MatrixStep:
         return found.new_zeros(len(plan.owned), found.shape[1]).index_copy_(0, index, found)
 
     def _of_rule(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool) -> Tensor:
-        if self._rule.separately and self._exchange.one_by_one and not batch.partners:
-            rows = zip(tasks, stack.split(1), strict=True)
-            result = torch.cat([self._rule.update(batch, [task], row, spent) for task, row in rows])
-        else:
-            result = self._rule.update(batch, tasks, stack, spent)
+        result = self._rule.update(batch, tasks, stack, spent)
         self._count(batch, tasks)
         return result.to(stack.dtype)
 
@@ -252,45 +229,23 @@ class _MatrixStep:
 
     def _step_in_place(self) -> None:
         """Matrices that lie whole here."""
-        exchange, sources = self._exchange, self._sources
-        rest: Sequence[BatchPlan] = exchange.in_place
-        if not [shard for shard in exchange.in_place_shards if sources[shard] is None]:
-            rest = self._rule.take_all(exchange.in_place)
-            self._taken += len(exchange.in_place) - len(rest)
+        sources, matrices = self._sources, self._exchange.in_place
+        if [shard for shard in self._exchange.in_place_shards if sources[shard] is None]:
+            matrices = [plan for plan in matrices if any(sources[piece.shard] is not None for piece in plan.local)]
+        if not matrices:
+            return
+        with _profiled("rankwise: compute in place"):
+            rest = self._rule.step_in_place(matrices)
         for plan in rest:
-            if not self._take(plan):
-                self._deliver(self._return(plan, self._computed(plan, self._gather(plan))))
-        if self._taken:
-            self._rule.health.add("matrices_updated", self._taken)
-
-    def _take(self, plan: BatchPlan) -> bool:
-        """Whether nothing remains to be done for a matrix that lies whole here."""
-        indices = [piece.shard for piece in plan.local]
-        values = self._values(plan, indices)
-        if not values:
-            return True
-        with _phase(plan, "compute"):
-            taken = self._rule.take(plan.owned[0], indices, values)
-        self._taken += taken
-        return taken
-
-    def _values(self, plan: BatchPlan, indices: Sequence[int]) -> list[Tensor]:
-        """What was gathered of a matrix's parts; of one without any values nothing."""
-        sources = [self._sources[index] for index in indices]
-        present = [source for source in sources if source is not None]
-        if not present or len(present) == len(sources):
-            return present
-        exchange = self._exchange
-        return [
-            torch.zeros(piece.numel, dtype=exchange.dtype, device=exchange.device) if source is None else source
-            for piece, source in zip(plan.local, sources, strict=True)
-        ]
+            self._deliver(self._return(plan, self._computed(plan, self._gather(plan))))
+        if len(rest) < len(matrices):
+            self._rule.health.add("matrices_updated", len(matrices) - len(rest))
 
 
-def profiled(label: str) -> AbstractContextManager[Any]:
+def _profiled(label: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
     return record_function(label) if profiler._is_profiler_enabled else _NOTHING
 
 
 def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
-    return profiled(plan.labels[phase])
+    return _profiled(plan.labels[phase])

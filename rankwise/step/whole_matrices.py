@@ -206,13 +206,10 @@ class _WholeMatrixRule(MatrixRule):
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """The gradients."""
-        found: list[Tensor | None] = [None] * len(self.unit.entries)
         for bucket in self.buckets:
-            for entry, grad in zip(bucket.entries, bucket.grads, strict=True):
-                found[entry.index] = grad
             if bucket.count is not None and bucket.count < self._first_update:
                 self._idle.update(entry.index for entry in bucket.entries)
-        return found
+        return self.listed(self.by_shard(lambda bucket: bucket.grads))
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The directions, one matrix after the other: what is computed depends on no other matrix then."""

@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.message_format import WireFormat
 from rankwise.comm.owner_plan import Batch, MatrixPlan, MatrixTask, Reply, plan_matrices
@@ -134,22 +135,22 @@ class Probe(MatrixRule):
             assert torch.equal(values, expected)
         self.stepped.update(indices)
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        assert self.plan.owners[task.key] == self.layout.rank and self.in_place(task)
-        assert self.offered.issuperset(indices)
-        assert [self.layout.mine[index].key for index in indices] == list(task.parts)
-        assert all(value is self.sources[index] for index, value in zip(indices, values, strict=True))
-        if len(self.taken) % 2 == self.declines:
-            self.declined.add(task.key)
-            self.taken.append("")
-            return False
-        self.taken.append(task.key)
-        self.computed[task.key] += 1
-        self.stepped.update(indices)
-        return True
-
-    def finish(self) -> None:
-        self.events.append("finish")
+    def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        assert matrices is self.exchange.in_place and matrices
+        self.events.append("in place")
+        for plan in matrices:
+            (task,), indices = plan.owned, [piece.shard for piece in plan.local]
+            assert self.plan.owners[task.key] == self.layout.rank and self.in_place(task)
+            assert self.offered.issuperset(indices)
+            assert [self.layout.mine[index].key for index in indices] == list(task.parts)
+            if len(self.taken) % 2 == self.declines:
+                self.declined.add(task.key)
+                self.taken.append("")
+            else:
+                self.taken.append(task.key)
+                self.computed[task.key] += 1
+                self.stepped.update(indices)
+        return [plan for plan in matrices if plan.owned[0].key in self.declined]
 
     def run(self, answer: str = "pieces") -> dict[str, list[int]]:
         self.answer = answer
@@ -165,7 +166,7 @@ class Probe(MatrixRule):
         assert dict(self.computed) == dict.fromkeys(owned, 1)
         assert self.updated == len(owned)
         assert set(owned) == {key for key, owner in self.plan.owners.items() if owner == self.layout.rank}
-        assert self.events[-1] == "finish" and self.events.count("finish") == 1
+        assert self.events.count("in place") == (1 if self.exchange.in_place else 0)
         assert len(self.taken) == self.at_once * sum(self.in_place(task) for task in self.exchange.owned())
         assert not calls["all_reduce"]
         return calls
@@ -281,7 +282,7 @@ def test_the_next_gather_leaves_before_the_computation() -> None:
         expected += [("compute", index)]
         # The results before are used up, so that theirs and those of this batch are not there together.
         expected += [("step", index - 1)] * (index > 0) + [message]
-    expected += [("step", 3), "finish"]
+    expected += [("step", 3)]
     for events in run_ranks(2, _pipeline):
         assert events == expected
 
@@ -295,7 +296,8 @@ class Toy(MatrixRule):
     takes: bool = False
     stacks: list[Tensor] = field(default_factory=list)
     stepped: dict[int, Tensor] = field(default_factory=dict)
-    taken: dict[str, Tensor] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)
+    offered: Sequence[BatchPlan] = ()
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         return self.sources
@@ -308,10 +310,10 @@ class Toy(MatrixRule):
         assert indices
         self.stepped.update((index, values.clone()) for index, values in zip(indices, results, strict=True))
 
-    def take(self, task: MatrixTask, indices: Sequence[int], values: Sequence[Tensor]) -> bool:
-        if self.takes:
-            self.taken[task.key] = torch.cat(list(values))
-        return self.takes
+    def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
+        self.offered = matrices
+        self.taken += [plan.owned[0].key for plan in matrices if self.takes]
+        return () if self.takes else matrices
 
 
 def _four_parameters() -> tuple[list[Shard], Layout, dict[str, Tensor], MatrixPlan]:
@@ -343,17 +345,16 @@ def test_a_single_process_skips_tasks_without_gradient(one_by_one: bool, monkeyp
     assert not toy.stacks and not toy.stepped
 
 
-def test_a_part_without_gradient_is_taken_as_zero() -> None:
+def test_matrices_without_any_gradient_are_not_offered_in_place() -> None:
     shards, layout, whole, plan = _four_parameters()
     exchange = MatrixExchange(layout, plan, CPU, torch.float64)
-    for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(whole)):
+    for missing in ({"a.weight", "a.bias", "b.bias"}, {"a.weight"}, set(whole), set()):
         toy = Toy([None if shard.key in missing else whole[shard.key] for shard in shards], takes=True)
         run_rule(exchange, toy)
         assert not toy.stacks and not toy.stepped
-        assert set(toy.taken) == {task.key for task in exchange.owned() if not missing.issuperset(task.parts)}
-        for task in exchange.owned():
-            parts = [whole[part] * (part not in missing) for part in task.parts]
-            assert task.key not in toy.taken or torch.equal(toy.taken[task.key], torch.cat(parts))
+        assert toy.taken == [task.key for task in exchange.owned() if not missing.issuperset(task.parts)]
+        # What a rule plans for a list holds for as long as no shard of it lacks values.
+        assert (toy.offered is exchange.in_place) == (not missing)
 
 
 def test_slices_are_never_taken() -> None:
@@ -408,33 +409,6 @@ def test_only_what_crosses_ranks_is_rounded() -> None:
         for owned, values, returned in found:
             assert returned.dtype == torch.float32
             assert torch.equal(returned, values if owned else values.bfloat16().float())
-
-
-def _sizes_of_stacks(rank: int, world: int) -> dict[tuple[bool, bool, bool], list[int]]:
-    """For one by one or not, a rule that wishes it or not, slices or not: how many matrices each update was given."""
-    shapes = {f"m{index}.weight": (4, 5) for index in range(4)}
-    ranks = [tuple(Shard(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
-    layout = Layout(tuple(ranks), rank, dist.group.WORLD)
-    plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
-    joint = MatrixPlan(plan.owners, tuple(replace(batch, partners=(0, 1)) for batch in plan.batches))
-    sources = [torch.full((shard.numel,), 2.0, dtype=torch.float64) for shard in layout.mine]
-    found = {}
-    for case in itertools.product((False, True), repeat=3):
-        one_by_one, separately, slices = case
-        toy = Toy(list(sources))
-        toy.separately = separately  # type: ignore[misc]
-        chosen = joint if slices else plan
-        run_rule(MatrixExchange(layout, chosen, CPU, torch.float64, one_by_one=one_by_one), toy)
-        assert len(toy.stepped) == 4 and all(bool((values == 3).all()) for values in toy.stepped.values())
-        found[case] = [len(stack) for stack in toy.stacks]
-    return found
-
-
-def test_what_travels_together_may_be_updated_separately() -> None:
-    """If the rule wishes it, and only where matrices that lie whole are computed one by one, too; slices never."""
-    for found in run_ranks(2, _sizes_of_stacks):
-        for (one_by_one, separately, slices), sizes in found.items():
-            assert sizes == ([1, 1] if one_by_one and separately and not slices else [2])
 
 
 def _trace(rank: int, world: int) -> list[dict[str, Any]]:
