@@ -95,8 +95,9 @@ class LDAdamRule(MatrixRule):
             else:
                 others.setdefault(plan.batch.signature, []).append(matrix)
         if jobs:
-            for matrix in self._step_jobs(jobs, form):
-                others.setdefault(matrix[0].signature, []).append(matrix)
+            for place in self._subspaces.step_in_place([task for (task, _), _ in jobs], [job for _, job in jobs], form):
+                task, index = jobs[place][0]
+                others.setdefault(task.signature, []).append((task, index))
         for signature, alike in others.items():
             most = BATCH_ELEMENTS // (signature.rows * signature.columns) if self._in_stacks else 1
             for first in range(0, len(alike), max(1, most)):
@@ -113,22 +114,6 @@ class LDAdamRule(MatrixRule):
         if job is None:
             self._shards.complete(index)
         return job
-
-    def _step_jobs(self, jobs: Sequence[tuple[_Matrix, LowRankStep]], form: StepsInPlace) -> list[_Matrix]:
-        """Step matrices by a form; returns those that it leaves."""
-        keys, described = [task.key for (task, _), _ in jobs], [job for _, job in jobs]
-        outcome = self._subspaces.narrow.step_in_place(keys, described, form)
-        left = set(outcome.left)
-        stepped = [job for place, job in enumerate(described) if place not in left]
-        if stepped:
-            torch._foreach_add_([job.state["step"] for job in stepped], 1)
-            self.health.add("subspace_rotation", outcome.rotation, len(stepped))
-        for job in stepped:
-            # With error feedback only matrices are taken that have it already.
-            if not job.group["error_feedback"]:
-                job.state["beta1"].fill_(job.group["betas"][0])
-        self.health.add("kept_bases", outcome.kept)
-        return [jobs[place][0] for place in sorted(left)]
 
     def _step_others(self, matrices: Sequence[_Matrix]) -> None:
         """Matrices of one signature that lie whole here, in the way of those that travel."""
@@ -161,9 +146,9 @@ class LDAdamRule(MatrixRule):
             chosen, group = [states[place] for place in places], self.groups[batch.signature.group]
             whole = batch.signature.cut == "short"
             keys = [str(tasks[place].whole) if whole else tasks[place].key for place in places]
-            signature, narrow = batch.signature, self._subspaces.narrow
+            signature, keep = batch.signature, self._subspaces.keep
             matrices = len(places) // slices
-            return step_slices(keys, own, chosen, matrices, signature, group, self._holders(), report, narrow)
+            return step_slices(keys, own, chosen, matrices, signature, group, self._holders(), report, keep)
 
         if len(by_past) == 1:
             return stepped(range(len(tasks)), stack)

@@ -16,7 +16,6 @@ from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.equal_slices import SlicedMatrix, find_slices
 from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import steps_in_place_for
-from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.low_rank_matrices import LDAdamRule
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
@@ -168,8 +167,8 @@ class LDAdam(ShardedOptimizer):
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
         followed = unit.notes.obtain(_MOVED_SHAPES, set)
-        kept = LowPrecisionSubspaces(self.spec)
-        subspaces = Subspaces(self.matrix_states, self.step_groups, self.health, self._fresh, kept, followed, unstepped)
+        of_states = self.matrix_states, self.step_groups, self.health, self._fresh
+        subspaces = Subspaces(*of_states, self.spec, followed, unstepped)
 
         def holders() -> Holders:
             assert self.planner.source.tensor_parallel is not None

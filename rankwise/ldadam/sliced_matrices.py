@@ -13,7 +13,6 @@ from rankwise.comm.message_format import Traffic
 from rankwise.ldadam.basis import next_basis
 from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor
-from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Holders, next_basis_of_slices, project_slices
 from rankwise.ldadam.spec import SUBSPACE
@@ -58,7 +57,7 @@ def step_slices(
     group: Mapping[str, Any],
     holders: Holders,
     report: Callable[[Tensor], None],
-    narrow: LowPrecisionSubspaces,
+    keep: Callable[..., None],
 ) -> Tensor:
     """Advance matrices of which this rank owns slices, as many of each, matrix by matrix.
 
@@ -71,7 +70,7 @@ def step_slices(
         group: Param group.
         holders: The ranks that own the other slices.
         report: Called with the rotations ``R`` (matrices, r, r), from the second step on.
-        narrow: Keeps their states.
+        keep: Overwrites their states, see :meth:`rankwise.ldadam.subspaces.Subspaces.keep`.
 
     Returns:
         (slices, elements): the factors of each slice, as :func:`rankwise.ldadam.signature.split_factors` reads them.
@@ -101,7 +100,7 @@ def step_slices(
     if step > 1:
         report(rotation)
     new = zip(_AXES, (basis, M, V), strict=True)
-    narrow.keep(keys, states, {name: joined.slices(name, value) for name, value in new}, step)
+    keep(keys, states, {name: joined.slices(name, value) for name, value in new}, step)
     for state in states:
         state["step"] += 1
         state["beta1"].fill_(beta1)

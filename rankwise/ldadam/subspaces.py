@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +12,16 @@ from torch import Tensor
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
+from rankwise.kernels.lists import copy_
+from rankwise.kernels.quantization import key_of
 from rankwise.ldadam.basis import coordinates, project, try_next_basis
 from rankwise.ldadam.dispatch import moments_for, step_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix
-from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
-from rankwise.ldadam.signature import LowRankSignature
-from rankwise.ldadam.spec import SUBSPACE
+from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
+from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, LowRankSignature
+from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
 from rankwise.states.element_states import StateTypes
-from rankwise.states.matrix_states import MatrixState, MatrixStates
+from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.step.health import Health
 from rankwise.updates.adamw import Scalar, Step
 
@@ -59,7 +62,7 @@ class Subspaces:
         groups: Param groups by position.
         health: Receives rotations and numbers of bases that were kept.
         fresh: Makes a matrix's states before the first step.
-        narrow: Opens and keeps them.
+        spec: Says in which types they are kept, and how they are rounded.
         followed: Shapes of matrices whose bases have been moved since the unit was planned; kept up to date.
         unstepped: Where only the device knows the counts: the matrices that are to take their first step, which is
             another one; kept up to date. None where the host knows.
@@ -71,12 +74,12 @@ class Subspaces:
         groups: Sequence[Mapping[str, Any]],
         health: Health,
         fresh: Callable[[Tensor, LowRankSignature], MatrixState],
-        narrow: LowPrecisionSubspaces,
+        spec: LDAdamSpec,
         followed: set[tuple[int, ...]],
         unstepped: set[str] | None,
     ) -> None:
         self._states, self._groups, self._health = states, groups, health
-        self._fresh, self._followed, self._unstepped, self.narrow = fresh, followed, unstepped, narrow
+        self._fresh, self._followed, self._unstepped, self._spec = fresh, followed, unstepped, spec
 
     def obtain(self, task: MatrixTask, like: Tensor) -> MatrixState:
         """A matrix's states; fresh ones are of the type of ``like`` and lie with it."""
@@ -118,6 +121,80 @@ class Subspaces:
                 factors_by_task[place] = own
         return torch.stack(factors_by_task)
 
+    def step_in_place(self, tasks: Sequence[MatrixTask], jobs: Sequence[LowRankStep], form: StepsInPlace) -> list[int]:
+        """Step matrices where they lie.
+
+        Args:
+            tasks: The matrices.
+            jobs: What is to be done with them, each of which the form takes.
+            form: What steps them.
+
+        Returns:
+            Places of those that are to be stepped otherwise.
+        """
+        opens = any(self._spec.subspace_types.values())
+        left, rotation, kept = self._step_opened(tasks, jobs, form) if opens else form.step(jobs)
+        stepped = [job for place, job in enumerate(jobs) if place not in left]
+        if stepped:
+            torch._foreach_add_([job.state["step"] for job in stepped], 1)
+            self._health.add("subspace_rotation", rotation, len(stepped))
+        for job in stepped:
+            # With error feedback only matrices are taken that have it already.
+            if not job.group["error_feedback"]:
+                job.state["beta1"].fill_(job.group["betas"][0])
+        self._health.add("kept_bases", kept)
+        return left
+
+    def _step_opened(self, tasks: Sequence[MatrixTask], jobs: Sequence[LowRankStep], form: StepsInPlace) -> InPlace:
+        """Step matrices with narrow states, which are opened for some of them at a time."""
+        left: list[int] = []
+        rotation: Tensor | float = 0.0
+        kept: Tensor | float = 0.0
+        for some in _at_once(jobs):
+            states = [{name: job.weight.new_empty(job.state[name].shape) for name in SUBSPACE} for job in jobs[some]]
+            for name in SUBSPACE:
+                copy_([state[name] for state in states], [job.state[name] for job in jobs[some]])
+            outcome = form.step([replace(job, state=state) for job, state in zip(jobs[some], states, strict=True)])
+            stepped = [place for place in range(len(states)) if place not in outcome.left]
+            if stepped:
+                steps = [jobs[some][place].step for place in stepped]
+                step: int | Tensor = steps[0]
+                if len(set(steps)) > 1:
+                    step = torch.tensor(steps, dtype=torch.int64, device=jobs[0].weight.device)
+                keys, own = zip(*((tasks[some][place].key, jobs[some][place].state) for place in stepped), strict=True)
+                self.keep(keys, own, {name: [states[place][name] for place in stepped] for name in SUBSPACE}, step)
+            left += [some.start + place for place in outcome.left]
+            rotation, kept = rotation + outcome.rotation, kept + outcome.kept
+        return InPlace(left, rotation, kept)
+
+    def keep(
+        self,
+        keys: Sequence[str],
+        states: Sequence[Mapping[str, Tensor]],
+        new: Mapping[str, Sequence[Tensor]],
+        step: int | Tensor | None,
+    ) -> None:
+        """Overwrite the states of some matrices.
+
+        What their holders get is not rounded: the momentum in the error buffer is exact then, and with it the next
+        one, which is made of the buffer alone.
+
+        Args:
+            keys: Keys of the matrices.
+            states: States of the matrices.
+            new: What they are to be, by name.
+            step: The number of the step, one for all or (matrices,) on the device; None: the states have it counted.
+        """
+        for name, values in new.items():
+            own = [state[name] for state in states]
+            if own[0].dtype == values[0].dtype:
+                copy_(own, list(values))
+                continue
+            count = None
+            if self._spec.rounds_stochastically(name):
+                count = torch.stack([state["step"] for state in states]) if step is None else step
+            keep_narrow_(own, values, [key_of(key, name) for key in keys], count)
+
     def report_rotation(self, rotation: Tensor) -> None:
         """Tell of ``R`` (..., r, r): how much of the old subspaces the new ones have left, from 0 to 1, orthogonal."""
         kept = rotation.square().sum((-2, -1)) / rotation.shape[-1]
@@ -140,7 +217,7 @@ class Subspaces:
         # A single matrix as such: products of stacks are slower on CPUs.
         alone = len(states) == 1
         matrices = matrices[0] if alone else matrices
-        basis, exp_avg, exp_avg_sq = (opened([state[name] for state in states], matrices.dtype) for name in SUBSPACE)
+        basis, exp_avg, exp_avg_sq = (_opened([state[name] for state in states], matrices.dtype) for name in SUBSPACE)
         old = (basis, exp_avg, exp_avg_sq)
         first = past is not None and past[0] == 0
         if first or is_for_cpus(kernels_for(matrices.device, matrices.dtype)):
@@ -149,7 +226,7 @@ class Subspaces:
         else:
             new, factors = self._step_on_device(matrices, old, past, states, group)
         parts = {name: [value] if alone else value.unbind() for name, value in zip(SUBSPACE, new, strict=True)}
-        self.narrow.keep([task.key for task in tasks], states, parts, None if past is None else past[0] + 1)
+        self.keep([task.key for task in tasks], states, parts, None if past is None else past[0] + 1)
         for state in states if past is not None else ():
             state["step"] += 1
             state["beta1"].fill_(group["betas"][0])
@@ -196,6 +273,23 @@ class Subspaces:
             unchanged = step == 1 or beta1 == written_beta1
             factors.append(exp_avg if unchanged else kept_factor(coordinates(matrices, basis), exp_avg, beta1))
         return (basis, exp_avg, exp_avg_sq), factors
+
+
+def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
+    """Matrices whose states are opened at a time."""
+    first = elements = 0
+    for place, job in enumerate(jobs):
+        own = sum(job.state[name].numel() for name in SUBSPACE)
+        if place > first and elements + own > ELEMENTS_AT_ONCE:
+            yield slice(first, place)
+            first, elements = place, 0
+        elements += own
+    yield slice(first, len(jobs))
+
+
+def _opened(states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """(..., m, n) of matrices in the type of the computation; of a single one as such."""
+    return (states[0] if len(states) == 1 else torch.stack(list(states))).to(dtype)
 
 
 Triple = tuple[Tensor, Tensor, Tensor]

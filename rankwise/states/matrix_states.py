@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["MatrixState", "MatrixStates", "kept_by"]
+from rankwise.kernels.dispatch import quantization_for
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns, is_coded
+
+__all__ = ["MatrixState", "MatrixStates", "keep_narrow_", "kept_by"]
 
 MatrixState = dict[str, Tensor]
 _NOBODY: Mapping[tuple[str, str], int] = {}
@@ -109,3 +113,23 @@ def _like(fresh: Tensor, loaded: Tensor, key: str) -> Tensor:
             "checkpoint into the model that it was saved with"
         )
     return loaded.to(device=fresh.device, dtype=fresh.dtype)
+
+
+def keep_narrow_(
+    states: Sequence[Tensor], values: Sequence[Tensor], keys: Sequence[int], step: int | Tensor | None
+) -> None:
+    """Overwrite states of whole matrices that are kept in fewer bits, all of one type, by values that are rounded once.
+
+    Args:
+        states: bfloat16 values; or codes of a byte, 1-D, with their exponents behind them.
+        values: New values of the states, in the type of the computation.
+        keys: Numbers of the states, for the noise of stochastic rounding.
+        step: Number of the step, one for all or (states,) on the device; None to round to the nearest.
+    """
+    flats = [value.reshape(-1) for value in values]
+    codes, exponents = [state.view(-1) for state in states], []
+    if is_coded(codes[0].dtype):
+        pairs = [state.tensor_split([flat.numel()]) for state, flat in zip(codes, flats, strict=True)]
+        codes, exponents = [own for own, _ in pairs], [behind.view(torch.int8) for _, behind in pairs]
+    runs = LowPrecisionRuns(codes, exponents, [0] * len(codes), keys, step)
+    quantization_for(flats[0].device, flats[0].dtype).encode_(flats, runs)

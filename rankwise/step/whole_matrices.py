@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.kernels.dispatch import quantization_for
-from rankwise.kernels.low_precision_runs import LowPrecisionRuns, is_coded, is_narrow
+from rankwise.kernels.low_precision_runs import is_coded, is_narrow
 from rankwise.kernels.quantization import key_of
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.states.element_states import StateTypes
-from rankwise.states.matrix_states import MatrixState, MatrixStates
+from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.packed_states import PackedLayout, StateRun
 from rankwise.step.first_order import fallback_step, step_and_decay
@@ -151,23 +150,6 @@ class _Kept(NamedTuple):
         """What the rule gets: the state itself, or a copy if it is narrow."""
         return kept.to(dtype) if self.packing is None else self.packing.opened(kept, self.shape, dtype)
 
-    def keep(self, kept: Tensor, values: Tensor, key: int, step: int | None) -> None:
-        """Overwrite what is kept by values.
-
-        Args:
-            kept: The state.
-            values: Its new values, of the type of the computation.
-            key: Number of the state, for the noise of stochastic rounding.
-            step: Number of the step; None to round to the nearest.
-        """
-        if self.narrow is None or not is_narrow(self.narrow):
-            kept.copy_(values)
-            return
-        numel = values.numel()
-        exponents = [kept[numel:].view(torch.int8)] if self.packing is not None else []
-        codes = LowPrecisionRuns([kept.view(-1)[:numel]], exponents, [0], [key], step)
-        quantization_for(values.device, values.dtype).encode_([values.reshape(-1)], codes)
-
 
 class _MatrixSignature(NamedTuple):
     """What matrices have in common whose directions travel together: shape, param group, and how states are kept."""
@@ -226,9 +208,11 @@ class _WholeMatrixRule(MatrixRule):
         direction = self._update(gradient, states, step, group)
         _check(task.key, direction, states, signature)
         for name, how in signature.states:
-            if states[name] is not kept[name]:
+            if states[name] is not kept[name] and is_narrow(how.narrow):
                 noisy = step if self.unit.stochastic(name) else None
-                how.keep(kept[name], states[name], key_of(task.key, name), noisy)
+                keep_narrow_([kept[name]], [states[name]], [key_of(task.key, name)], noisy)
+            elif states[name] is not kept[name]:
+                kept[name].copy_(states[name])
         kept[STEP] += 1
         return direction.reshape(-1)
 
